@@ -19,7 +19,7 @@ from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED
 from pdserve.router.openai.protocol import REASONING_EFFORTS, ChatBody, CompletionBody
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.text.prompt import ChatInput
+from pdserve.text.prompt import ChatInput, TextInput
 from pdserve.v1 import inference_pb2
 
 USER = {"role": "user", "content": "hi"}
@@ -68,6 +68,22 @@ def test_reasoning_effort_is_a_variable_of_the_chat_template(effort: str) -> Non
     named = asked(reasoning_effort=effort, chat_template_kwargs={"reasoning_effort": "own", "x": 1}).prompt
     assert isinstance(named, ChatInput)
     assert named.template_variables == {"reasoning_effort": "own", "x": 1}
+
+
+def test_fields_for_the_chat_template() -> None:
+    plain = asked().prompt
+    assert isinstance(plain, ChatInput)
+    assert (plain.add_generation_prompt, plain.continue_final_message, plain.add_special_tokens) == (True, False, False)
+    given = asked(continue_final_message=True, documents=[{"text": "a"}], add_special_tokens=True).prompt
+    assert isinstance(given, ChatInput)
+    assert (given.add_generation_prompt, given.continue_final_message, given.add_special_tokens) == (False, True, True)
+    assert given.template_variables == {"documents": [{"text": "a"}]}
+    with pytest.raises(InvalidRequest, match="both true"):
+        asked(continue_final_message=True, add_generation_prompt=True)
+    for add_special_tokens in (True, False):
+        text = asked(CompletionBody, add_special_tokens=add_special_tokens).prompt
+        assert isinstance(text, TextInput)
+        assert text.add_special_tokens is add_special_tokens
 
 
 UNKNOWN: dict[str, Any] = {

@@ -39,6 +39,35 @@ def test_template_of_tokenizer_config(byte_level_tokenizer: Tokenizer) -> None:
     assert byte_level_tokenizer.encode(text, add_special_tokens=False)[0] == byte_level_tokenizer.bos_token_id
 
 
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<new>{% endif %}"
+)
+BEGUN = [*HELLO, {"role": "assistant", "content": "So far </s> "}]
+
+
+def test_the_final_message_stays_open() -> None:
+    open_turn = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(TURNS, BEGUN, **open_turn) == "<user>hello</s><assistant>So far </s> "
+    # a template may change the content, and write it more than once
+    assert render("{{ messages[-1].content | trim | upper | lower }}", BEGUN, **open_turn) == "so far </s> "
+    twice = "{{ messages[-1].content }}-{{ messages[-1].content }}</s>"
+    assert render(twice, BEGUN, **open_turn) == "So far </s> -So far </s> "
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert render(TURNS, parts, **open_turn) == "<assistant>a\nb"
+    assert render(TURNS, [{"role": "assistant", "content": ""}], **open_turn) == "<assistant>"
+    hidden = render(TURNS, BEGUN, hide=lambda text: text.replace("</s>", "#"), **open_turn)
+    assert hidden.endswith("<assistant>So far # ")
+    assert BEGUN[-1]["content"] == "So far </s> "
+
+
+def test_a_template_without_the_final_message_cannot_continue_it() -> None:
+    with pytest.raises(InvalidRequest, match="leaves out the content of the last message") as refused:
+        render("{{ messages[0].role }}", BEGUN, continue_final_message=True)
+    assert refused.value.field == "continue_final_message"
+    with pytest.raises(InvalidRequest, match="at least one message"):
+        render(TURNS, [], continue_final_message=True)
+
+
 def test_named_templates_take_default(tmp_path: Path, byte_level_backend: Backend) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D{{ bos_token }}"}]
     assert folder_with(tmp_path, byte_level_backend, named).apply_chat_template(HELLO) == "D<s>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
 
 FIELD = "messages"
 _MAX_DEPTH = 64
+_MARK_BYTES = 16
+"""Random bytes that mark the end of a message; no client can know them."""
 _REASON_CHARS = 120
 """Characters of a template's error that are shown; the error may repeat the messages."""
 
@@ -54,12 +57,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         hide: Callable[[str], str] | None = None,
     ) -> str:
         """The prompt's text.
 
+        continue_final_message: end the text with the content of the last message, which the model then continues.
         tools: as in OpenAI's API; for a template without tools they are written into the system message.
         variables: the client's variables for this template, such as `enable_thinking`.
         hide: applied to every string of the client before it reaches the template.
@@ -71,6 +76,9 @@ class ChatTemplate:
         if hide is not None:
             plain, tools = hidden_in(plain, hide), hidden_in(tools, hide)
             named = {name: hidden_in(value, hide) for name, value in named.items()}
+        mark = secrets.token_hex(_MARK_BYTES) if continue_final_message and plain else ""
+        if mark:
+            plain[-1]["content"] += mark
         given = {
             "documents": None,
             **named,
@@ -99,7 +107,7 @@ class ChatTemplate:
                 "allowed",
                 FIELD,
             )
-        return text
+        return _until_mark(text, mark) if mark else text
 
     def _verify_names(self, variables: Mapping[str, Any]) -> None:
         """Raises: InvalidRequest for a variable with the name of a template function."""
@@ -109,6 +117,17 @@ class ChatTemplate:
                     f"chat_template_kwargs has {name!r}, which is a function of chat templates and cannot be replaced",
                     "chat_template_kwargs",
                 )
+
+
+def _until_mark(text: str, mark: str) -> str:
+    """The text before the last `mark`, without other marks. Raises: InvalidRequest if there is none."""
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        raise InvalidRequest(
+            "continue_final_message is true, but the model's chat template leaves out the content of the last message",
+            "continue_final_message",
+        )
+    return before.replace(mark, "")
 
 
 def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class ChatInput(msgspec.Struct, frozen=True):
     """The client's variables for the chat template, such as `enable_thinking`."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the model may call, in the form of OpenAI's `tools`."""
+    continue_final_message: bool = False
+    """The prompt ends with the content of the last message; `add_generation_prompt` is then False."""
+    add_special_tokens: bool = False
+    """Add special tokens beside those of the chat template."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -95,6 +99,8 @@ def encode_prompt(
                 add_generation_prompt=prompt.add_generation_prompt,
                 variables=prompt.template_variables,
                 tools=prompt.tools or None,
+                continue_final_message=prompt.continue_final_message,
+                add_special_tokens=prompt.add_special_tokens,
                 field=field,
                 verify=verify,
                 count=count,

@@ -157,11 +157,12 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         hide: Callable[[str], str] | None = None,
     ) -> str:
-        """The prompt's text; `encode_chat` also returns its token ids. hide: as in `ChatTemplate.render`.
+        """The prompt's text; `encode_chat` also returns its token ids. Arguments: as in `ChatTemplate.render`.
 
         With tools, a template named `tool_use` is preferred to the default one. Raises: InvalidRequest if there is no template, and
         as `ChatTemplate.render`.
@@ -170,7 +171,12 @@ class Tokenizer:
         if template is None:
             raise InvalidRequest("this model has no chat template; send a prompt to the completions API", "messages")
         return template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables, hide=hide
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=variables,
+            hide=hide,
         )
 
     def encode_chat(

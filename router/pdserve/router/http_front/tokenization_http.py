@@ -16,6 +16,7 @@ from pdserve.common.first_done import first_of
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.generation_response import json_response, until_disconnect
+from pdserve.router.openai.prompts import verify_continuation
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Limits
 from pdserve.router.requests.request_limits import MAX_MESSAGES
@@ -47,15 +48,17 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Default: true for a prompt; false for messages, whose template adds them."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
     def verify(self, model_len: int) -> None:
         """Raises: InvalidRequest."""
+        verify_continuation(self.continue_final_message, self.add_generation_prompt)
         if (self.prompt is None) == (self.messages is None):
             given = "neither is given" if self.prompt is None else "both are given"
             raise InvalidRequest(f"one of prompt and messages is needed, {given}", "prompt")
         if self.messages is None:
-            for field in ("add_generation_prompt", "chat_template_kwargs"):
+            for field in ("add_generation_prompt", "chat_template_kwargs", "continue_final_message"):
                 if getattr(self, field) is not None:
                     raise InvalidRequest(f"{field} needs messages, but prompt is given", field)
         elif not self.messages:
@@ -75,7 +78,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         variables: Mapping[str, Any] = self.chat_template_kwargs or {}
         _, token_ids = tokenizer.encode_chat(
             self.messages or [],
-            add_generation_prompt=self.add_generation_prompt is not False,
+            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
+            continue_final_message=bool(self.continue_final_message),
             variables=variables,
             add_special_tokens=bool(self.add_special_tokens),
             verify=lambda text: _verify_length(text, max_bytes, "messages"),

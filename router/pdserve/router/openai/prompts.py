@@ -16,10 +16,19 @@ def num_prompts(given: OpenAIPrompts, field: str, limit: int) -> int:
     return num
 
 
-def as_prompts(given: OpenAIPrompts, field: str) -> list[TextInput | TokenInput]:
-    """The prompts, one or many. field: the client's name of them. Raises: InvalidRequest."""
+def verify_continuation(continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:
+    """Raises: InvalidRequest for a chat that asks for both."""
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt are both true: a prompt ends with one or the other",
+            "continue_final_message",
+        )
+
+
+def as_prompts(given: OpenAIPrompts, field: str, *, add_special_tokens: bool = True) -> list[TextInput | TokenInput]:
+    """The prompts, one or many. field: the client's name of them. add_special_tokens: to texts. Raises: InvalidRequest."""
     if isinstance(given, str):
-        return [TextInput(given)]
+        return [TextInput(given, add_special_tokens)]
     if not given:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     kinds = {type(part) for part in given}
@@ -27,4 +36,4 @@ def as_prompts(given: OpenAIPrompts, field: str) -> list[TextInput | TokenInput]
         raise InvalidRequest(f"{field} mixes kinds: strings, token ids, or lists of token ids are needed", field)
     if kinds == {int}:
         return [TokenInput([part for part in given if isinstance(part, int)])]
-    return [TokenInput(part) if isinstance(part, list) else TextInput(str(part)) for part in given]
+    return [TokenInput(part) if isinstance(part, list) else TextInput(str(part), add_special_tokens) for part in given]

@@ -19,7 +19,7 @@ from pdserve.common.request.sampling_params import (
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import shown
 from pdserve.router.openai.no_op_fields import verify_neutral
-from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts, verify_continuation
 from pdserve.router.openai.response_format import OutputConstraint, ResponseFormat, output_form
 from pdserve.router.openai.tools import NamedTool, ToolBody, tool_use
 from pdserve.router.requests.preparation import CallFields, ClientRequest
@@ -77,6 +77,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logits_processors: list[NamedLogitsProcessor] | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt; false for a chat, whose template adds them."""
     # accepted, and without effect
     user: str | None = None
     safety_identifier: str | None = None
@@ -185,7 +187,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         """One request per prompt. Raises: InvalidRequest."""
         self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
         return self._requests(
-            as_prompts(self.prompt, "prompt"),
+            as_prompts(self.prompt, "prompt", add_special_tokens=self.add_special_tokens is not False),
             "prompt",
             form=output_form(self.response_format, self.structured_outputs),
             defaults=defaults,
@@ -218,6 +220,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     # vLLM's fields for the chat template
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     """A variable of the chat template."""
     # OpenAI's, but only with the value that changes nothing
@@ -250,7 +254,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
     def _template_variables(self) -> dict[str, Any]:
         """Variables for the chat template; `chat_template_kwargs` come last. Raises: InvalidRequest."""
-        named: dict[str, Any] = {}
+        named: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if (effort := self.reasoning_effort) is not None:
             if effort not in REASONING_EFFORTS:
                 raise InvalidRequest(
@@ -277,8 +281,15 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest(
                 f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}", "max_completion_tokens"
             )
-        add_generation_prompt = self.add_generation_prompt is not False
-        prompt = ChatInput(self.messages, add_generation_prompt, self._template_variables(), tools=tools.tools)
+        verify_continuation(self.continue_final_message, self.add_generation_prompt)
+        prompt = ChatInput(
+            self.messages,
+            self.add_generation_prompt is not False and not self.continue_final_message,
+            self._template_variables(),
+            tools=tools.tools,
+            continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
+        )
         return self._requests(
             [prompt],
             "messages",
