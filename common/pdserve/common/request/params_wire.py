@@ -20,25 +20,12 @@ from pdserve.common.request.sampling_params import (
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.v1 import request_pb2
 
-SAMPLING_OPTIONAL = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "skip_special_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "spaces_between_special_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "detokenize",
-    "n",
-    "best_of",
+SAMPLING_OPTIONAL = tuple(
+    field.name
+    for field in request_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.message_type is None
 )
+"""Fields of one value, which the message has or not; they have the names of those of `SamplingParams`."""
 SAMPLING_PLAIN = ("include_stop_str_in_output", "ignore_eos")
 KIND_TO_WIRE = {
     RequestOutputKind.CUMULATIVE: request_pb2.OUTPUT_KIND_CUMULATIVE,

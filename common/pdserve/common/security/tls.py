@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls_roles import PeerRoles, ServiceRole, own_roles
@@ -51,8 +51,26 @@ class TlsFile:
             raise ConfigError(f"{self}: {error.strerror or error}") from error
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Generation:
+    """The files as loaded at one time; a later load may have taken their place."""
+
+    peers: PeerRoles | None = None
+    """Which roles peers must have; None: roles do not count."""
+    _renewed: Self | None = field(default=None, init=False, repr=False)
+
+    @property
+    def current(self) -> Self:
+        """The generation that counts now."""
+        return self._renewed or self
+
+    def renew(self, other: Self) -> None:
+        """`other` was loaded later, and takes over."""
+        self._renewed = other
+
+
 @dataclass(slots=True, eq=False)
-class ServerTls:
+class ServerTls(_Generation):
     """Certificate and trust of a listening side. Its `context` serves all generations."""
 
     certificate: bytes
@@ -63,9 +81,6 @@ class ServerTls:
     context: ssl.SSLContext
     valid_until: float
     """The certificate's last second, in Unix time."""
-    peers: PeerRoles | None = None
-    """Which roles peers must have; None: roles do not count."""
-    _renewed: ServerTls | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # Each handshake takes certificate, key and CAs from the context of the generation that is current then. A context
@@ -76,18 +91,9 @@ class ServerTls:
 
         self.context.sni_callback = show_current
 
-    @property
-    def current(self) -> ServerTls:
-        """The generation that counts now."""
-        return self._renewed or self
-
-    def renew(self, other: ServerTls) -> None:
-        """`other` was loaded later, and takes over."""
-        self._renewed = other
-
 
 @dataclass(slots=True, eq=False)
-class ClientTls:
+class ClientTls(_Generation):
     """TLS of a connecting side: trusted authorities, and its own certificate."""
 
     ca: bytes
@@ -96,18 +102,6 @@ class ClientTls:
     server_name: str | None
     """The name in the servers' certificates, where it is not the host that is connected to."""
     context: ssl.SSLContext
-    peers: PeerRoles | None = None
-    """Which roles peers must have; None: roles do not count."""
-    _renewed: ClientTls | None = field(default=None, repr=False)
-
-    @property
-    def current(self) -> ClientTls:
-        """The generation that counts now."""
-        return self._renewed or self
-
-    def renew(self, other: ClientTls) -> None:
-        """`other` was loaded later, and takes over."""
-        self._renewed = other
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +144,8 @@ def load_identity(
     shown = _prove(server, _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, ca), name, certificate, ca)
     peers = None if role is None else own_roles(shown.uris, role, worker_id, str(certificate))
     return TlsIdentity(
-        ServerTls(certificate.read(), key.read(), ca.read(), server, shown.valid_until, peers),
-        ClientTls(ca.read(), certificate.read(), key.read(), server_name, client, peers),
+        ServerTls(certificate.read(), key.read(), ca.read(), server, shown.valid_until, peers=peers),
+        ClientTls(ca.read(), certificate.read(), key.read(), server_name, client, peers=peers),
     )
 
 

@@ -70,7 +70,6 @@ class ModelRunner:
         logits_processors: LogitsProcessors | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them."""
-        self._config = config
         self._model = model
         self._attention = attention
         self._kv_caches = kv_caches

@@ -94,7 +94,6 @@ class NixlConnector:
             return NixlConnection(source, pool, settings, spares.take, self._closing, condemned)
 
         reads = BlockReader[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
-        self._block_bytes = pool.block_bytes
         self._started = _Started(agent, hello, address, ReadGrants(pool.num_blocks, self._events, 0.0), spares, reads)
 
     @property

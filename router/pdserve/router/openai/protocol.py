@@ -125,7 +125,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
             given["logit_bias"] = _logit_bias(self.logit_bias)
-        for name in ("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors"):
+        for name in _LISTS:
             if (values := getattr(self, name)) is not None:
                 given[name] = tuple(values)
         return SamplingParams(structured_outputs=form.params, **given)
@@ -315,21 +315,7 @@ _MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
     "metadata": (MAX_METADATA, " pairs"),
 }
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "include_stop_str_in_output",
-    "n",
-    "best_of",
-    "prompt_logprobs",
-)
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors")
+_CONVERTED = {*_LISTS, "stop", "logit_bias", "structured_outputs", "max_tokens", "logprobs"}
+"""Fields of `SamplingParams` that have another type or meaning in a body; all others have their names and values."""
+_SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in _CONVERTED)
