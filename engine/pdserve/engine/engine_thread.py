@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -46,34 +47,25 @@ def in_event_loop(loop: asyncio.AbstractEventLoop) -> Callable[[Callable[[], Non
     return call_soon
 
 
+@dataclass(eq=False)
 class EngineThread:
     """Starts with `start`, ends with `stop`; a failed step ends every request and the thread."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        call_soon: Callable[[Callable[[], None]], object],
-        on_outputs: Callable[[EngineCoreOutputs], None],
-        on_death: Callable[[Exception], None],
-        num_threads: int,
-        cpu_core: int | None,
-        failure_text: Callable[[Exception], str] = lambda error: ENGINE_FAILED,
-    ) -> None:
-        """call_soon: runs a callback after earlier ones, where outputs are read: in this thread, or `in_event_loop`.
+    core: EngineCore
+    call_soon: Callable[[Callable[[], None]], object]
+    """Runs a callback after earlier ones, where outputs are read: in this thread, or `in_event_loop`."""
+    _on_outputs: Callable[[EngineCoreOutputs], None]
+    _on_death: Callable[[Exception], None]
+    num_threads: int
+    cpu_core: int | None
+    failure_text: Callable[[Exception], str] = lambda error: ENGINE_FAILED
+    """The message with which requests end when the engine fails."""
+    _inbox: queue.SimpleQueue[Command | None] = field(default_factory=queue.SimpleQueue, init=False)
+    _after_step: list[Callable[[], None]] = field(default_factory=list, init=False)
 
-        failure_text: the message with which requests end when the engine fails.
-        """
-        self.core = core
-        self.call_soon = call_soon
-        self._failure_text = failure_text
-        self._on_outputs = on_outputs
-        self._on_death = on_death
-        self._num_threads = num_threads
-        self._cpu_core = cpu_core
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._after_step: list[Callable[[], None]] = []
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        core.scheduler.grammars.on_arrival = lambda: self.post(_look_again)
+        self.core.scheduler.grammars.on_arrival = lambda: self.post(_look_again)
 
     def start(self) -> None:
         self._thread.start()
@@ -100,7 +92,7 @@ class EngineThread:
             log.exception("the engine failed; every request it had ends")
             failure = error
             with contextlib.suppress(Exception):
-                self.core.fail_all(WorkerLost(self._failure_text(failure)))
+                self.core.fail_all(WorkerLost(self.failure_text(failure)))
                 self._tell(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
             self.call_soon(lambda: self._on_death(failure))
         for callback in self._after_step:
@@ -154,10 +146,10 @@ class EngineThread:
         self._after_step.append(callback)
 
     def _take_core(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        if self._cpu_core is not None:
-            cores = set(range(self._cpu_core, self._cpu_core + self._num_threads)) & set(range(os.cpu_count() or 1))
+        torch.set_num_threads(self.num_threads)
+        if self.cpu_core is not None:
+            cores = set(range(self.cpu_core, self.cpu_core + self.num_threads)) & set(range(os.cpu_count() or 1))
             try:
                 os.sched_setaffinity(0, cores)  # 0 is this thread
             except OSError as error:
-                log.warning("cannot pin the engine to core %d: %s", self._cpu_core, error)
+                log.warning("cannot pin the engine to core %d: %s", self.cpu_core, error)

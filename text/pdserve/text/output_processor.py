@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
@@ -30,52 +31,27 @@ class PositionGap(InternalError):
     retryable = True
 
 
+@dataclass(eq=False, slots=True)
 class RequestState:
     """State of one sequence: its output tokens, its text, its finish reason."""
 
-    __slots__ = (
-        "_detokenizer",
-        "_ledger",
-        "_matcher",
-        "_min_tokens",
-        "_num_chars",
-        "_offsets",
-        "_stop_ids_without_text",
-        "_texts",
-        "finish_reason",
-        "index",
-        "output_token_ids",
-        "stop_reason",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        detokenizer: IncrementalDetokenizer,
-        matcher: StopStringMatcher | None,
-        min_tokens: int,
-        stop_ids_without_text: frozenset[int],
-        ledger: LogprobsAccumulator | None = None,
-    ) -> None:
-        """stop_ids_without_text: tokens that add no text if they end the sequence; they still count as tokens.
-
-        ledger: collects log-probabilities, if they were requested.
-        """
-        self.index = index
-        self.output_token_ids: list[int] = []
-        """Tokens sent to the client; a resumed attempt continues after them."""
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self._detokenizer = detokenizer
-        self._matcher = matcher
-        self._min_tokens = min_tokens
-        self._stop_ids_without_text = stop_ids_without_text
-        self._texts: list[str] = []
-        self._ledger = ledger
-        self._num_chars = 0
-        """Characters of the text so far; counted only for `_offsets`."""
-        self._offsets: list[int] = []
-        """Character offsets of the tokens of the current output."""
+    index: int
+    _detokenizer: IncrementalDetokenizer
+    _matcher: StopStringMatcher | None
+    _min_tokens: int
+    _stop_ids_without_text: frozenset[int]
+    """Tokens that add no text if they end the sequence; they still count as tokens."""
+    _ledger: LogprobsAccumulator | None = None
+    """Collects log-probabilities, if they were requested."""
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    """Tokens sent to the client; a resumed attempt continues after them."""
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    stop_reason: int | str | None = field(default=None, init=False)
+    _texts: list[str] = field(default_factory=list, init=False)
+    _num_chars: int = field(default=0, init=False)
+    """Characters of the text so far; counted only for `_offsets`."""
+    _offsets: list[int] = field(default_factory=list, init=False)
+    """Character offsets of the tokens of the current output."""
 
     @property
     def finished(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
@@ -34,26 +35,18 @@ _ROLES: dict[WorkerRole | None, worker_pb2.Role.ValueType] = {
 }
 
 
+@dataclass(eq=False)
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves `WorkerService`."""
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        engine: EngineClient,
-        peers: PeerChannels,
-        num_transfers: Callable[[], int],
-        key: DeploymentKey,
-        on_meet: Callable[[str, int], None] = lambda worker_id, epoch: None,
-    ) -> None:
-        self._identity = identity
-        self._engine = engine
-        self._peers = peers
-        self._on_meet = on_meet
-        self._num_transfers = num_transfers
-        self._key = key
-        self._warnings = RateLimitedLog(log)
-        self._changed = asyncio.Event()
+    _identity: WorkerIdentity
+    _engine: EngineClient
+    _peers: PeerChannels
+    _num_transfers: Callable[[], int]
+    _key: DeploymentKey
+    _on_meet: Callable[[str, int], None] = lambda worker_id, epoch: None
+    _warnings: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log), init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def announce(self) -> None:
         """Send the load to routers now, before the next second."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pdserve.common.request.engine_types import EngineCoreEventType
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -11,23 +12,17 @@ from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
+@dataclass(eq=False)
 class Preemption:
     """Preempts and evicts. A preempted sequence is computed again here; an evicted one is placed again by the router."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        running: RunningBatch,
-        waiting: WaitingQueues,
-        evict: Callable[[Request], bool],
-    ) -> None:
-        """evict: ends a sequence that waits for remote KV in favour of its argument, a running sequence; returns True if blocks
-        will be returned."""
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._evict = evict
-        self.num_preemptions = 0
+    _kv: KVCacheManager
+    _running: RunningBatch
+    _waiting: WaitingQueues
+    _evict: Callable[[Request], bool]
+    """Ends a sequence that waits for remote KV in favour of its argument, a running sequence; returns True if blocks will be
+    returned."""
+    num_preemptions: int = field(default=0, init=False)
 
     def make_room(self, step: BatchBuilder, request: Request, num_tokens: int) -> list[int] | None:
         """Allocate blocks for a running sequence, and preempt others as needed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -11,24 +12,17 @@ from pdserve.engine.scheduler.preemption import Preemption
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
+@dataclass(eq=False)
 class SequenceGroup:
     """`core.request_id` -> unfinished sequences, for requests with several sequences."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        requests: dict[str, Request],
-        kv: KVCacheManager,
-        waiting: WaitingQueues,
-        preemption: Preemption,
-    ) -> None:
-        """requests: the scheduler's unfinished sequences; forked ones are added."""
-        self._config = config
-        self._requests = requests
-        self._kv = kv
-        self._waiting = waiting
-        self._preemption = preemption
-        self._of: dict[str, dict[int, Request]] = {}
+    _config: EngineConfig
+    _requests: dict[str, Request]
+    """The scheduler's unfinished sequences; forked ones are added."""
+    _kv: KVCacheManager
+    _waiting: WaitingQueues
+    _preemption: Preemption
+    _of: dict[str, dict[int, Request]] = field(default_factory=dict, init=False)
 
     def fork(self, request: Request, token_ids: Sequence[int]) -> list[tuple[Request, RequestStatus | None]] | None:
         """Append a token to a sequence, or at the end of a prompt the first token to each of its sequences.

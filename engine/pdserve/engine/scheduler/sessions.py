@@ -7,6 +7,8 @@ Between turns a session costs a step nothing, and keeps its blocks until other s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pdserve.common.errors import PromptTooLong
 from pdserve.common.request.engine_types import LogprobsLists, StreamingUpdate
 from pdserve.engine.config import EngineConfig
@@ -17,22 +19,15 @@ from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
 
 
+@dataclass(eq=False)
 class Sessions:
     """Transitions of streaming sessions in the scheduler. Has no state of its own."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        kv: KVCacheManager,
-        running: RunningBatch,
-        waiting: WaitingQueues,
-        outputs: OutputCollector,
-    ) -> None:
-        self._config = config
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._outputs = outputs
+    _config: EngineConfig
+    _kv: KVCacheManager
+    _running: RunningBatch
+    _waiting: WaitingQueues
+    _outputs: OutputCollector
 
     def end_turn(
         self, request: Request, ended_with: RequestStatus, token_id: int, logprobs: LogprobsLists | None

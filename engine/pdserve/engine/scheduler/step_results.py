@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
@@ -20,29 +21,19 @@ from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, Schedul
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
 
+@dataclass(eq=False)
 class FinishRequest:
     """Ends sequences for any reason: last token, abort, error, or decoding at another worker."""
 
-    def __init__(
-        self,
-        requests: dict[str, Request],
-        kv: KVCacheManager,
-        running: RunningBatch,
-        waiting: WaitingQueues,
-        grammars: StructuredOutputManager,
-        receives: RemoteKvQueue,
-        group: SequenceGroup,
-        outputs: OutputCollector,
-    ) -> None:
-        """requests: the scheduler's unfinished sequences; ended ones are removed."""
-        self._requests = requests
-        self._kv = kv
-        self._running = running
-        self._waiting = waiting
-        self._grammars = grammars
-        self._receives = receives
-        self._group = group
-        self._outputs = outputs
+    _requests: dict[str, Request]
+    """The scheduler's unfinished sequences; ended ones are removed."""
+    _kv: KVCacheManager
+    _running: RunningBatch
+    _waiting: WaitingQueues
+    _grammars: StructuredOutputManager
+    _receives: RemoteKvQueue
+    _group: SequenceGroup
+    _outputs: OutputCollector
 
     def finish(
         self,
@@ -84,27 +75,18 @@ class FinishRequest:
         request.move_to(status)
 
 
+@dataclass(eq=False)
 class StepResults:
     """Updates sequences, KV cache and outputs after a step was computed."""
 
-    def __init__(
-        self,
-        requests: Mapping[str, Request],
-        kv: KVCacheManager,
-        sources: KvSendTracker,
-        group: SequenceGroup,
-        sessions: Sessions,
-        outputs: OutputCollector,
-        finisher: FinishRequest,
-    ) -> None:
-        self._requests = requests
-        self._kv = kv
-        self._sources = sources
-        self._group = group
-        self._sessions = sessions
-        self._outputs = outputs
-        self._finisher = finisher
-        self.num_computed_prompt_tokens = 0
+    _requests: Mapping[str, Request]
+    _kv: KVCacheManager
+    _sources: KvSendTracker
+    _group: SequenceGroup
+    _sessions: Sessions
+    _outputs: OutputCollector
+    _finisher: FinishRequest
+    num_computed_prompt_tokens: int = field(default=0, init=False)
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Apply one step's result."""

@@ -6,7 +6,7 @@ Late, repeated and unknown events are counted and dropped (I9).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.common.errors import PdServeError
 from pdserve.engine.kv_cache.block_pool import PinTracker
@@ -37,23 +37,16 @@ class End:
     cause: PdServeError | None = None
 
 
+@dataclass(eq=False)
 class TransferEvents:
     """Passes events on to `RemoteKvQueue` and `KvSendTracker`."""
 
-    def __init__(
-        self,
-        requests: Mapping[str, Request],
-        holds: PinTracker,
-        receives: RemoteKvQueue,
-        sources: KvSendTracker,
-        waiting: WaitingQueues,
-    ) -> None:
-        self._requests = requests
-        self._holds = holds
-        self._receives = receives
-        self._sources = sources
-        self._waiting = waiting
-        self.num_dropped = 0
+    _requests: Mapping[str, Request]
+    _holds: PinTracker
+    _receives: RemoteKvQueue
+    _sources: KvSendTracker
+    _waiting: WaitingQueues
+    num_dropped: int = field(default=0, init=False)
 
     def apply(self, event: IntoEngine) -> Ready | End | None:
         """Apply one event; returns the action that the scheduler must take, None if there is none."""

@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,30 +33,21 @@ _MAX_OPERATIONS = 4096
 """Limit of operations in one packet."""
 
 
+@dataclass(eq=False)
 class HostedGrammar:
     """A `Grammar` in another process, which computes the next mask while the model computes."""
 
-    def __init__(
-        self,
-        host: GrammarHost,
-        slot: int,
-        eos_token_ids: tuple[int, ...],
-        allowed: NDArray[np.uint8] | None,
-        *,
-        request: object,
-        has_ended: bool = False,
-    ) -> None:
-        """request: an object that identifies the request of the sequence."""
-        self._host = host
-        self._slot = slot
-        self._eos_token_ids = eos_token_ids
-        self._allowed = allowed
-        self.request = request
-        self.has_ended = has_ended
-        self.failure: PdServeError | None = None
-        self._is_closed = False
-        self._num_patient = 0
-        """Number of further tokens for which no step waits for this sequence."""
+    _host: GrammarHost
+    _slot: int
+    _eos_token_ids: tuple[int, ...]
+    _allowed: NDArray[np.uint8] | None
+    request: object
+    """An object that identifies the request of the sequence."""
+    has_ended: bool = False
+    failure: PdServeError | None = field(default=None, init=False)
+    _is_closed: bool = field(default=False, init=False)
+    _num_patient: int = field(default=0, init=False)
+    """Number of further tokens for which no step waits for this sequence."""
 
     @property
     def is_prompt(self) -> bool:

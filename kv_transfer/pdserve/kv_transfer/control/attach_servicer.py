@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
@@ -129,9 +130,9 @@ def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
 
 def _verify_open(request: kv_source_pb2.Open) -> None:
     """Check the counts and the receiver's identity. Raises: InvalidRequest."""
-    for field in ("digest_algorithms", "connectors"):
-        if (num := len(getattr(request, field))) > MAX_NAMES:
-            raise InvalidRequest(f"open.{field} has {num} names, at most {MAX_NAMES} are read", field)
+    for name in ("digest_algorithms", "connectors"):
+        if (num := len(getattr(request, name))) > MAX_NAMES:
+            raise InvalidRequest(f"open.{name} has {num} names, at most {MAX_NAMES} are read", name)
     verify_worker_id("open.receiver.worker_id", request.receiver.worker_id)
 
 
@@ -140,27 +141,18 @@ def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
     return [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
 
 
+@dataclass(eq=False)
 class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     """Serves `KvSourceService` over the transfers of this worker."""
 
-    def __init__(
-        self,
-        transfers: SourceTransfers,
-        connectors: ConnectorSet,
-        layout: KvLayout,
-        epoch: int,
-        engine_tick: Callable[[], int],
-        digests: DigestRule,
-        callers: CallerRoles,
-    ) -> None:
-        self._transfers = transfers
-        self._connectors = connectors
-        self._layout = layout
-        self._epoch = epoch
-        self._engine_tick = engine_tick
-        self._digests = digests
-        self._callers = callers
-        self._warnings = RateLimitedLog(log)
+    _transfers: SourceTransfers
+    _connectors: ConnectorSet
+    _layout: KvLayout
+    _epoch: int
+    _engine_tick: Callable[[], int]
+    _digests: DigestRule
+    _callers: CallerRoles
+    _warnings: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log), init=False)
 
     async def Attach(
         self, requests: AsyncIterator[kv_source_pb2.AttachRequest], context: Context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pdserve.common.errors import ConfigError, TransferFailed
@@ -64,34 +64,23 @@ class CompletedRead:
         """No effect, since the read has ended."""
 
 
+@dataclass(eq=False)
 class BlockReader(Generic[Address]):
-    """Reads of one connector into one pool. Thread-safe.
+    """Reads of one connector into one pool. Thread-safe."""
 
-    connect: makes a connection to an address within a bounded time, or raises TransferFailed.
-    name: prefix of the reader threads' names.
-    max_resting: most peers whose idle connections are kept, beside the last one used; None: no limit, they close after their idle
-    time.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        pool: PoolMemory,
-        limits: ConnectionLimits,
-        events: EventThread,
-        connect: Callable[[Address], Connection],
-        max_resting: int | None = None,
-    ) -> None:
-        self.counters = Totals()
-        self._name = name
-        self._pool = pool
-        self._limits = limits
-        self._events = events
-        self._connect = connect
-        self._max_resting = max_resting
-        self._lock = threading.Lock()
-        self._closed = False
-        self._peers: dict[Address, PeerConnections] = {}
+    _name: str
+    """Prefix of the reader threads' names."""
+    _pool: PoolMemory
+    _limits: ConnectionLimits
+    _events: EventThread
+    _connect: Callable[[Address], Connection]
+    """Makes a connection to an address within a bounded time, or raises TransferFailed."""
+    _max_resting: int | None = None
+    """Most peers whose idle connections are kept, beside the last one used; None: no limit, they close after their idle time."""
+    counters: Totals = field(default_factory=Totals, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _closed: bool = field(default=False, init=False)
+    _peers: dict[Address, PeerConnections] = field(default_factory=dict, init=False)
 
     def read(
         self,

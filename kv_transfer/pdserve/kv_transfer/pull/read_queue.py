@@ -17,7 +17,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
@@ -57,27 +57,20 @@ class Window:
         return self.read.blocks[self.first : self.first + self.count]
 
 
+@dataclass(eq=False)
 class QueuedRead:
     """A `BlockRead` of a `ReadQueue`. Its fields change only under the queue's lock."""
 
-    def __init__(
-        self,
-        queue: ReadQueue,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-    ) -> None:
-        self._queue = queue
-        self.token = token
-        self.blocks = blocks
-        self.listener = listener
-        self.digest = digest
-        self.state = ReadState.READING
-        self.outcome = ReadOutcome.DONE
-        self.cause: TransferFailed | None = None
-        self.pending: deque[Window] = deque()
-        self.in_flight = 0
+    _queue: ReadQueue
+    token: bytes
+    blocks: Sequence[BlockToRead]
+    listener: ReadListener
+    digest: BlockDigest
+    state: ReadState = field(default=ReadState.READING, init=False)
+    outcome: ReadOutcome = field(default=ReadOutcome.DONE, init=False)
+    cause: TransferFailed | None = field(default=None, init=False)
+    pending: deque[Window] = field(default_factory=deque, init=False)
+    in_flight: int = field(default=0, init=False)
 
     def cancel(self) -> None:
         """As `BlockRead.cancel`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,42 +34,32 @@ _LEFT = Cancelled("the client left")
 _TOO_LATE = DeadlineExceeded("the request's deadline passed")
 
 
+@dataclass(eq=False)
 class RequestTrace:
     """Trace of one client request, from its arrival to its end."""
 
-    def __init__(
-        self,
-        metrics: RouterMetrics,
-        started_unix_ns: int,
-        span: OpenSpan | None,
-        headers: dict[str, str],
-        on_end: Callable[[RequestTrace], None] = lambda record: None,
-    ) -> None:
-        """span: None if the request is not traced. headers: the trace context for workers. on_end: called once, after the
-        request."""
-        self.metrics = metrics
-        self.started_unix_ns = started_unix_ns
-        self.span = span
-        self.headers = headers
-        self._on_end = on_end
-        self._runs: list[PromptTrace] = []
-        self._ended = False
-
-    @property
-    def runs(self) -> list[PromptTrace]:
-        """Traces of the request's prompts."""
-        return self._runs
+    metrics: RouterMetrics
+    started_unix_ns: int
+    span: OpenSpan | None
+    """None if the request is not traced."""
+    headers: dict[str, str]
+    """The trace context for workers."""
+    _on_end: Callable[[RequestTrace], None] = lambda record: None
+    """Called once, after the request."""
+    runs: list[PromptTrace] = field(default_factory=list, init=False)
+    """Traces of the request's prompts."""
+    _ended: bool = field(default=False, init=False)
 
     def run(self, timeline: Timeline) -> PromptTrace:
         """Begin the trace of a prompt, which `arrived` with the request."""
         timeline.moments_unix_ns[moments.ARRIVED] = self.started_unix_ns
         run = PromptTrace(self, timeline)
-        self._runs.append(run)
+        self.runs.append(run)
         return run
 
     def abort(self, error: PdServeError) -> None:
         """End all open traces with this cause; the first cause counts."""
-        for run in self._runs:
+        for run in self.runs:
             run.error = run.error or error
 
     def end(self) -> None:
@@ -84,22 +75,22 @@ class RequestTrace:
 
     def _count(self, first: int, now: int) -> None:
         """Record the metrics of the inputs with pauses for other tasks; thousands of inputs take 0.1 s."""
-        for run in self._runs[first : first + _COUNTED_AT_ONCE]:
+        for run in self.runs[first : first + _COUNTED_AT_ONCE]:
             run.count(now)
-        if first + _COUNTED_AT_ONCE < len(self._runs):
+        if first + _COUNTED_AT_ONCE < len(self.runs):
             asyncio.get_running_loop().call_soon(self._count, first + _COUNTED_AT_ONCE, now)
 
     def _end_span(self, span: OpenSpan, now: int) -> None:
-        errors = [run.cause for run in self._runs if run.cause is not None]
-        end = max((run.end_unix_ns(now) for run in self._runs), default=now)
+        errors = [run.cause for run in self.runs if run.cause is not None]
+        end = max((run.end_unix_ns(now) for run in self.runs), default=now)
         attributes: dict[str, Attribute] = {
-            "gen_ai.usage.input_tokens": sum(run.num_prompt_tokens for run in self._runs),
-            "gen_ai.usage.output_tokens": sum(run.num_output_tokens for run in self._runs),
-            "gen_ai.usage.cache_read.input_tokens": sum(run.num_cached_tokens for run in self._runs),
-            "gen_ai.response.finish_reasons": [run.finish_reason or "error" for run in self._runs],
+            "gen_ai.usage.input_tokens": sum(run.num_prompt_tokens for run in self.runs),
+            "gen_ai.usage.output_tokens": sum(run.num_output_tokens for run in self.runs),
+            "gen_ai.usage.cache_read.input_tokens": sum(run.num_cached_tokens for run in self.runs),
+            "gen_ai.response.finish_reasons": [run.finish_reason or "error" for run in self.runs],
         }
-        if self._runs:
-            timeline = self._runs[0].timeline
+        if self.runs:
+            timeline = self.runs[0].timeline
             if timeline.ttft_s is not None:
                 attributes["gen_ai.latency.time_to_first_token"] = timeline.ttft_s
             for phase, seconds in timeline.critical_path(end).items():
@@ -243,27 +234,21 @@ class PromptTrace:
             metrics.phase_seconds.labels(phase).observe(seconds)
 
 
+@dataclass(eq=False)
 class AttemptTrace:
     """Trace of one attempt; its span is the parent of the workers' spans."""
 
-    def __init__(
-        self, run: PromptTrace, span: OpenSpan | None, headers: dict[str, str], metrics: RouterMetrics
-    ) -> None:
-        self._run = run
-        self._span = span
-        self._headers = headers
-        self._metrics = metrics
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """This attempt's trace context."""
-        return self._headers
+    _run: PromptTrace
+    _span: OpenSpan | None
+    headers: dict[str, str]
+    """This attempt's trace context."""
+    _metrics: RouterMetrics
 
     def with_trace_headers(self, request: GenerationRequest) -> GenerationRequest:
         """The request with this attempt's trace context."""
-        if request.trace_headers == self._headers:
+        if request.trace_headers == self.headers:
             return request
-        return msgspec.structs.replace(request, trace_headers=self._headers)
+        return msgspec.structs.replace(request, trace_headers=self.headers)
 
     def __enter__(self) -> AttemptTrace:
         return self
