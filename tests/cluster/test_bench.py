@@ -91,10 +91,17 @@ def test_ctrl_c_ends_with_what_was_measured(cluster: Cluster, model: Path, tmp_p
     options = ["--num", "20000", "--input-tokens", "8", "--output-tokens", "2", "--json", str(file)]
     command = [sys.executable, "-m", "pdserve.cli.main", *target(cluster, model), *options]
     before = answered(cluster)
+    # a suite that a shell runs in the background has SIGINT ignored, and its children inherit that
+    ignored = signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: process.poll() is not None or answered(cluster) >= before + 20, "20 answers")
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=HANG_S)
+    signal.signal(signal.SIGINT, ignored)
+    try:
+        wait_until(lambda: process.poll() is not None or answered(cluster) >= before + 20, "20 answers")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=HANG_S)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "interrupted: requests in flight and those not yet sent are not counted" in errors

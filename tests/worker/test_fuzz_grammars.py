@@ -163,8 +163,9 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
 
 
 def fork_servers() -> list[psutil.Process]:
-    """Of this process, those of other tests excepted."""
-    return [child for child in psutil.Process().children() if "grammar_process" in " ".join(child.cmdline())]
+    """Running fork servers of this process; what another test left as a zombie is none."""
+    running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in running if "grammar_process" in " ".join(child.cmdline())]
 
 
 async def ask(pair: Pair, form: dict[str, Any], fuzzer: Fuzzer, tokenizer: Tokenizer) -> None:
