@@ -32,8 +32,8 @@ FEATURES = {
 """Feature -> its commits. The rest of a release is small repairs, or the house itself."""
 USERS = {
     "pdserve bench": "e88f01b 3bbdad9 e7d3c49",
-    "pdserve up configured as the services": "7f435b4",
-    "fields that clients send, names of traces": "a91d49a 4cee464 fa0ed6a",
+    "pdserve up configured as the services, models of the Hub": "7f435b4 a9d49ac 1427279 7c55bcb",
+    "fields that clients send, bounded white space, OpenAPI, traces": "a91d49a 4cee464 fa0ed6a c8c9f0a 5778f7a",
 }
 """Features of the release after the house, whose first commits lie among those of the house."""
 _PRODUCT = re.compile(r"[a-z_]+/pdserve/[^/]+/.*(?<!_pb2)(?<!_pb2_grpc)\.py")
