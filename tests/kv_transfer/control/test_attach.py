@@ -334,7 +334,7 @@ async def test_many_streams_that_leave_at_any_moment_leave_no_lease_behind(rig: 
 
         transfer_id = bytes([number]) * 16
         made.append(
-            rig.transfers.expect(ExpectedTransfer(transfer_id, f"r{number}", RECEIVER, DIGEST, HANG_S, NUM_BLOCKS))
+            rig.transfers.expect(ExpectedTransfer(transfer_id, f"r{number}", RECEIVER, DIGEST, 2.0, NUM_BLOCKS))
         )
         rig.receive(transfer_id=transfer_id)
     for number, task in enumerate(rig.tasks):
