@@ -31,6 +31,8 @@ SECONDS = (0.3, 1.5, 4.0)
 MEGABYTE = 1e6
 WAYS = ("reset", "reset later", "refuse", "silence", "silent worker", "deaf worker", "slow")
 PAIR = ("prefill-1", "decode-1")
+LONGEST_OF_PAIR_S = 3.2
+"""Also longer than the grace. Requests wait 5 s for the only worker of a role, which must have joined again until then."""
 
 
 class World:
@@ -80,6 +82,8 @@ class World:
 
     async def _hurt(self, links: Sequence[Link], way: str) -> None:
         seconds = self._draw.choice(SECONDS)
+        if self.workers == PAIR:
+            seconds = min(seconds, LONGEST_OF_PAIR_S)
         for link in links:
             match way:
                 case "reset":
