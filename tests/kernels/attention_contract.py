@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,15 @@ from tests.support.attention_cases import TOLERANCES, check_step, dense_attentio
 HEADS = [(4, 2, 16), (7, 1, 10), (3, 3, 6), (14, 2, 64)]
 
 
-class AttentionContract:
+class AttentionContract(abc.ABC):
     """Compares with the formula, written out densely in float64."""
 
     device = "cpu"
-    """On which cache and batches are."""
+    """Device of cache and batches."""
 
+    @abc.abstractmethod
     def make_backend(self, kv_cache: Tensor) -> AttentionBackend:
-        raise NotImplementedError
+        """Make the back end under test over a cache."""
 
     def check(self, *, heads: tuple[int, int, int], options: dict[str, Any] | None = None, **fields: Any) -> None:
         case = make_case(heads=heads, **fields).to(self.device)
