@@ -1,4 +1,4 @@
-"""What holds for every test of the sources."""
+"""Fixtures for all tests of the sources."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _parses_undisturbed(uncollected: None) -> None:
-    """They parse hundreds of files."""
+    """Turn collection off, since tests of the house parse hundreds of files."""

@@ -167,7 +167,7 @@ async def test_calls_that_need_no_key_are_bounded(cluster, monkeypatch):
 
 
 async def test_a_client_that_stands_still_keeps_its_stream(cluster):
-    """Its process is stopped for 5 s: services notice that of each other within 2 s, a client may."""
+    """Stop the client's process for 5 s: services notice a stopped peer within 2 s, but a client may pause."""
     await cluster.start(prefill=0, decode=1)
     address = cluster.addresses[1]
     process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def eventually(look: Callable[[], T | None], what: str | Callable[[], object] = "") -> T:
-    """What `look` returns, as soon as it is true. what: it, in words, for the message. Raises: AssertionError."""
+    """Wait until `look` returns something true and return that. what: the awaited thing, for messages. Raises: AssertionError."""
     give_up_at = time.monotonic() + HANG_S
     while not (found := look()):
         assert time.monotonic() < give_up_at, _message(what)

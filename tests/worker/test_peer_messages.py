@@ -198,7 +198,7 @@ async def _read(call: Any) -> list[Any]:
 
 @contextmanager
 def _busy(worker: Worker) -> Iterator[None]:
-    """What is submitted meanwhile meets in the engine."""
+    """Hold the engine, so that requests submitted meanwhile meet in it."""
     go_on = threading.Event()
     worker.engine.call(lambda core: go_on.wait(HANG_S))
     try:

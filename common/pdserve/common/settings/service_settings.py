@@ -205,7 +205,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"{given[0]} is given, so {' and '.join(missing)} must be, too")
 
     def _verify_least(self, least: int, *names: str) -> None:
-        """None is no number to check. Raises: ConfigError."""
+        """Check that the named settings, unless None, are at least `least`. Raises: ConfigError."""
         for name in names:
             if (value := getattr(self, name)) is not None and value < least:
                 raise ConfigError(f"{name} is {value}, at least {least} is needed")
