@@ -10,20 +10,13 @@ import pytest
 import torch
 
 from pdserve.common.errors import LayoutMismatch
-from pdserve.common.kv_layout import FORMAT, KvLayout
+from pdserve.common.kv_layout import FORMAT
 from pdserve.common.security import fingerprint
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.kv_cache import make_kv_cache
+from tests.support.kv_layouts import make_layout
 
-LAYOUT = KvLayout(
-    num_layers=5,
-    num_kv_heads=4,
-    total_num_kv_heads=4,
-    head_dim=6,
-    block_size=3,
-    dtype="float32",
-    model_fingerprint="f" * 32,
-)
+LAYOUT = make_layout(num_layers=5, num_kv_heads=4, head_dim=6, block_size=3)
 
 
 def test_a_block_is_one_run_of_bytes() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
-from pdserve.common.kv_layout import KvLayout
 from pdserve.common.registry.registry import (
     MAX_BLOCKS,
     RECORD_FIELDS,
@@ -25,6 +24,7 @@ from pdserve.common.registry.registry import (
     read_worker_id,
 )
 from pdserve.common.security.deployment_key import DeploymentKey
+from tests.support.kv_layouts import make_layout
 
 RECORD = WorkerRecord(
     worker_id="decode-0",
@@ -182,15 +182,7 @@ def test_ids_of_entries_and_hashes() -> None:
 
 
 def test_layouts_that_differ_have_other_fingerprints() -> None:
-    layout = KvLayout(
-        num_layers=2,
-        num_kv_heads=2,
-        total_num_kv_heads=2,
-        head_dim=4,
-        block_size=8,
-        dtype="float32",
-        model_fingerprint="a",
-    )
+    layout = make_layout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=8, model_fingerprint="a")
     others = [
         msgspec.structs.replace(layout, **change)
         for change in (

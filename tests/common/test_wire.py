@@ -29,6 +29,7 @@ from pdserve.common.request.wire import (
     prompt_logprobs_to_wire,
 )
 from pdserve.v1 import kv_source_pb2, request_pb2
+from tests.support.kv_layouts import make_layout
 from tests.support.request_strategies import TOKENS, sampling_params
 
 
@@ -73,15 +74,7 @@ def test_pooling_params_that_are_wrong_or_left_out() -> None:
         assert refused.value.field == field
 
 
-LAYOUT = KvLayout(
-    num_layers=2,
-    num_kv_heads=3,
-    total_num_kv_heads=3,
-    head_dim=8,
-    block_size=16,
-    dtype="float32",
-    model_fingerprint="f" * 32,
-)
+LAYOUT = make_layout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16)
 
 
 @given(

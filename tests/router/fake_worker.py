@@ -30,6 +30,7 @@ from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pdserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pdserve.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from tests.support.kv_layouts import make_layout
 from tests.support.waiting import HANG_S
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,15 +41,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-LAYOUT = KvLayout(
-    num_layers=2,
-    num_kv_heads=2,
-    total_num_kv_heads=2,
-    head_dim=16,
-    block_size=16,
-    dtype="float32",
-    model_fingerprint="m" * 32,
-)
+LAYOUT = make_layout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, model_fingerprint="m" * 32)
 MAX_MODEL_LEN = 256
 HIDDEN_SIZE = 8
 MAX_ANY_LEN = 1 << 20

@@ -11,7 +11,6 @@ from functools import partial
 import grpc
 import pytest
 
-from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.engine_types import SchedulerStats
@@ -35,15 +34,9 @@ from tests.support.redis_server import RedisServer
 from tests.support.reserved_port import reserved_port
 from tests.support.waiting import eventually
 
-LAYOUT = KvLayout(
-    num_layers=1,
-    num_kv_heads=1,
-    total_num_kv_heads=1,
-    head_dim=8,
-    block_size=4,
-    dtype="float32",
-    model_fingerprint="ab" * 16,
-)
+from .kv_layouts import make_layout
+
+LAYOUT = make_layout(head_dim=8, model_fingerprint="ab" * 16)
 TOKENIZER = "cd" * 16
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint=TOKENIZER)
 

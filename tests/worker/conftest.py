@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
@@ -40,19 +39,12 @@ from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
+from tests.support.kv_layouts import make_layout
 from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.waiting import HANG_S
 
 BLOCK_SIZE = 4
-LAYOUT = KvLayout(
-    num_layers=1,
-    num_kv_heads=1,
-    total_num_kv_heads=1,
-    head_dim=1,
-    block_size=4,
-    dtype="float32",
-    model_fingerprint="f" * 32,
-)
+LAYOUT = make_layout()
 HASHER = BlockHasher(KEY, BLOCK_SIZE)
 ROOT = HASHER.root("fingerprint")
 DIGESTS = DigestRule("auto", lambda context: KEY.derive(DATA_PLANE, context), clear=True)

@@ -13,7 +13,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.errors import Draining, TransferFailed
-from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -31,18 +30,11 @@ from pdserve.engine.request import Request
 from pdserve.worker.call_spans import trace_call
 from pdserve.worker.call_stats import Call, CallStats
 from pdserve.worker.worker_metrics import WorkerMetrics
+from tests.support.kv_layouts import make_layout
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REMOTE = {"queued": 10.0, "kv_reserved": 11.0, "kv_first_landed": 12.0, "kv_landed": 13.0, "scheduled": 13.5}
-LAYOUT = KvLayout(
-    num_layers=1,
-    num_kv_heads=1,
-    total_num_kv_heads=1,
-    head_dim=1,
-    block_size=4,
-    dtype="float32",
-    model_fingerprint="f" * 32,
-)
+LAYOUT = make_layout()
 
 
 class Transfer:

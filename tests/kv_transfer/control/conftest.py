@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from pdserve.common.errors import PdServeError
-from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.security.role_guard import CallerRoles
 from pdserve.kv_transfer.connector import PoolMemory
@@ -25,21 +24,14 @@ from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
+from tests.support.kv_layouts import make_layout
 from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.signed_channel import signed
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
 from tests.support.waiting import HANG_S
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 64
-LAYOUT = KvLayout(
-    num_layers=1,
-    num_kv_heads=1,
-    total_num_kv_heads=1,
-    head_dim=2,
-    block_size=4,
-    dtype="float32",
-    model_fingerprint="f" * 32,
-)
+LAYOUT = make_layout(head_dim=2)
 SOURCE_EPOCH = 7
 ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S = 0.1, 0.8, 1.0, 0.05
 """Several times faster than in service; a stream breaks within two of the second."""

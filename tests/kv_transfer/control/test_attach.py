@@ -20,6 +20,7 @@ from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
+from tests.support.kv_layouts import make_layout
 from tests.support.record_peer import FOLDER
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 from tests.support.waiting import HANG_S
@@ -96,17 +97,8 @@ async def test_i6_a_prefill_call_that_never_comes_fails_the_receiver_in_time(rig
 
 async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(rig: Any, until: Any) -> None:
     rig.expect()
-    from pdserve.common.kv_layout import KvLayout
 
-    layout = KvLayout(
-        num_layers=1,
-        num_kv_heads=2,
-        total_num_kv_heads=2,
-        head_dim=2,
-        block_size=8,
-        dtype="float32",
-        model_fingerprint="g" * 32,
-    )
+    layout = make_layout(num_kv_heads=2, head_dim=2, block_size=8, model_fingerprint="g" * 32)
     transfer = rig.receive(layout=layout)
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert type(rig.owner.cause) is LayoutMismatch
@@ -117,7 +109,7 @@ async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(ri
 
 
 async def test_a_recorded_receiver_with_blocks_of_the_format_before_is_refused_by_name(rig: Any) -> None:
-    """Of equal dimensions: only the order of the bytes differs."""
+    """The dimensions are equal, and only the order of the bytes differs."""
     recorded = json.loads((FOLDER / "version_2.json").read_text())["calls"][ATTACH.path]["message"]
     asked = kv_source_pb2.AttachRequest.FromString(bytes.fromhex(recorded))
     await rig.server.stop(None)
