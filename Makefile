@@ -19,7 +19,7 @@ demo: $(VENV)/.runtime  ## the same, one question, then stop
 test: $(VENV)/.dev  ## the whole test suite, in three processes: on two cores, two wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-all: $(VENV)/.dev  ## every test but those of make faults and make soak, then five minutes of make fuzz
+test-all: $(VENV)/.helm  ## every test but those of make faults and make soak, then five minutes of make fuzz
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not faults and not soak"
 	FUZZ_S=300 $(BIN)/python -m pytest -q -s -m fuzz
 
@@ -85,3 +85,7 @@ $(VENV)/.runtime: $(VENV)/bin/python $(LOCKS)
 $(VENV)/.dev: $(VENV)/bin/python $(LOCKS)
 	$(INSTALL) nixl bench dev
 	touch $@ $(VENV)/.runtime
+
+$(VENV)/.helm: $(VENV)/bin/python $(LOCKS)
+	$(INSTALL) nixl bench dev helm
+	touch $@ $(VENV)/.dev $(VENV)/.runtime

@@ -1,4 +1,4 @@
-"""Install pdserve into this Python's environment, from `locks/` and nothing else: `python deploy/install.py [nixl] [bench] [dev]`.
+"""Install pdserve into this Python's environment, from `locks/` and nothing else: `python deploy/install.py [EXTRA]...`.
 
 pip takes only files whose hash stands in a lock (`--require-hashes`) and looks for no dependency by itself (`--no-deps`); what
 it would have looked for is compared at the end (`pip check`). Order:
@@ -22,7 +22,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 LOCKS = Path("locks")
-EXTRAS = ("nixl", "bench", "dev")
+EXTRAS = ("nixl", "bench", "dev", "helm")
 ON_GPUS_ONLY = "triton"
 WHEELS = ("--only-binary", ":all:")
 
@@ -74,7 +74,7 @@ def names(lock: str) -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("extras", nargs="*", help=f"of {', '.join(EXTRAS)}; dev needs the others")
+    parser.add_argument("extras", nargs="*", help=f"of {', '.join(EXTRAS)}; dev needs nixl and bench, helm needs dev")
     parser.add_argument("--torch-index", help="the only index that is asked for torch; default: pip's own")
     parser.add_argument("--dependencies-only", action="store_true", help="all but pdserve itself")
     parser.add_argument("--project-only", action="store_true", help="pdserve itself, and then no build tool and no pip")

@@ -9,6 +9,7 @@ One resolution, split by what asks for a package, so that no two files disagree 
     nixl.txt        what the extra `nixl` adds
     bench.txt       what the extra `bench` adds
     dev.txt         what the extra `dev` adds to both
+    helm.txt        what the extra `helm` adds to `dev`
     build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
 
 Versions that stand in the files stay while they satisfy pyproject.toml; `--upgrade` moves all. Needs uv (the extra `dev`) and
@@ -95,7 +96,8 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
         "torch-cuda": cuda,
         "runtime": runtime,
         **extras,
-        "dev": full.keys() - cuda - {"torch"} - runtime - closures["build"] - set().union(*extras.values()),
+        "dev": closures["dev"] - cuda - {"torch"} - runtime - closures["build"] - set().union(*extras.values()),
+        "helm": full.keys() - closures["dev"] - closures["build"] - cuda - {"torch"},
     }
     return {name: sorted(part) for name, part in parts.items()}
 
@@ -116,7 +118,7 @@ def main() -> None:
         closures = {
             "build": set(resolve([str(build)], before, hashes=False)),
             "runtime": set(resolve(project, before, hashes=False)),
-            **{name: set(resolve([*project, "--extra", name], before, hashes=False)) for name in EXTRAS},
+            **{name: set(resolve([*project, "--extra", name], before, hashes=False)) for name in (*EXTRAS, "dev")},
         }
     version = re.match(r"torch==([\w.]+)", full["torch"])
     if version is None:
