@@ -98,6 +98,16 @@ def grpc_requests() -> list[tuple[str, bytes]]:
     sampling = request_pb2.SamplingParams(max_tokens=3, temperature=0.5, stop=["x"], logit_bias={5: 1.0}, n=2)
     text, tokens = inference_pb2.TextPrompt(text="hello"), inference_pb2.TokenPrompt(token_ids=[1, 2, 3])
     chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
+    tool = inference_pb2.Tool(function=inference_pb2.FunctionDefinition(name="f", parameters='{"type":"object"}'))
+    parts = inference_pb2.ChatMessage(role="user", parts=[inference_pb2.ContentPart(text="hi")])
+    call = inference_pb2.ToolCall(id="1", function=inference_pb2.FunctionCall(name="f", arguments="{}"))
+    with_tools = inference_pb2.ChatPrompt(
+        messages=[parts, inference_pb2.ChatMessage(role="assistant", tool_calls=[call])],
+        tools=[tool],
+        tool_choice=inference_pb2.ToolChoice(function="f"),
+        chat_template_kwargs='{"a":[1]}',
+        documents='[{"text":"t"}]',
+    )
     form = request_pb2.SamplingParams(
         max_tokens=2, structured_outputs=request_pb2.StructuredOutputs(json='{"type":"object"}')
     )
@@ -105,6 +115,7 @@ def grpc_requests() -> list[tuple[str, bytes]]:
         inference_pb2.GenerateRequest(text=text, sampling=sampling, stream=True, client_request_id="mine"),
         inference_pb2.GenerateRequest(tokens=tokens, sampling=form, cache_salt="s", priority=3),
         inference_pb2.GenerateRequest(chat=chat, sampling=request_pb2.SamplingParams(max_tokens=1, top_k=2)),
+        inference_pb2.GenerateRequest(chat=with_tools, sampling=request_pb2.SamplingParams(max_tokens=2)),
     ]
     embed = inference_pb2.EmbedRequest(
         inputs=[inference_pb2.EmbedInput(text=text), inference_pb2.EmbedInput(tokens=tokens)]

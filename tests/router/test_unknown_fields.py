@@ -17,7 +17,8 @@ from pdserve.router.bodies.request_body import parse_body
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED
-from pdserve.router.openai.protocol import REASONING_EFFORTS, ChatBody, CompletionBody
+from pdserve.router.openai.protocol import ChatBody, CompletionBody
+from pdserve.router.requests.chat_fields import REASONING_EFFORTS
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.text.prompt import ChatInput, TextInput
 from pdserve.v1 import inference_pb2

@@ -137,6 +137,7 @@ def field(message: type[Message], name: str, content: bytes) -> bytes:
 
 
 _GENERATE, _SAMPLING, _EMBED = inference_pb2.GenerateRequest, request_pb2.SamplingParams, inference_pb2.EmbedRequest
+_CHAT = inference_pb2.ChatPrompt
 _UNKNOWN = varint(1000 << 3) + b"\x01"
 _TEXT = field(_GENERATE, "text", field(inference_pb2.TextPrompt, "text", b"a"))
 _ROOM = LIMIT - 100
@@ -152,6 +153,13 @@ GENERATE = [
           field(_GENERATE, "chat", field(inference_pb2.ChatPrompt, "messages", b"") * (_ROOM // 2))),
     Worst("as many messages as may be", "Generate",
           field(_GENERATE, "chat", field(inference_pb2.ChatPrompt, "messages", b"") * 4097)),
+    Worst("parts of a message", "Generate",
+          field(_GENERATE, "chat", field(_CHAT, "messages", field(inference_pb2.ChatMessage, "parts", b"") * (_ROOM // 2)))),
+    Worst("calls of a message", "Generate",
+          field(_GENERATE, "chat", field(_CHAT, "messages", field(inference_pb2.ChatMessage, "tool_calls", b"") * 65_000))),
+    Worst("tools", "Generate", field(_GENERATE, "chat", field(_CHAT, "tools", b"") * 65_000)),
+    Worst("variables in JSON", "Generate", field(_GENERATE, "chat", field(
+        _CHAT, "chat_template_kwargs", b'{"a":[' + b"{}," * ((_ROOM - 20) // 3) + b"{}]}"))),
     Worst("unknown fields", "Generate", _TEXT + _UNKNOWN * (_ROOM // len(_UNKNOWN) - 9)),
     Worst("unknown fields in a text", "Generate", field(_GENERATE, "text", _UNKNOWN * (_ROOM // len(_UNKNOWN)))),
     Worst("token ids", "Generate", field(_GENERATE, "tokens", field(inference_pb2.TokenPrompt, "token_ids", b"\x01" * _ROOM))),

@@ -25,18 +25,199 @@ class ChatMessage(google.protobuf.message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: builtins.int
     role: builtins.str
     content: builtins.str
+    tool_call_id: builtins.str
+    """in a tool's message: the call that it answers"""
+    name: builtins.str
+    reasoning_content: builtins.str
+    """of an earlier answer, for chat templates that read it"""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
+        """in place of content"""
+
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """of an earlier answer"""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        parts: collections.abc.Iterable[Global___ContentPart] | None = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: builtins.str | None = ...,
+        name: builtins.str | None = ...,
+        reasoning_content: builtins.str | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["content", b"content", "role", b"role"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "parts", b"parts", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__name: typing_extensions.TypeAlias = typing.Literal["name"]
+    _WhichOneofArgType__name: typing_extensions.TypeAlias = typing.Literal["_name", b"_name"]
+    _WhichOneofReturnType__reasoning_content: typing_extensions.TypeAlias = typing.Literal["reasoning_content"]
+    _WhichOneofArgType__reasoning_content: typing_extensions.TypeAlias = typing.Literal["_reasoning_content", b"_reasoning_content"]
+    _WhichOneofReturnType__tool_call_id: typing_extensions.TypeAlias = typing.Literal["tool_call_id"]
+    _WhichOneofArgType__tool_call_id: typing_extensions.TypeAlias = typing.Literal["_tool_call_id", b"_tool_call_id"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_id) -> _WhichOneofReturnType__tool_call_id | None: ...
 
 Global___ChatMessage: typing_extensions.TypeAlias = ChatMessage
+
+@typing.final
+class ContentPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["part", b"part", "text", b"text"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["part", b"part", "text", b"text"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: typing_extensions.TypeAlias = typing.Literal["text"]
+    _WhichOneofArgType_part: typing_extensions.TypeAlias = typing.Literal["part", b"part"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ContentPart: typing_extensions.TypeAlias = ContentPart
+
+@typing.final
+class ToolCall(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    FUNCTION_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    @property
+    def function(self) -> Global___FunctionCall: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        function: Global___FunctionCall | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["function", b"function"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["function", b"function", "id", b"id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ToolCall: typing_extensions.TypeAlias = ToolCall
+
+@typing.final
+class FunctionCall(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    arguments: builtins.str
+    """a JSON object; empty: {}"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arguments", b"arguments", "name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___FunctionCall: typing_extensions.TypeAlias = FunctionCall
+
+@typing.final
+class Tool(google.protobuf.message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FUNCTION_FIELD_NUMBER: builtins.int
+    @property
+    def function(self) -> Global___FunctionDefinition: ...
+    def __init__(
+        self,
+        *,
+        function: Global___FunctionDefinition | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["function", b"function"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["function", b"function"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Tool: typing_extensions.TypeAlias = Tool
+
+@typing.final
+class FunctionDefinition(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    PARAMETERS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """1 to 64 letters, digits, underscores and hyphens"""
+    description: builtins.str
+    parameters: builtins.str
+    """a JSON schema, as JSON; absent: a function without parameters"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        description: builtins.str | None = ...,
+        parameters: builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_description", b"_description", "_parameters", b"_parameters", "description", b"description", "parameters", b"parameters"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_description", b"_description", "_parameters", b"_parameters", "description", b"description", "name", b"name", "parameters", b"parameters"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__description: typing_extensions.TypeAlias = typing.Literal["description"]
+    _WhichOneofArgType__description: typing_extensions.TypeAlias = typing.Literal["_description", b"_description"]
+    _WhichOneofReturnType__parameters: typing_extensions.TypeAlias = typing.Literal["parameters"]
+    _WhichOneofArgType__parameters: typing_extensions.TypeAlias = typing.Literal["_parameters", b"_parameters"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__description) -> _WhichOneofReturnType__description | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parameters) -> _WhichOneofReturnType__parameters | None: ...
+
+Global___FunctionDefinition: typing_extensions.TypeAlias = FunctionDefinition
+
+@typing.final
+class ToolChoice(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    FUNCTION_FIELD_NUMBER: builtins.int
+    mode: builtins.str
+    """none, auto or required"""
+    function: builtins.str
+    """the name of the only function that may be called"""
+    def __init__(
+        self,
+        *,
+        mode: builtins.str = ...,
+        function: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "function", b"function", "mode", b"mode"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "function", b"function", "mode", b"mode"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_choice: typing_extensions.TypeAlias = typing.Literal["mode", "function"]
+    _WhichOneofArgType_choice: typing_extensions.TypeAlias = typing.Literal["choice", b"choice"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_choice) -> _WhichOneofReturnType_choice | None: ...
+
+Global___ToolChoice: typing_extensions.TypeAlias = ToolChoice
 
 @typing.final
 class TextPrompt(google.protobuf.message.Message):
@@ -56,18 +237,82 @@ Global___TextPrompt: typing_extensions.TypeAlias = TextPrompt
 
 @typing.final
 class ChatPrompt(google.protobuf.message.Message):
+    """Names and meanings are those of OpenAI's and vLLM's chat."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    DOCUMENTS_FIELD_NUMBER: builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    parallel_tool_calls: builtins.bool
+    """default true"""
+    chat_template_kwargs: builtins.str
+    """a JSON object: variables for the chat template"""
+    add_generation_prompt: builtins.bool
+    """default true, without continue_final_message"""
+    continue_final_message: builtins.bool
+    """the prompt ends with the content of the last message"""
+    documents: builtins.str
+    """a JSON list of objects: the variable of this name for the chat template"""
+    reasoning_effort: builtins.str
+    """likewise"""
+    add_special_tokens: builtins.bool
+    """add special tokens beside those of the chat template"""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """at most 128"""
+
+    @property
+    def tool_choice(self) -> Global___ToolChoice:
+        """absent: auto"""
+
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: collections.abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: builtins.bool | None = ...,
+        chat_template_kwargs: builtins.str | None = ...,
+        add_generation_prompt: builtins.bool | None = ...,
+        continue_final_message: builtins.bool = ...,
+        documents: builtins.str | None = ...,
+        reasoning_effort: builtins.str | None = ...,
+        add_special_tokens: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["messages", b"messages"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "documents", b"documents", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice", "tools", b"tools"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["add_generation_prompt"]
+    _WhichOneofArgType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]
+    _WhichOneofReturnType__chat_template_kwargs: typing_extensions.TypeAlias = typing.Literal["chat_template_kwargs"]
+    _WhichOneofArgType__chat_template_kwargs: typing_extensions.TypeAlias = typing.Literal["_chat_template_kwargs", b"_chat_template_kwargs"]
+    _WhichOneofReturnType__documents: typing_extensions.TypeAlias = typing.Literal["documents"]
+    _WhichOneofArgType__documents: typing_extensions.TypeAlias = typing.Literal["_documents", b"_documents"]
+    _WhichOneofReturnType__parallel_tool_calls: typing_extensions.TypeAlias = typing.Literal["parallel_tool_calls"]
+    _WhichOneofArgType__parallel_tool_calls: typing_extensions.TypeAlias = typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]
+    _WhichOneofReturnType__reasoning_effort: typing_extensions.TypeAlias = typing.Literal["reasoning_effort"]
+    _WhichOneofArgType__reasoning_effort: typing_extensions.TypeAlias = typing.Literal["_reasoning_effort", b"_reasoning_effort"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template_kwargs) -> _WhichOneofReturnType__chat_template_kwargs | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__documents) -> _WhichOneofReturnType__documents | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_effort) -> _WhichOneofReturnType__reasoning_effort | None: ...
 
 Global___ChatPrompt: typing_extensions.TypeAlias = ChatPrompt
 

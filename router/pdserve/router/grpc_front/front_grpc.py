@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import grpc.aio
+import msgspec
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -25,6 +26,7 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.request.wire import finish_reason_to_wire
+from pdserve.router.grpc_front.chat_prompt import chat_input, verify_chat_counts
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,
@@ -38,10 +40,10 @@ from pdserve.router.grpc_front.health_servicer import HealthServicer
 from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.session import StreamingSession
-from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, TokenInput
+from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
 from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -214,12 +216,16 @@ class InferenceServicer(EmbedServicer):
                 "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
             )
         params = sampling_from_wire(sampling, self.inference.tokenizer.generation_defaults)
-        if params.structured_outputs is not None:
-            params.structured_outputs.verify()
+        form, max_tool_calls, prompt = OutputConstraint(params.structured_outputs), None, _prompt(request, goes_on)
+        if prompt is None:
+            prompt, form, max_tool_calls = chat_input(request.chat, form)
+        form.verify()
         return ClientRequest(
-            prompt=_prompt(request, goes_on),
+            prompt=prompt,
             field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
-            sampling_params=params,
+            sampling_params=msgspec.structs.replace(params, structured_outputs=form.params),
+            constraint_field=form.field,
+            max_tool_calls=max_tool_calls,
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
@@ -229,8 +235,7 @@ class InferenceServicer(EmbedServicer):
 
     def _verify_counts(self, request: inference_pb2.GenerateRequest) -> None:
         """Raises: InvalidRequest for too many entries of a field, before they are converted."""
-        if (num_messages := len(request.chat.messages)) > MAX_MESSAGES:
-            raise InvalidRequest(f"chat.messages must be at most {MAX_MESSAGES} messages, not {num_messages}", "chat")
+        verify_chat_counts(request.chat, self.inference.bodies.model_len)
         limits = self.inference.limits()
         if request.WhichOneof("prompt") == "tokens" and limits is not None:
             LengthRule(limits.max_model_len).verify(len(request.tokens.token_ids), "tokens")
@@ -278,15 +283,13 @@ def _streams(request: inference_pb2.GenerateRequest) -> bool:
     return _output_kind(request) is not RequestOutputKind.FINAL_ONLY
 
 
-def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt:
-    """The request's prompt. goes_on: True if it follows earlier turns of a session. Raises: InvalidRequest."""
+def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt | None:
+    """The request's prompt; None for a chat. goes_on: True if it follows earlier turns of a session. Raises: InvalidRequest."""
     match request.WhichOneof("prompt"):
         case "text":
             return TextInput(request.text.text, add_special_tokens=not goes_on)
         case "chat":
-            if not request.chat.messages:
-                raise InvalidRequest("chat.messages is empty, at least one message is needed", "chat")
-            return ChatInput([{"role": message.role, "content": message.content} for message in request.chat.messages])
+            return None
         case "tokens":
             return TokenInput(list(request.tokens.token_ids))
         case _:

@@ -16,7 +16,7 @@ from pdserve.common.first_done import first_of
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.generation_response import json_response, until_disconnect
-from pdserve.router.openai.prompts import verify_continuation
+from pdserve.router.requests.chat_fields import verify_continuation
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Limits
 from pdserve.router.requests.request_limits import MAX_MESSAGES

@@ -16,15 +16,6 @@ def num_prompts(given: OpenAIPrompts, field: str, limit: int) -> int:
     return num
 
 
-def verify_continuation(continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:
-    """Raises: InvalidRequest for a chat that asks for both."""
-    if continue_final_message and add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt are both true: a prompt ends with one or the other",
-            "continue_final_message",
-        )
-
-
 def as_prompts(given: OpenAIPrompts, field: str, *, add_special_tokens: bool = True) -> list[TextInput | TokenInput]:
     """The prompts, one or many. field: the client's name of them. add_special_tokens: to texts. Raises: InvalidRequest."""
     if isinstance(given, str):

@@ -19,14 +19,14 @@ from pdserve.common.request.sampling_params import (
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import shown
 from pdserve.router.openai.no_op_fields import verify_neutral
-from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts, verify_continuation
-from pdserve.router.openai.response_format import OutputConstraint, ResponseFormat, output_form
-from pdserve.router.openai.tools import NamedTool, ToolBody, tool_use
+from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai.response_format import ResponseFormat, output_form
+from pdserve.router.requests.chat_fields import ChatFields
+from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_MESSAGES, MAX_METADATA, MAX_PROMPTS
-from pdserve.text.prompt import ChatInput, Prompt
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
+from pdserve.router.requests.tools import NamedTool, ToolBody
+from pdserve.text.prompt import Prompt
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -241,29 +241,6 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
 
-    def _form(self, forced: StructuredOutputsParams | None) -> OutputConstraint:
-        """The constraint of the output. forced: the constraint of `tool_choice`. Raises: InvalidRequest."""
-        form = output_form(self.response_format, self.structured_outputs)
-        if forced is None:
-            return form
-        if form.params is not None and not form.params.constraints:
-            return OutputConstraint(forced.with_options_of(form.params), "tools")
-        if form.params is not None:
-            raise InvalidRequest("tool_choice forces a call, so that no other form can be asked for", "tool_choice")
-        return OutputConstraint(forced, "tools")
-
-    def _template_variables(self) -> dict[str, Any]:
-        """Variables for the chat template; `chat_template_kwargs` come last. Raises: InvalidRequest."""
-        named: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
-        if (effort := self.reasoning_effort) is not None:
-            if effort not in REASONING_EFFORTS:
-                raise InvalidRequest(
-                    f"reasoning_effort is {shown(effort)}, one of {', '.join(REASONING_EFFORTS)} is needed",
-                    "reasoning_effort",
-                )
-            named["reasoning_effort"] = effort
-        return named | (self.chat_template_kwargs or {})
-
     def requests(self, defaults: Mapping[str, float | int], call: CallFields) -> list[ClientRequest]:
         """A list of one request. Raises: InvalidRequest."""
         self.verify_counts(1)
@@ -273,27 +250,17 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        if not self.messages:
-            raise InvalidRequest("messages is empty, at least one message is needed", "messages")
-        tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        chat = ChatFields(**{name: getattr(self, name) for name in ChatFields.__struct_fields__})
+        prompt, tools = chat.prompt()
         newer = self.max_completion_tokens is not None
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise InvalidRequest(
                 f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}", "max_completion_tokens"
             )
-        verify_continuation(self.continue_final_message, self.add_generation_prompt)
-        prompt = ChatInput(
-            self.messages,
-            self.add_generation_prompt is not False and not self.continue_final_message,
-            self._template_variables(),
-            tools=tools.tools,
-            continue_final_message=bool(self.continue_final_message),
-            add_special_tokens=bool(self.add_special_tokens),
-        )
         return self._requests(
             [prompt],
             "messages",
-            form=self._form(tools.form),
+            form=output_form(self.response_format, self.structured_outputs).forced(tools.form),
             defaults=defaults,
             call=call,
             max_tool_calls=tools.max_calls,
@@ -310,7 +277,6 @@ def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
 
 
 _MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
-    "messages": (MAX_MESSAGES, " messages"),
     **MAX_ENTRIES,
     "metadata": (MAX_METADATA, " pairs"),
 }

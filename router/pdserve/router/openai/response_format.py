@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import writing
+from pdserve.router.requests.output_constraint import OutputConstraint
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _TYPES = ("text", "json_object", "json_schema")
@@ -27,25 +28,6 @@ class JsonSchemaBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     json_schema: JsonSchemaBody | None = None
-
-
-class OutputConstraint(NamedTuple):
-    """A constraint of the output's form."""
-
-    params: StructuredOutputsParams | None = None
-    """None: no constraint."""
-    field: str = "structured_outputs"
-    """The client's name of the field, for error messages."""
-
-    def verify(self) -> None:
-        """Check size and shape; an engine checks whether it compiles. Raises: InvalidRequest naming the client's field."""
-        if self.params is None:
-            return
-        try:
-            self.params.verify()
-        except InvalidRequest as error:
-            told = error.message if self.field == FIELD else f"{self.field}: {error.message}"
-            raise InvalidRequest(told, self.field) from None
 
 
 def output_form(
