@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 import yaml
 
 from pdserve.cli.development_certificates import write_certificates
+from pdserve.common.errors import PdServeError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -193,11 +196,101 @@ def test_prometheus_scrapes_the_ports_that_the_services_serve() -> None:
             assert discovery["port"] == settings.metrics_port, name
 
 
+def documented_metrics() -> dict[str, set[str]]:
+    """Name -> its labels, from docs/metrics.md."""
+    rows = re.findall(r"^\| `(pdserve_\w+)` \| \w+ \| (.+?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+
+
+def family_of(series: str) -> str:
+    return series if series in documented_metrics() else re.sub(r"_(bucket|sum|count)$", "", series)
+
+
+def test_alerts_use_metrics_labels_and_codes_that_exist() -> None:
+    metrics, codes = documented_metrics(), {kind.code for kind in kinds_of_errors()}
+    [group] = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names) > 10
+    for rule in group["rules"]:
+        used = re.findall(r"(pdserve_\w+)(?:\{([^}]*)\})?", rule["expr"])
+        assert used or rule["expr"].startswith("up{job="), rule["alert"]
+        labels = {"instance", "job", "le"}
+        for series, selector in used:
+            labels |= metrics[family_of(series)]
+            for label, values in re.findall(r'(\w+)=~?"([^"]*)"', selector):
+                assert label in metrics[family_of(series)], rule["alert"]
+                assert label != "code" or set(values.split("|")) <= codes, rule["alert"]
+        for by in re.findall(r"(?:by|on) \(([^)]*)\)", rule["expr"]):
+            assert {label.strip() for label in by.split(",")} <= labels, rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= labels, rule["alert"]
+    table = (ROOT / "docs/observability.md").read_text().split("\n## Alerts\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(Pdserve\w+)`", table)) == set(names)
+
+
+def kinds_of_errors() -> set[type[PdServeError]]:
+    found, new = set[type[PdServeError]](), {PdServeError}
+    while new:
+        found |= new
+        new = {kind for each in new for kind in each.__subclasses__()}
+    return found
+
+
+def test_prometheus_reads_the_alerts() -> None:
+    [file] = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["rule_files"]
+    assert f"./deploy/prometheus/alerts.yml:{file}:ro" in COMPOSE["services"]["prometheus"]["volumes"]
+
+
+ALERTING = {
+    'up{job="decode"}': ("1x400", "0x400"),
+    'pdserve_workers{role="decode",state="live"}': ("2x400", "0x400"),
+    'pdserve_workers{role="prefill",state="refused"}': ("0x400", "1x400"),
+    'pdserve_requests_total{outcome="stop"}': ("0+100x400", "0+100x400"),
+    'pdserve_errors_total{code="worker_lost"}': ("0+1x400", "0+9x400"),
+    'pdserve_errors_total{code="overloaded"}': ("0+1x400", "0+9x400"),
+    'pdserve_time_to_first_token_seconds_bucket{le="10"}': ("0+96x400", "0+90x400"),
+    'pdserve_time_to_first_token_seconds_bucket{le="30"}': ("0+100x400", "0+100x400"),
+    'pdserve_time_to_first_token_seconds_bucket{le="+Inf"}': ("0+100x400", "0+100x400"),
+    'pdserve_kv_blocks{state="in_use"}': ("90x400", "96x400"),
+    'pdserve_kv_blocks{state="free"}': ("10x400", "4x400"),
+    "pdserve_preemptions_total": ("0+1x400", "0+30x400"),
+    'pdserve_kv_transfers_total{role="receiver",outcome="failed"}': ("0+1x400", "0+3x400"),
+    "pdserve_engine_tick_age_seconds": ("5x400", "11x400"),
+    'pdserve_event_loop_lag_seconds_bucket{le="0.25"}': ("0+100x400", "0+90x400"),
+    'pdserve_event_loop_lag_seconds_bucket{le="1"}': ("0+100x400", "0+100x400"),
+    'pdserve_event_loop_lag_seconds_bucket{le="+Inf"}': ("0+100x400", "0+100x400"),
+    'pdserve_background_task_restarts_total{task="watch"}': ("3x400", "0x200 1x200"),
+    'pdserve_tls_certificate_expiry_timestamp_seconds{peers="clients"}': (f"{15 * 86400}x400", f"{14 * 86400}x400"),
+    "pdserve_redis_up": ("1x400", "0x400"),
+    'pdserve_audit_lines_total{outcome="dropped"}': ("3x400", "0+1x400"),
+    'pdserve_spans_total{outcome="failed"}': ("3x400", "0+1x400"),
+}
+"""Series -> its values every 15 s in a cluster without faults and in one with all of them, as Prometheus' unit tests write them."""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
+@pytest.mark.parametrize("faulty", [False, True])
+def test_prometheus_fires_each_alert_in_a_cluster_with_its_fault_alone(tmp_path: Path, faulty: bool) -> None:
+    alerts = ROOT / "deploy/prometheus/alerts.yml"
+    names = [rule["alert"] for rule in yaml.safe_load(alerts.read_text())["groups"][0]["rules"]]
+    fired = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names]
+    expression = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    case = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values[faulty]} for name, values in ALERTING.items()],
+        "promql_expr_test": [{"expr": expression, "eval_time": "1h", "exp_samples": fired if faulty else []}],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(alerts)], "evaluation_interval": "15s", "tests": [case]}))
+    tested = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=HANG_S)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
 def test_the_dashboard_shows_metrics_that_exist() -> None:
-    documented = set(re.findall(r"`(pdserve_\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    documented = documented_metrics()
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/pdserve.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert len(expressions) > 20
     for expression in expressions:
         for metric in re.findall(r"pdserve_\w+", expression):
-            assert metric in documented or re.sub(r"_(bucket|sum|count)$", "", metric) in documented, metric
+            assert family_of(metric) in documented, metric
