@@ -30,7 +30,11 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     assert sources, "no sources were found"
     assert sources <= sizes.keys(), sorted(sources - sizes.keys())
     assert "pdserve/__init__.py" not in sizes
-    assert {"pdserve/v1/inference.proto", "pdserve/common/py.typed"} <= sizes.keys()
+    assert {
+        "pdserve/v1/inference.proto",
+        "pdserve/common/py.typed",
+        "pdserve/router/http_front/status_page.html",
+    } <= sizes.keys()
     model = {name: size for name, size in sizes.items() if name.startswith("pdserve/models/demo/")}
     assert {
         f"pdserve/models/demo/{name}" for name in ("config.json", "tokenizer.json", "model.safetensors")

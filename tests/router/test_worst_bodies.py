@@ -20,16 +20,23 @@ from starlette.routing import Route
 from tokenizers import Tokenizer as Backend
 
 from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.request.generation_request import MAX_CLIENT_REQUEST_ID_CHARS
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
+from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.placement.routing_decision import LOG_LENGTH, RoutingLog
-from pdserve.router.requests.request_limits import MAX_EMBEDDING_NUMBERS
+from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS
+from pdserve.router.telemetry.request_log import KEPT_REQUESTS, RequestLog
+from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
+from pdserve.router.telemetry.status_view import MAX_SLOWEST, MAX_WORKERS, StatusView
+from pdserve.router.workers.fleet import Fleet
 from pdserve.v1 import inference_pb2, prefill_pb2
 from tests.router import worst_bodies
 from tests.router.worst_bodies import Worst
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
 
+MAX_STATUS_BYTES = 1 << 20
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the request."""
 
@@ -240,19 +247,40 @@ async def test_bodies_that_never_end_hold_bounded_memory(cluster):
     }
 
 
-@pytest.mark.parametrize("path", ["/debug/routing", "/metrics", "/health", "/v1/models", f"/v1/models/{'x' * 60_000}"])
+PAGES = (
+    "/", "/debug/status", f"/debug/requests/{'x' * 60_000}", "/debug/routing", "/metrics", "/health", "/v1/models",
+    f"/v1/models/{'x' * 60_000}",
+)  # fmt: skip
+"""Each that takes no message, without those whose answer is the same for every deployment."""
+
+
+@pytest.mark.parametrize("path", PAGES)
 async def test_no_page_stops_the_event_loop(cluster, path, monkeypatch):
-    """In a fleet of 500 workers, after as many placements as are remembered."""
-    add = RoutingLog.add
+    """In a fleet of 500 workers, after as many placements and requests as are remembered, with the longest ids."""
+    add, ended = RoutingLog.add, RequestLog.ended
 
     def add_large(log, decision):
         for _ in range(LOG_LENGTH):
             add(log, msgspec.structs.replace(decision, candidates=decision.candidates * 250))
 
+    def end_many(log, record):
+        ended(log, record)
+        asked = msgspec.structs.replace(log._ended[-1].asked, client_request_id="\u20ac" * MAX_CLIENT_REQUEST_ID_CHARS)
+        log._ended.extend([msgspec.structs.replace(log._ended[-1], asked=asked)] * KEPT_REQUESTS)
+        for _ in range(MAX_SLOWEST):
+            under_way.append(RequestTrace(record.metrics, 0, None, {}))
+            under_way[-1].runs.extend(PromptTrace(record, record.runs[0].timeline) for _ in range(MAX_EMBEDDING_INPUTS))
+            log.began(under_way[-1], asked)
+
+    under_way: list[RequestTrace] = []
     monkeypatch.setattr(RoutingLog, "add", add_large)
+    monkeypatch.setattr(RequestLog, "ended", end_many)
     await _start(cluster)
     await cluster.live(prefill=1, decode=1)
     await cluster.text()
+    lives, refused = Fleet.lives, ("x" * 128, "refused: " + "\u20ac" * 9999)
+    monkeypatch.setattr(Fleet, "lives", lambda fleet, role=None: lives(fleet, role) * 250)
+    monkeypatch.setattr(Fleet, "absent", lambda fleet: [(WorkerRole.DECODE, *refused)] * 250)
     await asyncio.to_thread(get, cluster.addresses[0], "/health")
     with LoopWatch() as watch:
         status, answer = await asyncio.to_thread(get, cluster.addresses[0], path)
@@ -261,6 +289,10 @@ async def test_no_page_stops_the_event_loop(cluster, path, monkeypatch):
     assert status == (404 if "xxx" in path else 200)
     if path == "/debug/routing":
         assert len(answer) > 10_000_000
+    elif path == "/debug/status":
+        view = msgspec.json.decode(answer, type=StatusView)
+        assert (view.num_workers, len(view.workers), len(view.slowest)) == (750, MAX_WORKERS, MAX_SLOWEST)
+        assert len(answer) < MAX_STATUS_BYTES
 
 
 def get(address: str, path: str) -> tuple[int, bytes]:

@@ -21,6 +21,7 @@ from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.router.bodies.request_body import read_body
+from pdserve.router.http_front.debug_http import DebugHttp
 from pdserve.router.http_front.embedding_response import EmbeddingResponse
 from pdserve.router.http_front.generation_response import (
     JSON,
@@ -36,7 +37,6 @@ from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
 from pdserve.router.openai.tool_call_writer import ToolCallWriter
-from pdserve.router.placement.worker_selector import routing_view
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.tenants.client import Client
@@ -44,7 +44,6 @@ from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
-_ALWAYS_ASIDE = 1 << 20
 _PREFLIGHT_AGE_S = 600
 """Time for which browsers keep the answer to a preflight."""
 _HTTP_ERRORS = {
@@ -62,9 +61,9 @@ class HttpFront:
         self._started_at = int(time.time())
         described = OpenApi()
         routes = [
+            *DebugHttp(inference, self._keys).routes,
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/debug/routing", self.debug_routing, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/ready", self.ready),
@@ -105,13 +104,6 @@ class HttpFront:
         """The version of pdserve, in vLLM's shape."""
         await self._authenticate(request)
         return json_response({"version": version("pdserve")})
-
-    async def debug_routing(self, request: Request) -> Response:
-        """The last placements with their reasons, newest first."""
-        client, inference = await self._authenticate(request), self._inference
-        view = routing_view(client, inference.settings, inference.admission, inference.selector)
-        # 128 placements, each with one candidate per worker
-        return await inference.bodies.in_background_pool(_ALWAYS_ASIDE, lambda: json_response(view))
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for clients; metrics per API key need an operator's key. Prometheus has a separate port."""

@@ -6,9 +6,7 @@ served without a key.
 
 from __future__ import annotations
 
-import base64
 import functools
-import hashlib
 import html
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdserve.router.http_front.generation_response import json_response
+from pdserve.router.http_front.page_response import page_response
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP
@@ -31,15 +31,10 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/detokenize": DetokenizeBody,
 }
 """Path -> type that decodes its body."""
-OPEN_PATHS = ("/health", "/ready", "/live", "/openapi.json", "/docs")
+OPEN_PATHS = ("/", "/health", "/ready", "/live", "/openapi.json", "/docs")
 """Paths that need no API key."""
 _REF = "#/components/schemas/"
 _STYLE = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-align:left;padding:.2em 1em .2em 0}"
-_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-_PAGE_HEADERS = {
-    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; frame-ancestors 'none'; base-uri 'none'",
-    "x-content-type-options": "nosniff",
-}
 
 
 def openapi(routes: Iterable[Route]) -> dict[str, Any]:
@@ -122,12 +117,12 @@ class OpenApi:
         self._routes = tuple(routes)
 
     @functools.cached_property
-    def _answers(self) -> tuple[bytes, bytes]:
+    def _answers(self) -> tuple[Response, Response]:
         made = openapi(self._routes)
-        return msgspec.json.encode(made), page(made).encode()
+        return json_response(made), page_response(page(made))
 
     async def description(self, request: Request) -> Response:
-        return Response(self._answers[0], media_type="application/json")
+        return self._answers[0]
 
     async def docs(self, request: Request) -> Response:
-        return Response(self._answers[1], media_type="text/html", headers=_PAGE_HEADERS)
+        return self._answers[1]

@@ -42,6 +42,11 @@ class WorkerSelector:
         self._settings = settings
         self._turns = dict.fromkeys(WorkerRole, 0)
 
+    @property
+    def num_indexed_blocks(self) -> int:
+        """Number of block hashes in the prefix index."""
+        return len(self._index)
+
     def place(
         self,
         request_id: str,

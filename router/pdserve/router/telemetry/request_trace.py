@@ -110,6 +110,10 @@ class PromptTrace:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.num_attempts = 0
+        self.prefill = ""
+        self.decode = ""
+        """Ids of the last attempt's workers; empty for a role without a call."""
         self._metrics = request.metrics
         self._span = request.span
         self._headers = request.headers
@@ -178,6 +182,10 @@ class PromptTrace:
         """A trace to enter around an attempt. num_resumed: tokens that the client already has."""
         self.timeline.begin_attempt()
         started = self.timeline.moments_unix_ns[moments.ATTEMPTED]
+        self.num_attempts += 1
+        self.prefill, self.decode = (
+            worker.identity.worker_id if worker is not None else "" for worker in (placement.prefill, placement.decode)
+        )
         span = None
         if self._span is not None:
             attributes: dict[str, Attribute] = {

@@ -73,6 +73,11 @@ class RouterMetrics:
 
         registry.register(Families(states))
 
+    def error_counts(self) -> dict[str, int]:
+        """Error's code -> requests since the start."""
+        samples = (sample for family in self.errors.collect() for sample in family.samples)
+        return {sample.labels["code"]: int(sample.value) for sample in samples}
+
 
 KEPT_S = 600.0
 """Seconds for which a dead worker's series remains after its last call, so that some scrapes see its last value."""

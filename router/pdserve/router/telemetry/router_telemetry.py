@@ -21,6 +21,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.telemetry.metrics import Exposition, Families, by_label
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.timeline import now_unix_ns
+from pdserve.router.telemetry.request_log import AskedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.tenants.audit_log import AuditLog
@@ -47,6 +48,7 @@ class RouterTelemetry(ServiceTelemetry):
         self._key_registry = CollectorRegistry()
         self.key_metrics = KeyMetrics(self._key_registry)
         self._text_by_key = Exposition(self._registry, self._key_registry)
+        self.request_log = RequestLog()
         self.audit = AuditLog(settings.audit_log, model)
         self._registry.register(Families(lambda: audit_families(self.audit)))
 
@@ -72,29 +74,40 @@ class RouterTelemetry(ServiceTelemetry):
             self._ended(record, client, request_id, operation)
 
         trusted = self._trusts(client)
+        span = None
         if self._telemetry is None:
             headers = (dict(caller_headers) if trusted else {}) or new_trace_headers()
-            return RequestTrace(self.metrics, started, None, headers, on_end)
-        attributes: dict[str, str | int | float] = {
-            "pdserve.request.id": request_id,
-            "gen_ai.response.id": request_id,
-            "gen_ai.request.model": self._model,
-            "gen_ai.response.model": self._model,
-            "gen_ai.provider.name": "pdserve",
-            "gen_ai.operation.name": operation,
-        }
-        if sampling is not None:
-            attributes |= {"gen_ai.request.temperature": sampling.temperature, "gen_ai.request.top_p": sampling.top_p}
-        if max_tokens is not None:
-            attributes["gen_ai.request.max_tokens"] = max_tokens
-        if client_request_id:
-            attributes["pdserve.client_request.id"] = client_request_id
-        if client.key_name:
-            attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
-        tracing = self._telemetry.tracing
-        begin = tracing.root if trusted else tracing.linked_root
-        span = begin(f"{operation} {self._model}", caller_headers, started, attributes)
-        return RequestTrace(self.metrics, started, span, span.headers, on_end)
+        else:
+            attributes: dict[str, str | int | float] = {
+                "pdserve.request.id": request_id,
+                "gen_ai.response.id": request_id,
+                "gen_ai.request.model": self._model,
+                "gen_ai.response.model": self._model,
+                "gen_ai.provider.name": "pdserve",
+                "gen_ai.operation.name": operation,
+            }
+            if sampling is not None:
+                attributes["gen_ai.request.temperature"] = sampling.temperature
+                attributes["gen_ai.request.top_p"] = sampling.top_p
+            if max_tokens is not None:
+                attributes["gen_ai.request.max_tokens"] = max_tokens
+            if client_request_id:
+                attributes["pdserve.client_request.id"] = client_request_id
+            if client.key_name:
+                attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
+            tracing = self._telemetry.tracing
+            begin = tracing.root if trusted else tracing.linked_root
+            span = begin(f"{operation} {self._model}", caller_headers, started, attributes)
+            headers = span.headers
+        record = RequestTrace(self.metrics, started, span, headers, on_end)
+        self.request_log.began(
+            record,
+            AskedRequest(
+                request_id=request_id, client_request_id=client_request_id, operation=operation, client=client,
+                arrived_unix_ns=started,
+            ),
+        )  # fmt: skip
+        return record
 
     def _trusts(self, client: Client) -> bool:
         """True if a client's trace context is used: its trace id, and its sampling decision."""
@@ -114,6 +127,7 @@ class RouterTelemetry(ServiceTelemetry):
             raise
 
     def _ended(self, record: RequestTrace, client: Client, request_id: str, operation: str) -> None:
+        self.request_log.ended(record)
         for run in record.runs:
             self.key_metrics.ended(client, run.outcome)
             if run.num_output_tokens or run.cause is None:

@@ -1,0 +1,218 @@
+"""`RequestLog`: the last requests of a router with their phases, for `/debug/status` and `/debug/requests/{request_id}`."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import msgspec
+
+from pdserve.common import timeline as moments
+from pdserve.common.errors import Cancelled, NotFound
+from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
+from pdserve.router.telemetry.status_view import MAX_SLOWEST, PhaseView, RecentView, RequestView
+from pdserve.router.tenants.client import Client
+
+KEPT_REQUESTS = 1024
+KEPT_S = 600.0
+"""Limits of the log: number of ended requests, and seconds since the end."""
+WINDOW_S = 30.0
+"""Seconds over which rates are taken."""
+_SERVICES = {
+    "prefill_queue": "prefill", "prefill": "prefill", "decode_reserve": "decode", "kv_exposed": "decode",
+    "decode_queue": "decode", "decode": "decode",
+}  # fmt: skip
+"""Phase of the critical path -> the service that spends it; others are the router's."""
+_MAX_SHOWN_CHARS = 64
+_OUR_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class AskedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a request that are known at its arrival."""
+
+    request_id: str
+    client_request_id: str
+    operation: str
+    client: Client
+    arrived_unix_ns: int
+
+
+class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request with the numbers of its prompts, and the timeline of the prompt that ended last."""
+
+    asked: AskedRequest
+    outcome: str
+    end_unix_ns: int
+    timeline: Timeline | None
+    num_prompts: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_attempts: int
+    prefill: str
+    decode: str
+
+    @classmethod
+    def of(cls, asked: AskedRequest, runs: Sequence[PromptTrace], now: int, *, has_ended: bool) -> LoggedRequest:
+        """now: Unix time in nanoseconds."""
+        last = max(runs, key=lambda run: run.end_unix_ns(now), default=None)
+        failed = next((run for run in runs if has_ended and run.cause is not None), last)
+        return cls(
+            asked=asked,
+            outcome=failed.outcome if has_ended and failed is not None else "",
+            end_unix_ns=now,
+            timeline=last.timeline if last is not None else None,
+            num_prompts=len(runs),
+            num_prompt_tokens=sum(run.num_prompt_tokens for run in runs),
+            num_cached_tokens=sum(run.num_cached_tokens for run in runs),
+            num_output_tokens=sum(run.num_output_tokens for run in runs),
+            num_attempts=last.num_attempts if last is not None else 0,
+            prefill=last.prefill if last is not None else "",
+            decode=last.decode if last is not None else "",
+        )
+
+    @property
+    def duration_s(self) -> float:
+        return (self.end_unix_ns - self.asked.arrived_unix_ns) / 1e9
+
+    @property
+    def has_failed(self) -> bool:
+        return self.outcome not in ("stop", "length", Cancelled.code)
+
+    def view(self, client: Client) -> RequestView:
+        """The request, without the fields that this client may not see."""
+        asked, sees_all = self.asked, client.sees_all
+        return RequestView(
+            request_id=asked.request_id,
+            client_request_id=asked.client_request_id,
+            tenant=asked.client.tenant,
+            key_name=asked.client.key_name,
+            operation=asked.operation,
+            outcome=self.outcome,
+            arrived_unix_s=asked.arrived_unix_ns / 1e9,
+            duration_s=self.duration_s,
+            ttft_s=self.timeline.ttft_s if self.timeline is not None else None,
+            num_prompts=self.num_prompts,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens if sees_all else None,
+            num_output_tokens=self.num_output_tokens,
+            num_attempts=self.num_attempts,
+            prefill=self.prefill if sees_all else "",
+            decode=self.decode if sees_all else "",
+            phases=list(self._phases()),
+        )
+
+    def _phases(self) -> Iterator[PhaseView]:
+        if (timeline := self.timeline) is None:
+            return
+        is_local = not self.prefill and bool(self.decode)
+        at = 0.0
+        for name, seconds in timeline.critical_path(self.end_unix_ns).items():
+            service = _SERVICES.get(name, "router")
+            if is_local and service == "prefill":
+                service = "decode"
+            yield PhaseView(name=name, service=service, start_s=at, duration_s=seconds)
+            at += seconds
+        start, seconds_of = timeline.seconds(moments.ARRIVED, moments.KV_RESERVED), timeline.seconds
+        if start is not None and (transfer := seconds_of(moments.KV_RESERVED, moments.KV_LANDED)) is not None:
+            yield PhaseView(name="kv_transfer", service="decode", start_s=start, duration_s=transfer, overlaps=True)
+
+
+class RequestLog:
+    """The last ended requests, and those under way, for use in the event loop. Contains no text of requests."""
+
+    def __init__(self, *, clock: Callable[[], int] = now_unix_ns) -> None:
+        """clock: Unix time in nanoseconds, which never goes back."""
+        self._clock = clock
+        self.started_unix_ns = clock()
+        # a trace whose request never started has no end
+        self._under_way: weakref.WeakKeyDictionary[RequestTrace, AskedRequest] = weakref.WeakKeyDictionary()
+        self._ended: deque[LoggedRequest] = deque(maxlen=KEPT_REQUESTS)
+
+    def began(self, record: RequestTrace, asked: AskedRequest) -> None:
+        """Add a request that has arrived."""
+        self._under_way[record] = asked
+
+    def ended(self, record: RequestTrace) -> None:
+        """Move a request to the ended ones."""
+        if (asked := self._under_way.pop(record, None)) is not None:
+            self._ended.append(LoggedRequest.of(asked, record.runs, self._clock(), has_ended=True))
+
+    def find(self, name: str, client: Client) -> RequestView:
+        """The newest request with this id: the router's, also as a part of a response's or an engine's id, or the client's own.
+
+        Raises: NotFound, also for another tenant's request.
+        """
+        found = _OUR_ID.search(name)
+        ours = found[0] if found else name
+        for record, asked in reversed(self._seen_under_way(client)):
+            if ours == asked.request_id or name == asked.client_request_id:
+                return LoggedRequest.of(asked, record.runs, self._clock(), has_ended=False).view(client)
+        for request in self._seen(client, KEPT_S):
+            if ours == request.asked.request_id or name == request.asked.client_request_id:
+                return request.view(client)
+        raise NotFound(
+            f"no request {name[:_MAX_SHOWN_CHARS]!r} is known to this router: it keeps the last {KEPT_REQUESTS} "
+            f"requests for {KEPT_S:g} s after their end, of this client's tenant unless it is an operator"
+        )
+
+    def slowest(self, client: Client) -> list[RequestView]:
+        """The slowest requests that the client may see, at most `MAX_SLOWEST`."""
+        now = self._clock()
+        # requests under way are in order of arrival, so the first ones are the slowest
+        oldest = islice(self._seen_under_way(client), MAX_SLOWEST)
+        requests = [LoggedRequest.of(asked, record.runs, now, has_ended=False) for record, asked in oldest]
+        requests += self._seen(client, KEPT_S)
+        return [each.view(client) for each in heapq.nlargest(MAX_SLOWEST, requests, key=lambda each: each.duration_s)]
+
+    def recent(self, client: Client) -> RecentView:
+        """Rates and percentiles of requests that ended lately."""
+        now = self._clock()
+        window_s = min(WINDOW_S, (now - self.started_unix_ns) / 1e9)
+        if len(self._ended) == KEPT_REQUESTS:
+            window_s = min(window_s, (now - self._ended[0].end_unix_ns) / 1e9)
+        window_s = max(window_s, 1.0)
+        seen = list(self._seen(client, window_s))
+        ttfts = sorted(ttft for each in seen if each.timeline and (ttft := each.timeline.ttft_s) is not None)
+        durations = sorted(each.duration_s for each in seen if not each.has_failed)
+        num_prompt_tokens = sum(each.num_prompt_tokens for each in seen)
+        num_cached_tokens = sum(each.num_cached_tokens for each in seen)
+        return RecentView(
+            window_s=window_s,
+            num_requests=len(seen),
+            requests_per_s=len(seen) / window_s,
+            failed_per_s=sum(each.has_failed for each in seen) / window_s,
+            prompt_tokens_per_s=num_prompt_tokens / window_s,
+            output_tokens_per_s=sum(each.num_output_tokens for each in seen) / window_s,
+            cached_fraction=num_cached_tokens / num_prompt_tokens if num_prompt_tokens and client.sees_all else None,
+            ttft_p50_s=_percentile(ttfts, 0.5),
+            ttft_p95_s=_percentile(ttfts, 0.95),
+            duration_p50_s=_percentile(durations, 0.5),
+            duration_p95_s=_percentile(durations, 0.95),
+        )
+
+    def _seen_under_way(self, client: Client) -> list[tuple[RequestTrace, AskedRequest]]:
+        return [(record, asked) for record, asked in self._under_way.items() if _may_see(client, asked)]
+
+    def _seen(self, client: Client, max_age_s: float) -> Iterator[LoggedRequest]:
+        """Ended requests that the client may see, the last one first."""
+        oldest = self._clock() - max_age_s * 1e9
+        for request in reversed(self._ended):
+            if request.end_unix_ns < oldest:
+                return
+            if _may_see(client, request.asked):
+                yield request
+
+
+def _may_see(client: Client, asked: AskedRequest) -> bool:
+    return client.sees_all or asked.client.tenant == client.tenant
+
+
+def _percentile(ordered: Sequence[float], fraction: float) -> float | None:
+    """The nearest rank; None without a value."""
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else None
