@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from pdserve.cli.bench.command import bench
-from pdserve.cli.client_options import DEFAULT_URL, CaFile, CertFile, ClientKeyFile, client_tls
+from pdserve.cli.client_commands import chat, generate, top, trace
 from pdserve.cli.options import (
     ApiKey,
     ApiKeysFile,
     Config,
     Connector,
     GrpcPort,
-    GrpcUrl,
     Hidden,
     Host,
     HttpPort,
     Insecure,
     KeyFile,
     LocalPrefill,
-    MaxTokens,
     Model,
     ModelArgument,
     NoAuth,
@@ -35,16 +30,10 @@ from pdserve.cli.options import (
     Policy,
     Port,
     RedisUrl,
-    Seed,
     ServedModelName,
     Set,
-    ShowTimeline,
-    Temperature,
 )
 from pdserve.common.errors import ConfigError, PdServeError
-
-if TYPE_CHECKING:
-    from pdserve.cli.grpc_client import GrpcClient
 
 SAMPLE_QUESTION = "What is the capital of France?"
 EXIT_CONFIG = 2
@@ -64,7 +53,6 @@ def _print_version(asked: bool) -> None:
 
 keys = typer.Typer(help="API keys of a router's clients.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
-app.command()(bench)
 
 
 @app.callback()
@@ -236,55 +224,6 @@ def decode(
 
 
 @app.command()
-def chat(
-    message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
-    url: GrpcUrl = DEFAULT_URL,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    timeline: ShowTimeline = False,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: ClientKeyFile = None,
-) -> None:
-    """Ask the model; the answer streams."""
-    from pdserve.cli.conversation import converse
-
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    connect = _way_to(url, ca_file, cert_file, key_file)
-    asyncio.run(converse(connect, message, system, sampling, timeline))
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    url: GrpcUrl = DEFAULT_URL,
-    max_tokens: MaxTokens = 64,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    timeline: ShowTimeline = False,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: ClientKeyFile = None,
-) -> None:
-    """Continue a text; the continuation streams."""
-    from pdserve.cli.conversation import continue_text
-
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    connect = _way_to(url, ca_file, cert_file, key_file)
-    asyncio.run(continue_text(connect, prompt, sampling, timeline))
-
-
-def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
-    """The channel's address and TLS. Raises: ConfigError for files that cannot be used."""
-    from pdserve.cli.grpc_client import GrpcClient
-
-    tls = client_tls(ca_file, cert_file, key_file)
-    return lambda: GrpcClient(url, os.environ.get("PDSERVE_API_KEY"), tls)
-
-
-@app.command()
 def doctor(
     role: Annotated[Literal["prefill", "decode", "router"], typer.Option(help="The service to check.")] = "prefill",
     model: Model = None,
@@ -338,6 +277,10 @@ def certs(
     print(f"\nservices:  pdserve router|prefill|decode --config {files[-1]}")
     print(f"clients:   --ca-file {folder / 'clients-ca.pem'}")
     print("The authorities' keys, services-ca.key and clients-ca.key, issue more certificates; no service needs them.")
+
+
+for command in (chat, generate, bench, top, trace):
+    app.command()(command)
 
 
 def main() -> None:

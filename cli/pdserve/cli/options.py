@@ -1,4 +1,4 @@
-"""Options of services and clients that several commands have."""
+"""Options that several commands of services have."""
 
 from __future__ import annotations
 
@@ -48,11 +48,6 @@ Policy = Annotated[
 Connector = Annotated[
     str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
 ]
-GrpcUrl = Annotated[str, typer.Option("--url", help="host:port of the router's gRPC front end.")]
-ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Show the time of each phase.")]
-MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of sampling, for a repeatable answer.")]
 Otlp = Annotated[
     str | None, typer.Option(help="Collector for traces: grpc://host:port or http://host:port.", show_default=False)
 ]

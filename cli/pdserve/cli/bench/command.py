@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdserve.cli.client_options import DEFAULT_URL, CaFile, CertFile, ClientKeyFile, client_tls
+from pdserve.cli.client_options import DEFAULT_HTTP_URL, DEFAULT_URL, CaFile, CertFile, ClientKeyFile, client_tls
 
 
 def bench(
@@ -93,7 +93,7 @@ def bench(
     if trace is None and request_rate is None and concurrency is None:
         concurrency = 8
     options = BenchOptions(
-        api=api, url=url or (DEFAULT_URL if api == "grpc" else "http://127.0.0.1:8000"), model=model, tokenizer=tokenizer,
+        api=api, url=url or (DEFAULT_URL if api == "grpc" else DEFAULT_HTTP_URL), model=model, tokenizer=tokenizer,
         api_key=os.environ.get("PDSERVE_API_KEY"), tls=client_tls(ca_file, cert_file, key_file), timeout_s=timeout,
         extra_body=parse_extra_body(extra_body), num_sessions=num, trace=trace, trace_speed=trace_speed, warm_up=warmup,
         shape=Shape(
