@@ -10,7 +10,7 @@ import pytest
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.response_writer import CompletionResponseWriter
 from pdserve.router.openai.tool_call_writer import ToolCallWriter
-from pdserve.router.requests.prompt_task import Usage
+from pdserve.router.requests.usage import Usage
 from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs

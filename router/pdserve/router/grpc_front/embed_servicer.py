@@ -17,8 +17,8 @@ from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
+from pdserve.router.requests.usage import Usage
 from pdserve.router.tenants.client import ASKING, Client
 from pdserve.text.prompt import TextInput, TokenInput
 from pdserve.v1 import inference_pb2, request_pb2

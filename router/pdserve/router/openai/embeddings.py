@@ -13,8 +13,8 @@ import msgspec
 from pdserve.common.request.pooling_params import PoolingParams, PoolingType
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.prompt_task import Usage
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
+from pdserve.router.requests.usage import Usage
 
 EncodingFormat = Literal["float", "base64"]
 PART_BYTES = 1 << 18

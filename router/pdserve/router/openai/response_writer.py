@@ -13,7 +13,7 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.openai.tool_call_writer import ToolCallWriter
-from pdserve.router.requests.prompt_task import Usage
+from pdserve.router.requests.usage import Usage
 from pdserve.text.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode

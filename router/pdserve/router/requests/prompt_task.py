@@ -34,6 +34,7 @@ from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.retry_state import RetryState
+from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.text.best_of import best
 from pdserve.text.output_processor import OutputProcessor, PositionConflict
@@ -46,15 +47,6 @@ WAIT_FOR_WORKER_S = 5.0
 
 MAX_EVICTIONS = 16
 """Evictions of one request that do not count as failed attempts: each let other sequences continue."""
-
-
-class Usage(msgspec.Struct, kw_only=True):
-    """Token counts that the client gets, from the router's own count."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that needed no computing."""
 
 
 class PromptTask:

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.common.errors import Draining, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.admission.admission import Admission
-from pdserve.router.requests.prompt_task import Usage
+from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import Client
 
