@@ -15,6 +15,7 @@ from pdserve.router.grpc_front.chat_prompt import chat_input, verify_chat_counts
 from pdserve.router.openai.protocol import ChatBody
 from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
+from pdserve.text.parsers.tool_call_parser import HERMES_CALLS
 from pdserve.v1 import inference_pb2, request_pb2
 
 USER = {"role": "user", "content": "x"}
@@ -83,7 +84,7 @@ EQUAL: list[dict[str, Any]] = [
 def test_a_chat_means_what_it_means_over_http(body: dict[str, Any]) -> None:
     body = {"messages": [USER]} | body
     expected = over_http(**body)
-    prompt, form, max_calls = chat_input(chat_prompt(**body), OutputConstraint())
+    prompt, form, max_calls = chat_input(chat_prompt(**body), OutputConstraint(), HERMES_CALLS)
     assert prompt == expected.prompt
     assert (form.params, max_calls) == (expected.sampling_params.structured_outputs, expected.max_tool_calls)
     assert form.field == expected.constraint_field or form.params is None

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from pdserve.common.timeline import Timeline
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.response_writer import CompletionResponseWriter
-from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.requests.usage import Usage
+from pdserve.text.parsers.answer_parsers import AnswerParsers
+from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningTags
+from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
 from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
@@ -170,10 +173,29 @@ async def test_what_tools_come_to(cluster: Any) -> None:
 SAID = 'Well.\n<tool_call>{"name": "sum", "arguments": {"a": [1]}}</tool_call>\n<tool_call>{"name": "f"}</tool_call>'
 
 
-def answer(max_calls: int | None = None) -> CompletionResponseWriter:
-    tools = ToolCallWriter(max_calls)
+class BytesAsTokens:
+    """Token ids are bytes."""
+
+    def token_piece(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode()
+
+
+def answer(
+    max_calls: int | None = None, tags: ReasoningTags | None = None, *, include_reasoning: bool = True, **options: Any
+) -> CompletionResponseWriter:
+    tokenizer: Any = BytesAsTokens()
+    parsed = ChatChoiceWriter(
+        AnswerParsers(None, tags, tokenizer),
+        tool_format=TOOL_FORMATS["hermes"],
+        max_calls=max_calls,
+        tags=tags,
+        include_reasoning=include_reasoning,
+    )
     return CompletionResponseWriter(
-        chat=True, request_id="r", model="m", include_usage=False, include_timeline=False, tools=tools
+        chat=True, request_id="r", model="m", include_usage=True, include_timeline=False, parsed=parsed, **options
     )
 
 
@@ -197,9 +219,10 @@ def test_a_free_answer_with_calls(size: int) -> None:
     events = b"".join(writer.chunk(output(piece), Usage()) for piece in pieces)
     events += writer.last_chunk(output("", "stop"), Usage(), Timeline())
     choices = [
-        json.loads(event.removeprefix("data: "))["choices"][0]
+        choice
         for event in events.decode().split("\n\n")
         if event and event != "data: [DONE]"
+        for choice in json.loads(event.removeprefix("data: "))["choices"]
     ]
     calls: dict[int, dict[str, str]] = {}
     for choice in choices:
@@ -224,6 +247,112 @@ def test_an_answer_without_calls_is_what_it_would_be_without_tools() -> None:
     assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": "Well. <"}, "stop")
     cut = json.loads(answer().whole([output(SAID, "length")], Usage(), Timeline()))["choices"][0]
     assert cut["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("text", "max_calls", "reason"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": "', None, "stop"),
+        ('<tool_call>{"name": "f"}', None, "tool_calls"),
+        (SAID[:-1] + '<tool_call>{"name": "g", "arguments": {', None, "stop"),
+        (SAID + '<tool_call>{"name": "g", "arguments": {', 2, "tool_calls"),
+    ],
+)
+def test_an_answer_that_stops_within_a_call_does_not_end_with_calls(
+    text: str, max_calls: int | None, reason: str
+) -> None:
+    """As a stop string does: the call is what it is so far."""
+    whole = json.loads(answer(max_calls).whole([output(text, "stop")], Usage(), Timeline()))
+    assert whole["choices"][0]["finish_reason"] == reason
+    assert whole["choices"][0]["message"]["tool_calls"]
+    events = answer(max_calls).last_chunk(output(text, "stop"), Usage(), Timeline()).decode()
+    reasons = [
+        choice["finish_reason"]
+        for event in events.split("\n\n")
+        if event and not event.endswith("[DONE]")
+        for choice in json.loads(event[6:])["choices"]
+    ]
+    assert reasons == [None, reason]
+
+
+def thinking(text: str, finish_reason: str | None = None, prompt: str = "") -> CompletionOutput:
+    """An output with one token per byte."""
+    return CompletionOutput(
+        index=0,
+        text=text,
+        token_ids=list(text.encode()),
+        finish_reason=finish_reason,
+        prompt_token_ids=list(prompt.encode()),
+    )
+
+
+def streamed(writer: CompletionResponseWriter, text: str, prompt: str, size: int) -> list[dict[str, Any]]:
+    """Chunks of a stream of pieces of this size."""
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    events = b"".join(
+        writer.chunk(thinking(piece, prompt="" if place else prompt), Usage()) for place, piece in enumerate(pieces)
+    )
+    events += writer.last_chunk(thinking("", "stop"), Usage(), Timeline())
+    return [json.loads(event[6:]) for event in events.decode().split("\n\n") if event and not event.endswith("[DONE]")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begin"), [("<user>Hi<assistant>", "<think>\n"), ("<user>Hi<assistant><think>\n", "")]
+)
+@pytest.mark.parametrize("include", [True, False])
+def test_reasoning_comes_before_calls_and_is_counted(prompt: str, begin: str, include: bool) -> None:
+    """Calls within the reasoning are part of it."""
+    reasoning = f"Shall I? {SAID} No.\n</think>"
+    text = f"{begin}{reasoning}\n\n{SAID}"
+    tags = REASONING_TAGS["qwen3"]
+    whole = json.loads(
+        answer(tags=tags, include_reasoning=include).whole([thinking(text, "stop", prompt)], Usage(), Timeline())
+    )
+    message = whole["choices"][0]["message"]
+    told = f"Shall I? {SAID} No." if include else None
+    assert message.get("reasoning") == message.get("reasoning_content") == told
+    assert message["content"] == "Well."
+    assert [each["function"]["name"] for each in message["tool_calls"]] == ["sum", "f"]
+    details = {"reasoning_tokens": len(begin + reasoning)}
+    assert whole["usage"]["completion_tokens_details"] == details
+    for size in (1, 5, 1000):
+        chunks = streamed(answer(tags=tags, include_reasoning=include), text, prompt, size)
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        for field in ("reasoning", "reasoning_content"):
+            assert "".join(delta.get(field, "") for delta in deltas) == (told or "")
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
+        assert chunks[-1]["usage"]["completion_tokens_details"] == details
+
+
+def test_an_answer_without_reasoning_counts_none() -> None:
+    whole = json.loads(answer(tags=REASONING_TAGS["qwen3"]).whole([thinking("Hi", "stop", "x")], Usage(), Timeline()))
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_token_ids_are_returned_once_for_the_prompt_and_for_every_choice() -> None:
+    whole = json.loads(answer(returns_token_ids=True).whole([thinking("Hi", "stop", "x")], Usage(), Timeline()))
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([120], [72, 105])
+    chunks = streamed(answer(returns_token_ids=True), "Hi", "x", 1)
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [[120]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == [72, 105]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_completions_return_token_ids_too(cluster: Any, stream: bool) -> None:
+    await cluster.start(prefill=0, decode=1)
+    body = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 3, "return_token_ids": True, "stream": stream}
+    response = await cluster.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    events = [event[6:] for event in response.text.split("\n\n") if event.startswith("data: {")]
+    choices = [choice for event in events or [response.text] for choice in json.loads(event)["choices"]]
+    prompts = {choice["index"]: choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice}
+    assert {index: len(ids) for index, ids in prompts.items()} == {0: 2, 2: 1}
+    num_tokens = dict.fromkeys(range(4), 0)
+    for choice in choices:
+        num_tokens[choice["index"]] += len(choice["token_ids"])
+    assert num_tokens == dict.fromkeys(range(4), 3)
 
 
 async def test_a_free_call_streams_from_the_worker(cluster: Any) -> None:

@@ -10,24 +10,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.text.tool_calls import BEGIN, END, TextDelta, ToolCallDelta, ToolCallParser
+from pdserve.text.parsers.deltas import TextDelta, ToolCallDelta
+from pdserve.text.parsers.tool_call_parser import BEGIN, END, TOOL_FORMATS, ToolCallParser
 
 
-def parsed(pieces: list[str], max_calls: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+def parsed(pieces: list[str], max_calls: int | None = None, form: str = "hermes") -> tuple[str, list[tuple[str, str]]]:
     """(text, calls with name and arguments) of a text that comes in these pieces."""
-    parser = ToolCallParser(max_calls)
+    parser = ToolCallParser(TOOL_FORMATS[form], max_calls)
     text, calls = "", list[list[str]]()
     for deltas in (*map(parser.feed, pieces), parser.flush()):
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 assert delta.text
                 text += delta.text
-            elif delta.name is not None:
+                continue
+            assert isinstance(delta, ToolCallDelta)
+            if delta.name is not None:
                 assert delta.index == len(calls)
                 calls.append([delta.name, delta.arguments])
             else:
                 assert delta.index == len(calls) - 1
                 assert delta.arguments
+                delta.arguments.encode()
                 calls[-1][1] += delta.arguments
     return text, [(name, arguments) for name, arguments in calls]
 
@@ -61,7 +65,61 @@ PLAIN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"{BEGIN}{{}}{END}", f"{BEGIN}{{}}{END}", []),
     (f'{BEGIN}{{"name": "f",}}{END}', f'{BEGIN}{{"name": "f",}}{END}', []),
     ("  white space stays  ", "  white space stays  ", []),
+    (f"a {BEGIN} b", f"a {BEGIN} b", []),
+    (f'{BEGIN}{{"name": "\\ud800"}}{END}', f'{BEGIN}{{"name": "\\ud800"}}{END}', []),
 ]
+
+F = '{"name": "f", "parameters": {"a": 1}}'
+OTHERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("llama3_json", F, "", [("f", '{"a": 1}')]),
+    ("llama3_json", f"\n<|python_tag|>{F}", "", [("f", '{"a": 1}')]),
+    ("llama3_json", f"{F}; {F}\n{F}", "", [("f", '{"a": 1}')] * 3),
+    ("llama3_json", f"I call <|python_tag|>{F}", "I call", [("f", '{"a": 1}')]),
+    ("llama3_json", f"Say {F}", f"Say {F}", []),
+    ("llama3_json", '{"name": "Ann", "type": "person"}', '{"name": "Ann", "type": "person"}', []),
+    ("llama3_json", " {see below} x", " {see below} x", []),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": "]"}}, {"name": "g"}]',
+        "",
+        [("f", '{"a": "]"}'), ("g", "{}")],
+    ),
+    ("mistral", 'Well. [TOOL_CALLS] [ {"arguments": {}, "name": "f"} ] ', "Well.", [("f", "{}")]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g-2[ARGS]{"b": {}}', "", [("f", '{"a": 1}'), ("g-2", '{"b": {}}')]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]9rA4zz012[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+    ("mistral", "[TOOL_CALLS]what is this? {}", "[TOOL_CALLS]what is this? {}", []),
+    ("mistral", f"[TOOL_CALLS]{'x' * 300}{{}}", f"[TOOL_CALLS]{'x' * 300}{{}}", []),
+    ("mistral", '[TOOL_CALLS]f"a"{}', '[TOOL_CALLS]f"a"{}', []),
+    ("mistral", "see [1], [TOOL_", "see [1], [TOOL_", []),
+    ("pythonic", "[f(a=1, b='x')]", "", [("f", '{"a": 1, "b": "x"}')]),
+    (
+        "pythonic",
+        '\n[ f() , g.h(a=[True, None, {"k": -1.5e3,},], )]\n',
+        "",
+        [("f", "{}"), ("g.h", '{"a": [true, null, {"k": -1.5e3}]}')],
+    ),
+    ("pythonic", "<|python_start|>[f(a=(1, 2))]<|python_end|>", "", [("f", '{"a": [1, 2]}')]),
+    (
+        "pythonic",
+        r"""[f(a='it\'s "x"\n\x41\u00e9\U0001f600\ud800\d')]""",
+        "",
+        [("f", r'{"a": "it' + r"""'s \"x\"\nA\u00e9\ud83d\ude00\ud800\\d"}""")],
+    ),
+    ("pythonic", r"[f(a='\U00110000')] x", "0')] x", [("f", '{"a": "')]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[see](the note)", "[see](the note)", []),
+    ("pythonic", "[f(x)]", "[f(x)]", []),
+    ("pythonic", "I say [f(a=1)]", "I say [f(a=1)]", []),
+    ("pythonic", "[f(a=1), f(x)]", ", f(x)]", [("f", '{"a": 1}')]),
+    ("pythonic", "[f(a={'b': })] x", "})] x", [("f", '{"a": {"b"')]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), OTHERS)
+def test_calls_of_other_families(form: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parsed([text], form=form) == (content, calls)
+    assert parsed(list(text), form=form) == (content, calls)
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), PLAIN)
@@ -76,7 +134,7 @@ def test_further_calls_than_are_wanted_are_dropped() -> None:
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = ToolCallParser()
+    parser = ToolCallParser(TOOL_FORMATS["hermes"])
     assert parser.feed('well <tool_call>{"name": "weather", "argum') == [TextDelta("well")]
     assert parser.feed('ents": {') == [ToolCallDelta(0, "weather", "{")]
     assert parser.feed('"city"') == [ToolCallDelta(0, None, '"city"')]
@@ -89,7 +147,37 @@ def test_arguments_stream_as_they_come() -> None:
 FRAGMENTS = st.one_of(
     st.text(max_size=12),
     st.sampled_from(
-        [BEGIN, END, "<", "<tool", "</tool_call", "{", "}", '"', "\\", " ", "\n", '{"name": ', '"arguments": ']
+        [
+            BEGIN,
+            END,
+            "<",
+            "<tool",
+            "</tool_call",
+            "{",
+            "}",
+            '"',
+            "\\",
+            " ",
+            "\n",
+            '{"name": ',
+            '"arguments": ',
+            F,
+            f"<|python_tag|>{F}",
+            ";",
+            ",",
+            "[TOOL_CALLS]",
+            "[TOOL",
+            "[",
+            "]",
+            "[ARGS]",
+            "f(",
+            "a=",
+            "b='",
+            "'",
+            ")",
+            "[f(a=1)",
+            "]<|python_end|>",
+        ]
     ),
     st.builds(
         call,
@@ -101,12 +189,13 @@ FRAGMENTS = st.one_of(
 TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 
 
+@pytest.mark.parametrize("form", TOOL_FORMATS)
 @given(TEXTS, st.data())
-@settings(max_examples=300)
-def test_where_the_text_is_cut_changes_nothing(text: str, data: st.DataObject) -> None:
+@settings(max_examples=100)
+def test_where_the_text_is_cut_changes_nothing(form: str, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parsed(pieces) == parsed([text]) == parsed(list(text))
+    assert parsed(pieces, form=form) == parsed([text], form=form) == parsed(list(text), form=form)
 
 
 @given(
@@ -124,10 +213,55 @@ def test_every_call_is_found_whole(calls: list[tuple[str, dict[str, Any]]]) -> N
 def test_no_part_of_a_tag_is_given_out_that_may_become_one(text: str, data: st.DataObject) -> None:
     """Whatever follows: a tag that the rest of the text completes was not told as text."""
     cut = data.draw(st.integers(1, len(BEGIN) - 1))
-    parser = ToolCallParser()
+    parser = ToolCallParser(TOOL_FORMATS["hermes"])
     told = [delta for delta in parser.feed(text.replace("<", "") + BEGIN[:cut]) if isinstance(delta, TextDelta)]
     assert not any("<" in delta.text for delta in told)
     assert parser.feed(BEGIN[cut:]) == []
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), JSON_VALUES, max_size=3))
+@settings(max_examples=150)
+def test_arguments_in_python_mean_the_same_in_json(arguments: dict[str, Any]) -> None:
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    text, [(name, given)] = parsed([f"[f({written})]"], form="pythonic")
+    assert (text, name) == ("", "f")
+    assert json.loads(given) == arguments
+
+
+HOSTILE = [
+    "<" * 90_000,
+    "[" * 90_000,
+    "{" * 90_000,
+    "[TOOL_CALLS]" * 15_000,
+    f"{BEGIN}[TOOL_CALLS]<|python_tag|>[f(a=" + "[" * 90_000,
+    f'{BEGIN}{{"name": "f", "arguments": ' + '{"a":[' * 15_000,
+    "[f(a='" + "\\" * 90_000,
+    "[TOOL_CALLS]f " + " " * 90_000,
+    f'{BEGIN}{{"id": "' + "x" * 90_000,
+    "\n" * 90_000 + "[f(",
+]
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_hostile_answers_cost_no_more_than_their_length(form: str) -> None:
+    def seconds(text: str) -> float:
+        started = time.thread_time()
+        parser = ToolCallParser(TOOL_FORMATS[form])
+        for start in range(0, len(text), 3):
+            parser.feed(text[start : start + 3])
+        parser.flush()
+        return time.thread_time() - started
+
+    for text in HOSTILE:
+        # a cost that grew with the square would be nine times as much
+        assert seconds(text) < 6 * max(seconds(text[: len(text) // 3]), 0.02), text[:20]
 
 
 def test_long_answers_cost_no_more_than_their_length() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.tool_calls import ToolCallDelta, ToolCallParser
+from pdserve.text.parsers.deltas import ToolCallDelta
+from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS, ToolCallParser
 
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "sum", "arguments": '{"a": [1, 2]}'}}
@@ -39,7 +40,9 @@ def test_another_one_gets_them_as_text() -> None:
     assert system.startswith("system|You may call these functions.")
     assert json.dumps(TOOLS[0]) in system
     assert user == "user|1 + 2?"
-    assert ToolCallParser().feed(assistant.removeprefix("assistant|")) == [ToolCallDelta(0, "sum", '{"a": [1, 2]}')]
+    assert ToolCallParser(TOOL_FORMATS["hermes"]).feed(assistant.removeprefix("assistant|")) == [
+        ToolCallDelta(0, "sum", '{"a": [1, 2]}')
+    ]
     assert tool == "user|<tool_response>\n3\n</tool_response>"
 
 

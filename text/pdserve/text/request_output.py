@@ -35,7 +35,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token, None for the first; set in a router's first output of the sequence, if requested."""
     prompt_token_ids: list[int] | None = None
-    """The prompt's token ids, if `prompt_logprobs` is set."""
+    """The prompt's token ids; set in a router's first output of the sequence."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; set in the sequence's last delta."""
     stop_reason: int | str | None = None

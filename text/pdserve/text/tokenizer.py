@@ -55,6 +55,11 @@ class Tokenizer:
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
         """32 hex digits; router and workers must have the same."""
         templates, named_tokens = folder.chat_templates(), folder.special_tokens()
+        self.chat_template_source: str = templates["default"][0] if "default" in templates else ""
+        self.tool_template_source: str = (
+            templates["tool_use"][0] if "tool_use" in templates else self.chat_template_source
+        )
+        """Source of the template for chats with tools."""
         self._chat_template, self._tool_template = (
             ChatTemplate(templates[name][0], named_tokens, templates[name][1]) if name in templates else None
             for name in ("default", "tool_use")
@@ -81,6 +86,10 @@ class Tokenizer:
             # the library raises plain exceptions
             raise ConfigError(f"{path} is not a tokenizer: {error!s:.300}") from error
         return cls(backend, parts, files, parse_special=parse_special)
+
+    def is_special(self, text: str) -> bool:
+        """True if this text is a special token, which `skip_special_tokens` leaves out of answers."""
+        return self._backend.token_to_id(text) in self.special_token_ids
 
     @property
     def has_chat_template(self) -> bool:

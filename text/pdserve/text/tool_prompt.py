@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.text.tool_calls import BEGIN, END
+from pdserve.text.parsers.tool_call_parser import BEGIN, END
 
 FIELD = "messages"
 

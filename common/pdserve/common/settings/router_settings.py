@@ -16,6 +16,7 @@ from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSe
 
 _LEAST_REQUEST_BYTES = 1024
 _MAX_NAME_CHARS = 256
+_REASONING_PARSER = re.compile(r"[a-z0-9_]{1,64}|<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 
 
@@ -85,6 +86,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     with one log line per name."""
     parse_special: bool = True
     """Parse special tokens in clients' chat messages; False: they are plain text."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
+    """Form of calls of tools in answers; `auto`: by the chat template; `none`: they remain text."""
+    reasoning_parser: str = "auto"
+    """Tags of reasoning in answers: a family's name, or the opening tag itself, as `<think>`; `auto`: by the chat template;
+    `none`: reasoning remains text."""
     front_tls_cert_file: str | None = None
     """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
     front_tls_key_file: str | None = None
@@ -172,6 +178,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"cors_origins has {origin[:200]!r}, scheme://host[:port] in lower case or * is needed"
                 )
+        if not _REASONING_PARSER.fullmatch(self.reasoning_parser):
+            raise ConfigError(
+                f"reasoning_parser is {self.reasoning_parser!r:.80}: auto, none, a family's name, or an opening tag of at "
+                "most 64 characters in angle or square brackets is needed"
+            )
         if self.audit_log is not None and not self.audit_log.strip():
             raise ConfigError("audit_log is given but empty: a path or stderr is needed, or leave the setting out")
         self.cache_groups()

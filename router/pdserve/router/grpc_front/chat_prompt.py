@@ -15,6 +15,7 @@ from pdserve.router.requests.chat_fields import ChatFields
 from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.tools import MAX_TOOLS, FunctionBody, NamedFunction, NamedTool, ToolBody
+from pdserve.text.parsers.tool_call_parser import ForcedCalls
 from pdserve.text.prompt import ChatInput
 from pdserve.v1 import inference_pb2
 
@@ -45,11 +46,11 @@ def verify_chat_counts(chat: inference_pb2.ChatPrompt, model_len: int) -> None:
 
 
 def chat_input(
-    chat: inference_pb2.ChatPrompt, form: OutputConstraint
+    chat: inference_pb2.ChatPrompt, form: OutputConstraint, forced_calls: ForcedCalls
 ) -> tuple[ChatInput, OutputConstraint, int | None]:
     """The prompt, the form of the answer, and the most calls in it. form: what `sampling` asks for.
 
-    Raises: InvalidRequest naming the field.
+    forced_calls: texts around the calls that `tool_choice` forces. Raises: InvalidRequest naming the field.
     """
     with _in_chat():
         prompt, tools = ChatFields(
@@ -63,7 +64,7 @@ def chat_input(
             documents=_json(chat.documents, list[dict[str, Any]], "documents"),
             reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
             add_special_tokens=chat.add_special_tokens,
-        ).prompt()
+        ).prompt(forced_calls)
         return prompt, form.forced(tools.form), tools.max_calls
 
 

@@ -218,7 +218,7 @@ class InferenceServicer(EmbedServicer):
         params = sampling_from_wire(sampling, self.inference.tokenizer.generation_defaults)
         form, max_tool_calls, prompt = OutputConstraint(params.structured_outputs), None, _prompt(request, goes_on)
         if prompt is None:
-            prompt, form, max_tool_calls = chat_input(request.chat, form)
+            prompt, form, max_tool_calls = chat_input(request.chat, form, self.inference.parsers.forced_calls)
         form.verify()
         return ClientRequest(
             prompt=prompt,

@@ -32,15 +32,14 @@ from pdserve.router.http_front.generation_response import (
 )
 from pdserve.router.http_front.openapi import OpenApi
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, with_visible_markers
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
-from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.tenants.client import Client
-from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
 
 TIMELINE_HEADER = "x-pdserve-timeline"
@@ -163,13 +162,12 @@ class HttpFront:
 
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest]]:
                 inference.check_model(body.model)
-                return body, body.requests(inference.tokenizer.generation_defaults, call)
+                requests = body.requests(inference.tokenizer.generation_defaults, call, inference.parsers.forced_calls)
+                return body, [with_visible_markers(request, inference.parsers) for request in requests]
 
             body, requests = await read_body(request, kind, inference.bodies, build)
             stream = bool(body.stream)
             generation = inference.generation(requests, stream=stream, client=client)
-        prompt = requests[0].prompt
-        has_tools = isinstance(prompt, ChatInput) and bool(prompt.tools)
         answer = CompletionResponseWriter(
             chat=isinstance(body, ChatBody),
             request_id=generation.request_id,
@@ -180,7 +178,9 @@ class HttpFront:
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
             echo=_echo(body, requests, inference.tokenizer),
-            tools=ToolCallWriter(requests[0].max_tool_calls) if has_tools else None,
+            parsed=ChatChoiceWriter.of(requests[0], inference.parsers, include_reasoning=_includes_reasoning(body)),
+            returns_token_ids=bool(body.return_token_ids),
+            choices_each=requests[0].sampling_params.n,
         )
         return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 
@@ -211,6 +211,10 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             max_age=_PREFLIGHT_AGE_S,
         )
     ]
+
+
+def _includes_reasoning(body: CompletionBody | ChatBody) -> bool:
+    return not isinstance(body, ChatBody) or body.include_reasoning is not False
 
 
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:

@@ -26,6 +26,7 @@ from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.tools import NamedTool, ToolBody
+from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt
 
 
@@ -77,6 +78,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logits_processors: list[NamedLogitsProcessor] | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
+    return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt; false for a chat, whose template adds them."""
     # accepted, and without effect
@@ -169,6 +171,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 constraint_field=form.field,
                 cache_salt=self.cache_salt or None,
                 priority=self.priority or 0,
+                returns_token_ids=bool(self.return_token_ids),
                 **call._asdict(),
                 **fields,
             )
@@ -183,8 +186,10 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
     logprobs: int | None = None
 
-    def requests(self, defaults: Mapping[str, float | int], call: CallFields) -> list[ClientRequest]:
-        """One request per prompt. Raises: InvalidRequest."""
+    def requests(
+        self, defaults: Mapping[str, float | int], call: CallFields, forced_calls: ForcedCalls = HERMES_CALLS
+    ) -> list[ClientRequest]:
+        """One request per prompt. forced_calls: for chats alone. Raises: InvalidRequest."""
         self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
         return self._requests(
             as_prompts(self.prompt, "prompt", add_special_tokens=self.add_special_tokens is not False),
@@ -222,6 +227,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
+    """vLLM's field: false leaves reasoning out of the answer."""
     reasoning_effort: str | None = None
     """A variable of the chat template."""
     # OpenAI's, but only with the value that changes nothing
@@ -241,8 +248,10 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
 
-    def requests(self, defaults: Mapping[str, float | int], call: CallFields) -> list[ClientRequest]:
-        """A list of one request. Raises: InvalidRequest."""
+    def requests(
+        self, defaults: Mapping[str, float | int], call: CallFields, forced_calls: ForcedCalls = HERMES_CALLS
+    ) -> list[ClientRequest]:
+        """A list of one request. forced_calls: texts around the calls that `tool_choice` forces. Raises: InvalidRequest."""
         self.verify_counts(1)
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise InvalidRequest(
@@ -251,7 +260,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         chat = ChatFields(**{name: getattr(self, name) for name in ChatFields.__struct_fields__})
-        prompt, tools = chat.prompt()
+        prompt, tools = chat.prompt(forced_calls)
         newer = self.max_completion_tokens is not None
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise InvalidRequest(

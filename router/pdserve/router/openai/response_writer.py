@@ -10,9 +10,9 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from pdserve.router.openai.tool_call_writer import ToolCallWriter
 from pdserve.router.requests.usage import Usage
 from pdserve.text.request_output import CompletionOutput
 
@@ -52,13 +52,16 @@ class CompletionResponseWriter:
         num_logprobs: int | None = None,
         num_prompt_logprobs: int | None = None,
         echo: Echo | None = None,
-        tools: ToolCallWriter | None = None,
+        parsed: ChatChoiceWriter | None = None,
+        returns_token_ids: bool = False,
+        choices_each: int = 1,
     ) -> None:
         """num_logprobs: most likely tokens to report per token; None: no log-probabilities. num_prompt_logprobs: the same per
         prompt token, in a whole response.
 
-        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt. tools: set if the
-        model may call tools in a chat.
+        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt. parsed: set if the
+        answer of a chat may contain reasoning or calls. returns_token_ids: write token ids of prompts and output.
+        choices_each: choices per prompt.
         """
         self._chat = chat
         self._num_logprobs = num_logprobs
@@ -68,7 +71,9 @@ class CompletionResponseWriter:
         self._continuous_usage = continuous_usage
         self._num_streamed = 0
         self._echo = echo
-        self._tools = tools
+        self._parsed = parsed
+        self._returns_token_ids = returns_token_ids
+        self._choices_each = choices_each
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if chat else "text_completion",
@@ -88,8 +93,10 @@ class CompletionResponseWriter:
         """The body of an answer that is not streamed."""
         body = self._head | {
             "choices": [self._choice(output) for output in outputs],
-            "usage": usage_json(usage),
+            "usage": self._usage(usage),
         }
+        if self._chat and self._returns_token_ids:
+            body["prompt_token_ids"] = _raw(outputs[0].prompt_token_ids or [])
         if self._chat and self._num_prompt_logprobs is not None:
             body["prompt_logprobs"] = _raw(prompt_logprobs(outputs[0], self._num_prompt_logprobs))
         return _encode(body | self._vendor(timeline))
@@ -99,8 +106,9 @@ class CompletionResponseWriter:
         opening = b""
         if self._chat and output.index not in self._started:
             self._started.add(output.index)
+            prompt = b"" if output.index else self._prompt_ids(output)
             opening = self._chunk_head + (
-                b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
+                prompt + b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
                 b'"finish_reason":null}]}\n\n' % output.index
             )
         return opening + self._text_chunk(output) + self._usage_so_far(output, usage) + b"}\n\n"
@@ -110,12 +118,14 @@ class CompletionResponseWriter:
         event = self.chunk(output, usage)
         vendor = self._vendor(timeline)
         if self._include_usage:
-            return event + self._chunk_head + _tail({"choices": [], "usage": usage_json(usage)} | vendor) + DONE
+            return event + self._chunk_head + _tail({"choices": [], "usage": self._usage(usage)} | vendor) + DONE
         return (event[:-3] + _tail(vendor) if vendor else event) + DONE
 
     def _text_chunk(self, output: CompletionOutput) -> bytes:
-        if self._tools is not None:
-            choice = self._tools.streamed_choice(output, self._logprobs(output))
+        if self._parsed is not None:
+            choice = self._parsed.streamed_choice(output, self._logprobs(output))
+            if self._returns_token_ids:
+                choice["token_ids"] = output.token_ids
             return self._chunk_head + b',"choices":' + _encode([choice])
         text = _encode(self._text(output))
         logprobs = b"null" if self._num_logprobs is None else _encode(self._logprobs(output))
@@ -125,7 +135,22 @@ class CompletionResponseWriter:
                 b',"finish_reason":' + _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
             )
         head = self._chunk_head + self._before_text % output.index
-        return head + text + self._after_text + logprobs + reason + b"}]"
+        ids = b""
+        if self._returns_token_ids:
+            ids = b',"token_ids":' + _encode(output.token_ids)
+            if not self._chat and self._is_first_of_prompt(output) and output.index not in self._started:
+                self._started.add(output.index)
+                ids += self._prompt_ids(output)
+        return head + text + self._after_text + logprobs + reason + ids + b"}]"
+
+    def _is_first_of_prompt(self, output: CompletionOutput) -> bool:
+        return output.index % self._choices_each == 0
+
+    def _prompt_ids(self, output: CompletionOutput) -> bytes:
+        """A further field with the prompt's token ids, if they are returned. output: the first one of a choice."""
+        if not self._returns_token_ids:
+            return b""
+        return b',"prompt_token_ids":' + bytes(_raw(output.prompt_token_ids or []))
 
     def _text(self, output: CompletionOutput) -> str:
         return output.text if self._echo is None else self._echo.before(output.index) + output.text
@@ -136,7 +161,13 @@ class CompletionResponseWriter:
             return b""
         self._num_streamed += len(output.token_ids)
         so_far = msgspec.structs.replace(usage, completion_tokens=self._num_streamed)
-        return b',"usage":' + _encode(usage_json(so_far))
+        return b',"usage":' + _encode(self._usage(so_far))
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        written = usage_json(usage)
+        if self._parsed is not None and (num_tokens := self._parsed.reasoning_tokens) is not None:
+            written["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return written
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         text: dict[str, Any] = (
@@ -151,7 +182,11 @@ class CompletionResponseWriter:
         }
         if not self._chat and self._num_prompt_logprobs is not None:
             choice["prompt_logprobs"] = _raw(prompt_logprobs(output, self._num_prompt_logprobs))
-        return choice if self._tools is None else choice | self._tools.message(output)
+        if self._returns_token_ids:
+            choice["token_ids"] = _raw(output.token_ids)
+            if not self._chat and self._is_first_of_prompt(output):
+                choice["prompt_token_ids"] = _raw(output.prompt_token_ids or [])
+        return choice if self._parsed is None else choice | self._parsed.message(output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._num_logprobs is None:

@@ -10,6 +10,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.request_body import shown
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.tools import NamedTool, ToolBody, ToolUse, tool_use
+from pdserve.text.parsers.tool_call_parser import ForcedCalls
 from pdserve.text.prompt import ChatInput
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -29,15 +30,18 @@ class ChatFields(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
 
-    def prompt(self) -> tuple[ChatInput, ToolUse]:
-        """The prompt, and the effect of the tools. Raises: InvalidRequest naming the field."""
+    def prompt(self, forced_calls: ForcedCalls) -> tuple[ChatInput, ToolUse]:
+        """The prompt, and the effect of the tools. forced_calls: texts around the calls that `tool_choice` forces.
+
+        Raises: InvalidRequest naming the field.
+        """
         if not self.messages:
             raise InvalidRequest("messages is empty, at least one message is needed", "messages")
         if len(self.messages) > MAX_MESSAGES:
             raise InvalidRequest(
                 f"messages must be at most {MAX_MESSAGES} messages, not {len(self.messages)}", "messages"
             )
-        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, forced_calls)
         verify_continuation(self.continue_final_message, self.add_generation_prompt)
         prompt = ChatInput(
             self.messages,

@@ -11,6 +11,8 @@ from pdserve.text.request_output import CompletionOutput
 
 T = TypeVar("T")
 _TOKEN_BYTES = 4
+_WRITTEN_TOKEN_BYTES = 12
+"""The same where its id is also written as a number."""
 _MERGED_AT_ONCE = 1024
 """Number of unread outputs at which they are merged to one per choice; an output of one token takes hundreds of bytes."""
 _LOGPROB_BYTES = 64
@@ -23,13 +25,15 @@ class ClientStream:
     """A queue from prompt tasks (`push`) to one front end (`take`). Limited in bytes, not in messages, because outputs are
     merged."""
 
-    def __init__(self, num_runs: int, max_bytes: int, *, whole: bool = False) -> None:
+    def __init__(self, num_runs: int, max_bytes: int, *, whole: bool = False, returns_token_ids: bool = False) -> None:
         """max_bytes: limit of unread output. whole: True if the client gets the whole answer at once, so that all output is
-        buffered."""
+        buffered. returns_token_ids: token ids are written, too."""
         self._open_runs = num_runs
         self._max_bytes = max_bytes
         self._whole = whole
         self._logprob_bytes = _KEPT_LOGPROB_BYTES if whole else _LOGPROB_BYTES
+        self._token_bytes = _WRITTEN_TOKEN_BYTES if returns_token_ids else _TOKEN_BYTES
+        self._returns_token_ids = returns_token_ids
         self._unread: list[CompletionOutput] = []
         self._num_merged = 0
         """Length of the beginning of `_unread` that holds merged outputs."""
@@ -46,7 +50,7 @@ class ClientStream:
         if self.error is not None:
             return
         self._unread.append(output)
-        num_bytes = len(output.text) + _TOKEN_BYTES * len(output.token_ids)
+        num_bytes = len(output.text) + self._token_bytes * len(output.token_ids)
         if output.logprobs is not None:
             num_bytes += self._logprob_bytes * sum(map(len, output.logprobs))
         self._add(num_bytes)
@@ -58,6 +62,14 @@ class ClientStream:
     def expect_prompt_logprobs(self, num_entries: int) -> None:
         """Announce a prompt's log-probabilities. Raises: InvalidRequest if they exceed the limit, before they are computed."""
         self._add(self._logprob_bytes * num_entries, "prompt_logprobs")
+
+    def expect_prompt_token_ids(self, num_tokens: int) -> None:
+        """Announce a prompt, whose token ids a whole answer contains if the client asked for them.
+
+        Raises: as `expect_prompt_logprobs`.
+        """
+        if self._returns_token_ids and self._whole:
+            self._add(_WRITTEN_TOKEN_BYTES * num_tokens, "return_token_ids")
 
     def _add(self, num_bytes: int, field: str | None = None) -> None:
         self.num_bytes += num_bytes

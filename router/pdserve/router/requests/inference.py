@@ -33,6 +33,7 @@ from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.workers.fleet import Fleet
+from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenizer import Tokenizer
 
@@ -73,6 +74,7 @@ class Inference:
         fleet.listeners.append(self.admission.recheck)
         self.selector = WorkerSelector(fleet, index, settings)
         self.preparation = preparation
+        self.parsers = AnswerParsers.of(preparation.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         company = Company()
         company.on_left = fleet.look_again
         self._services = RequestServices(
@@ -163,7 +165,9 @@ class Inference:
             for request, priority in zip(requests, priorities, strict=True)
         ]
         first_choices = accumulate((request.sampling_params.n for request in requests[:-1]), initial=0)
-        client_stream = self._client_stream(len(requests), stream=stream)
+        client_stream = self._client_stream(
+            len(requests), stream=stream, returns_token_ids=requests[0].returns_token_ids
+        )
         runs = [
             PromptTask(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",
@@ -193,10 +197,13 @@ class Inference:
         """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
         return StreamingSession(session_id, self.admission.open_session(client))
 
-    def _client_stream(self, num_runs: int, *, stream: bool) -> ClientStream:
+    def _client_stream(self, num_runs: int, *, stream: bool, returns_token_ids: bool = False) -> ClientStream:
         settings = self.settings
         return ClientStream(
-            num_runs, settings.max_unread_bytes if stream else settings.max_answer_bytes, whole=not stream
+            num_runs,
+            settings.max_unread_bytes if stream else settings.max_answer_bytes,
+            whole=not stream,
+            returns_token_ids=returns_token_ids,
         )
 
     def turn(

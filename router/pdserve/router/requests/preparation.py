@@ -51,6 +51,8 @@ class ClientRequest(GenerationRequest, kw_only=True, gc=False):
     """The client's name of the field that asks for a form, for error messages."""
     max_tool_calls: int | None = None
     """Calls in an answer at most, where tools are given; None for no limit."""
+    returns_token_ids: bool = False
+    """The client gets the token ids of prompt and output."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
 

@@ -128,6 +128,7 @@ class PromptTask:
             self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
         )
         self.usage.prompt_tokens = len(before) + len(token_ids)
+        self._stream.expect_prompt_token_ids(self.usage.prompt_tokens)
         if (asked := request.sampling_params.prompt_logprobs) is not None:
             self._stream.expect_prompt_logprobs(self.usage.prompt_tokens * (asked + 1) * self.num_choices)
         self._processor = OutputProcessor(
@@ -324,8 +325,8 @@ class PromptTask:
     def _push(self, output: CompletionOutput) -> None:
         if self._processor is not None and output.index not in self._begun:
             self._begun.add(output.index)
-            if (of_prompt := self._processor.prompt_logprobs) is not None:
-                output.prompt_logprobs, output.prompt_token_ids = of_prompt, self._processor.prompt_token_ids
+            output.prompt_token_ids = self._processor.prompt_token_ids
+            output.prompt_logprobs = self._processor.prompt_logprobs
         output.index += self._first_choice
         self._stream.push(output)
 

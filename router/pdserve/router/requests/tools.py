@@ -12,7 +12,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import writing
-from pdserve.text.tool_calls import BEGIN, END
+from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -57,8 +57,13 @@ class ToolUse(NamedTuple):
     max_calls: int | None = None
 
 
-def tool_use(tools: Sequence[ToolBody] | None, choice: str | NamedTool | None, parallel: bool | None) -> ToolUse:
-    """Check the fields of a chat. parallel: None means true. Raises: InvalidRequest."""
+def tool_use(
+    tools: Sequence[ToolBody] | None,
+    choice: str | NamedTool | None,
+    parallel: bool | None,
+    written: ForcedCalls = HERMES_CALLS,
+) -> ToolUse:
+    """Check the fields of a chat. parallel: None means true. written: texts around forced calls. Raises: InvalidRequest."""
     names = _verified_names(tools or ())
     if isinstance(choice, str) and choice not in _CHOICES:
         told = f"tool_choice is {choice[:40]!r}, one of {', '.join(_CHOICES)} or a function is needed"
@@ -80,8 +85,9 @@ def tool_use(tools: Sequence[ToolBody] | None, choice: str | NamedTool | None, p
             raise InvalidRequest(
                 f"tool_choice names the function {name[:80]!r}, which is not among the tools", "tool_choice"
             )
-        return ToolUse(rendered, _forced([tools[names.index(name)].function], only_one=True), 1)
-    return ToolUse(rendered, _forced([tool.function for tool in tools], only_one=max_calls == 1), max_calls)
+        return ToolUse(rendered, _forced([tools[names.index(name)].function], written, only_one=True), 1)
+    functions = [tool.function for tool in tools]
+    return ToolUse(rendered, _forced(functions, written, only_one=max_calls == 1), max_calls)
 
 
 def _verified_names(tools: Sequence[ToolBody]) -> list[str]:
@@ -108,23 +114,26 @@ def _verify_type(kind: str, where: str) -> None:
         raise InvalidRequest(f"{where}.type is {kind[:40]!r}, only 'function' is supported", where.partition("[")[0])
 
 
-def _forced(functions: Sequence[FunctionBody], *, only_one: bool) -> StructuredOutputsParams:
+def _forced(functions: Sequence[FunctionBody], written: ForcedCalls, *, only_one: bool) -> StructuredOutputsParams:
     """A structural tag that allows only calls of these functions."""
     tags = [
         {
             "type": "tag",
-            "begin": f'{BEGIN}\n{{"name": "{function.name}", "arguments": ',
+            "begin": written.begin % function.name,
             "content": {"type": "json_schema", "json_schema": function.parameters or {"type": "object"}},
-            "end": f"}}\n{END}",
+            "end": written.end,
         }
         for function in functions
     ]
-    calls = {
+    calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": "\n",
+        "separator": written.separator,
         "at_least_one": True,
         "stop_after_first": only_one,
     }
+    if written.opener:
+        around = [{"type": "const_string", "value": text} for text in (written.opener, written.closer)]
+        calls = {"type": "sequence", "elements": [around[0], calls, around[1]]}
     with writing("tools"):
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": calls}))

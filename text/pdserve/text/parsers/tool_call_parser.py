@@ -1,0 +1,241 @@
+"""`ToolCallParser`: finds calls of tools in a model's streamed text, in one of the forms of `TOOL_FORMATS`.
+
+Text that is not a call remains text, between tags as well.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from pdserve.text.parsers.deltas import Delta, TextDelta, ToolCallDelta, joined, tag_begun
+from pdserve.text.parsers.json_call import JsonCall
+from pdserve.text.parsers.named_call import NamedCall
+from pdserve.text.parsers.python_call import PythonCall
+
+BEGIN = "<tool_call>"
+END = "</tool_call>"
+
+
+class CallReader(Protocol):
+    """Reads one call character by character, and gives its arguments' JSON as they arrive."""
+
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def has_begun(self) -> bool: ...
+    def take_arguments(self) -> str: ...
+    def read(self, text: str) -> int: ...
+
+
+@dataclass(frozen=True)
+class ForcedCalls:
+    """Texts around forced calls, which a grammar writes."""
+
+    begin: str
+    """Before a call's arguments, with `%s` for the name."""
+    end: str
+    """After them."""
+    separator: str
+    """Between calls."""
+    opener: str = ""
+    """Before the first call; it begins calls at the start of the answer."""
+    closer: str = ""
+    """After the last one."""
+
+
+HERMES_CALLS = ForcedCalls(f'{BEGIN}\n{{"name": "%s", "arguments": ', f"}}\n{END}", "\n")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The form in which a family of models writes calls."""
+
+    reader: Callable[[], CallReader]
+    tags: tuple[str, ...]
+    """Texts of which each begins a call, anywhere in the answer."""
+    closers: tuple[str, ...] = ()
+    """Texts after a call that belong to it, longest first."""
+    separators: tuple[str, ...] = ()
+    """Texts after a call that begin the next one."""
+    opener: str = ""
+    """A character that begins a call at the start of the answer, and after a call; it is part of the call."""
+    markers: tuple[str, ...] = ()
+    """Texts without which calls cannot be found; they must reach the parser even where they are special tokens."""
+    forced: ForcedCalls | None = None
+    """None: no grammar can write these calls."""
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(
+        JsonCall,
+        (BEGIN,),
+        (END,),
+        markers=(BEGIN, END),
+        forced=HERMES_CALLS,
+    ),
+    "llama3_json": ToolFormat(
+        partial(JsonCall, needs_arguments=True),
+        ("<|python_tag|>", "<|python_start|>"),
+        ("<|python_end|>", ";"),
+        opener="{",
+        forced=ForcedCalls('{"name": "%s", "parameters": ', "}", "; "),
+    ),
+    "mistral": ToolFormat(
+        NamedCall,
+        ("[TOOL_CALLS]",),
+        ("]",),
+        (",",),
+        markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        # without the tag, a special token, which no grammar has
+        forced=ForcedCalls('{"name": "%s", "arguments": ', "}", ", ", "[", "]"),
+    ),
+    "pythonic": ToolFormat(PythonCall, ("<|python_start|>",), ("]<|python_end|>", "]"), (",",), opener="["),
+}
+"""By vLLM's names."""
+
+
+class _State(enum.Enum):
+    TEXT = enum.auto()
+    CALL = enum.auto()
+    AFTER_CALL = enum.auto()
+    """The call is complete; what closes or separates it, or text in its place, is next."""
+
+
+class ToolCallParser:
+    """Parses the text of one answer; the joined deltas do not depend on how the text is cut into pieces.
+
+    Text that may be the beginning of a tag is held back, and so are a call before its arguments, and white space around calls: the
+    answer at most.
+    """
+
+    def __init__(self, tool_format: ToolFormat, max_calls: int | None = None) -> None:
+        """max_calls: further calls are dropped."""
+        self._format = tool_format
+        self._max_calls = max_calls
+        self._state = _State.TEXT
+        self._may_open = bool(tool_format.opener)
+        """True if nothing but white space came since the start or the last call."""
+        self._held: list[str] = []
+        """White space that may precede a call; then the text of a call that has not begun. A list, because a string would be
+        copied with each piece."""
+        self._begun = ""
+        """Text at the end that may be the beginning of a tag, or of what follows a call."""
+        self._call: CallReader = tool_format.reader()
+        self._has_told_text = False
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """New output from the next piece of text."""
+        deltas: list[Delta] = []
+        while text:
+            match self._state:
+                case _State.TEXT:
+                    text = self._in_text(text, deltas)
+                case _State.CALL:
+                    text = self._in_call(text, deltas)
+                case _State.AFTER_CALL:
+                    text = self._after_call(text)
+        return joined(deltas)
+
+    def flush(self) -> list[Delta]:
+        """End the text: held-back text is returned as text, unless it belongs to a call that has begun."""
+        held, self._held, self._begun = "".join(self._held) + self._begun, [], ""
+        lost = self._state is _State.AFTER_CALL or (self._state is _State.CALL and self._call.has_begun)
+        lost |= self.num_calls > 0 and held.isspace()
+        return [] if lost or not held else [TextDelta(held)]
+
+    def _in_text(self, text: str, deltas: list[Delta]) -> str:
+        """Process text outside calls; returns the rest once a call begins, empty before."""
+        text, self._begun = self._begun + text, ""
+        if self._may_open:
+            rest = text.lstrip()
+            if rest[:1] == self._format.opener:
+                self._hold(text[: len(text) - len(rest)])
+                self._expect_call()
+                return rest
+        places = {place: tag for tag in self._format.tags if (place := text.find(tag)) >= 0}
+        if places:
+            place = min(places)
+            self._tell(text[:place], deltas)
+            self._expect_call()
+            self._hold(places[place])
+            return text[place + len(places[place]) :]
+        end = len(text) - tag_begun(text, self._format.tags)
+        self._begun = text[end:]
+        self._tell(text[:end], deltas)
+        return ""
+
+    def _expect_call(self) -> None:
+        self._state, self._may_open, self._call = _State.CALL, False, self._format.reader()
+
+    def _hold(self, text: str) -> None:
+        if text:
+            self._held.append(text)
+
+    def _tell(self, text: str, deltas: list[Delta]) -> None:
+        """Give out text but for the white space at its end, which is held back."""
+        body = text.rstrip()
+        if body:
+            given = "".join(self._held) + body
+            self._held = []
+            if self.num_calls and not self._has_told_text:
+                given = given.lstrip()
+            self._has_told_text, self._may_open = True, False
+            deltas.append(TextDelta(given))
+        self._hold(text[len(body) :])
+
+    def _in_call(self, text: str, deltas: list[Delta]) -> str:
+        began = self._call.has_begun
+        num_read = self._call.read(text)
+        read, rest = text[:num_read], text[num_read:]
+        if self._call.has_begun:
+            name = None if began else self._call.name
+            arguments = self._call.take_arguments()
+            if not began:
+                self.num_calls += 1
+                self._held = []
+            if (name is not None or arguments) and not self._is_surplus:
+                deltas.append(ToolCallDelta(self.num_calls - 1, name, arguments))
+        else:
+            self._hold(read)
+        if self._call.failed:
+            self._state = _State.TEXT
+            if not self._call.has_begun:
+                held, self._held = "".join(self._held), []
+                self._tell(held, deltas)
+        elif self._call.complete:
+            self._state = _State.AFTER_CALL
+        return rest
+
+    @property
+    def is_in_call(self) -> bool:
+        """True if a call that counts has begun and is not complete."""
+        return self._state is _State.CALL and self._call.has_begun and not self._is_surplus
+
+    @property
+    def _is_surplus(self) -> bool:
+        return self._max_calls is not None and self.num_calls > self._max_calls
+
+    def _after_call(self, text: str) -> str:
+        text, self._begun = (self._begun + text).lstrip(), ""
+        for expected in (*self._format.closers, *self._format.separators):
+            if text.startswith(expected):
+                if expected in self._format.separators:
+                    self._expect_call()
+                    self._hold(expected)
+                else:
+                    self._state, self._may_open = _State.TEXT, bool(self._format.opener)
+                return text[len(expected) :]
+            if expected.startswith(text):
+                self._begun = text
+                return ""
+        self._state, self._may_open = _State.TEXT, bool(self._format.opener)
+        return text
