@@ -24,6 +24,7 @@ class EngineOptions(TypedDict, total=False):
     """Options of `LLM` and `AsyncLLM`; they mean and default to what they do in `WorkerSettings`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    load_format: Literal["auto", "dummy"]
     block_size: int
     """Tokens in a KV block."""
     num_blocks: int | None

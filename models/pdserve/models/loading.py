@@ -14,7 +14,8 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.read_config import read_config
-from pdserve.models.weights.checkpoint import Checkpoint, open_checkpoint
+from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
+from pdserve.models.weights.dummy_weights import DummyWeights
 from pdserve.models.weights.weight_loader import LoadProgress, WeightLoader, few
 
 __all__ = ["LoadProgress", "load_decoder"]
@@ -27,11 +28,13 @@ def load_decoder(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    load_format: str = "auto",
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
     """Read a Hugging Face model folder.
 
-    dtype: of weights and KV blocks; `auto` is the folder's. progress: called after each weight.
+    dtype: of weights and KV blocks; `auto` is the folder's. load_format: `dummy` reads config.json alone and draws the weights;
+    `auto` reads them. progress: called after each weight.
     Raises: ConfigError, UnsupportedModel.
     """
     config = read_config(folder, dtype)
@@ -39,12 +42,17 @@ def load_decoder(
         log.warning(
             "%s: fields without a known meaning are ignored: %s", folder / "config.json", few(config.unknown_fields)
         )
-    with torch.inference_mode(), open_checkpoint(folder) as checkpoint:
-        return _decoder(config, checkpoint, device, progress)
+    with torch.inference_mode():
+        if load_format == "dummy":
+            shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")
+            _decoder(config, shapes, "meta", None)  # learns the names, by which progress is measured
+            return _decoder(config, shapes.on_device(device), device, progress)
+        with open_checkpoint(folder) as checkpoint:
+            return _decoder(config, checkpoint, device, progress)
 
 
 def _decoder(
-    config: ModelConfig, checkpoint: Checkpoint, device: str, progress: Callable[[LoadProgress], None] | None
+    config: ModelConfig, checkpoint: WeightSource, device: str, progress: Callable[[LoadProgress], None] | None
 ) -> Decoder:
     family, hidden = config.family, config.hidden_size
     embedding_name, head_name = _ends(config, checkpoint, device)
@@ -59,7 +67,7 @@ def _decoder(
     return Decoder(config, embedding, layers, final_norm, lm_head)
 
 
-def _ends(config: ModelConfig, checkpoint: Checkpoint, device: str) -> tuple[str, str]:
+def _ends(config: ModelConfig, checkpoint: WeightSource, device: str) -> tuple[str, str]:
     """The names of the embedding and of the output head; the same name if they are tied."""
     names = set(checkpoint.names)
     embedding_name, head_name = config.family.embedding_name, config.family.head_name

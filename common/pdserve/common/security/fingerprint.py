@@ -15,13 +15,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 _CHUNK_BYTES = 16 << 20
 
 
-def model_fingerprint(folder: Path, dtype: str, quantization: str = "none") -> str:
-    """32 hex digits over config (RoPE included), tokenizer, every weight file's bytes, dtype, quantisation and block format.
+def model_fingerprint(folder: Path, dtype: str, drawn: str = "none") -> str:
+    """32 hex digits over config (RoPE included), tokenizer, every weight file's bytes, dtype and block format.
 
-    Reads all weights once, at memory speed (xxh3). Raises: ConfigError when a file cannot be read.
+    Reads all weights once, at memory speed (xxh3). drawn: what decides the weights of the load format `dummy`, which reads no
+    weight file. Raises: ConfigError when a file cannot be read.
     """
-    names = [*_CONFIG_FILES, *_TOKENIZER_FILES, *sorted(path.name for path in folder.glob("*.safetensors"))]
-    digest = hashlib.blake2b(f"{dtype}/{quantization}/{FORMAT}".encode(), digest_size=16, person=b"model")
+    files = sorted(path.name for path in folder.glob("*.safetensors")) if drawn == "none" else []
+    names = [*_CONFIG_FILES, *_TOKENIZER_FILES, *files]
+    digest = hashlib.blake2b(f"{dtype}/{drawn}/{FORMAT}".encode(), digest_size=16, person=b"model")
     return _over_files(digest, folder, names)
 
 

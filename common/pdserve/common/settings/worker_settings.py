@@ -31,6 +31,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     worker_id: str | None = None
     """Names this worker; default: role, host beyond loopback, port."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` draws weights instead of reading them, for measurements with a config.json alone."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`. On a GPU the pool needs as much host memory again: blocks are staged there."""
     block_size: int = 16

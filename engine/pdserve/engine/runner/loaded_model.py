@@ -84,14 +84,23 @@ def load_model(
 ) -> LoadedModel:
     """Read weights and make the pool. progress: called after each weight. Raises: ConfigError, UnsupportedModel."""
     _check_device(settings.device)
-    decoder = load_decoder(folder, dtype=settings.dtype, device=settings.device, progress=progress)
+    decoder = load_decoder(
+        folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format, progress=progress
+    )
     config = decoder.config
-    groups = config.kv_cache_groups(settings.block_size, model_fingerprint(folder, config.dtype))
+    groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config))
     block_bytes = sum(group.layout.block_bytes for group in groups)
     num_blocks, max_model_len = pool_size(settings, block_bytes, config)
     kv_caches = tuple(make_kv_cache(group.layout, num_blocks, settings.device) for group in groups)
     cache = KVCacheConfig(num_blocks, groups)
     return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder)
+
+
+def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> str:
+    if settings.load_format == "auto":
+        return model_fingerprint(folder, model.dtype)
+    drawn = f"drawn by torch {torch.__version__} on {torch.device(settings.device).type}"
+    return model_fingerprint(folder, model.dtype, drawn)
 
 
 def pool_size(settings: WorkerSettings, block_bytes: int, model: ModelConfig) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class MemoryNeeds:
         return self.weights + self.pool + self.step if self.on_gpu else 0
 
 
-def weight_bytes(folder: Path, dtype: str) -> int:
+def weight_bytes(folder: Path, dtype: str, load_format: str = "auto") -> int:
     """Bytes of all weights in the served dtype.
 
     Checks every weight's name, shape and dtype against config.json as at loading, without reading weights.
@@ -52,7 +52,7 @@ def weight_bytes(folder: Path, dtype: str) -> int:
         nonlocal total
         total = progress.total_bytes
 
-    load_decoder(folder, dtype=dtype, device="meta", progress=count)
+    load_decoder(folder, dtype=dtype, device="meta", load_format=load_format, progress=count)
     return total
 
 
@@ -64,7 +64,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     on_gpu = settings.device != "cpu"
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
-        weights=weight_bytes(folder, settings.dtype),
+        weights=weight_bytes(folder, settings.dtype, settings.load_format),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,

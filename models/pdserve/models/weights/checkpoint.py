@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,6 +29,27 @@ _MAX_NAME_BYTES = 255
 _DTYPES = ("F32", "BF16", "F16")
 """Dtypes that can be served, by their names in a header."""
 _NUM_NAMED = 4
+
+
+class WeightSource(Protocol):
+    """Weights by name: a `Checkpoint`, or `DummyWeights`."""
+
+    @property
+    def folder(self) -> Path:
+        """The model folder."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all weights."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises: ConfigError for a name that is missing."""
+
+    def where(self, name: str) -> str:
+        """Origin and name of a weight, for messages."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape, which the caller copies. Raises: ConfigError."""
 
 
 class Checkpoint:

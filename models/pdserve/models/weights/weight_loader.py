@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.models.weights.checkpoint import Checkpoint
+from pdserve.models.weights.checkpoint import WeightSource
 
 _NUM_NAMED = 8
 
@@ -26,11 +26,11 @@ class LoadProgress:
 
 
 class WeightLoader:
-    """Reads one checkpoint's weights, each once."""
+    """Reads the weights of one source, each once."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: WeightSource,
         dtype: torch.dtype,
         device: str,
         *,

@@ -1,0 +1,54 @@
+"""`DummyWeights`: weights that are drawn instead of read, so that a model's shape can be measured without its checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SPREAD = 0.02
+"""Standard deviation of matrices. Hidden states then neither vanish nor overflow in any served dtype."""
+
+
+class DummyWeights:
+    """A `WeightSource` with every weight that is asked for, drawn on the device in the served dtype.
+
+    Matrices are normally distributed, by a generator that the weight's name seeds; norms are 1 and biases 0. Two processes with the
+    same kind of device and the same torch draw the same numbers.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+        self.folder = folder
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names that were read so far."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def where(self, name: str) -> str:
+        return f"{self.folder}: {name}, drawn"
+
+    def on_device(self, device: str) -> DummyWeights:
+        """The same weights on another device, with the names that were read here."""
+        other = DummyWeights(self.folder, self._dtype, device)
+        other._shapes = dict(self._shapes)
+        return other
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A new tensor. Raises: torch.OutOfMemoryError."""
+        self._shapes[name] = shape
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if tensor.is_meta:
+            return tensor
+        if len(shape) == 1:
+            return tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return tensor.normal_(0.0, _SPREAD, generator=generator)
