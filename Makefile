@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all coverage faults fuzz soak check proto docs-generated bench lock sbom format clean
+.PHONY: up demo test test-all clients coverage faults fuzz soak check proto docs-generated bench lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -19,9 +19,24 @@ demo: $(VENV)/.runtime  ## the same, one question, then stop
 test: $(VENV)/.dev  ## the whole test suite, in three processes: on two cores, two wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-all: $(VENV)/.helm  ## every test but those of make faults and make soak, then five minutes of make fuzz
+test-all: $(VENV)/.helm  ## every test but those of make faults and make soak, then make clients and five minutes of make fuzz
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not faults and not soak"
+	$(MAKE) clients
 	FUZZ_S=300 $(BIN)/python -m pytest -q -s -m fuzz
+
+# one environment per set of client libraries that agree about versions; what is installed stands in tests/clients/requirements/
+CLIENTS := .venv-clients
+SETS := openai_3
+clients: $(VENV)/.runtime $(SETS:%=$(CLIENTS)/%/.installed)  ## client libraries against a cluster
+	for set in $(SETS); do \
+	  $(CLIENTS)/$$set/bin/python -m pytest -q -c tests/clients/pytest.ini --rootdir . --confcutdir tests/clients \
+	    tests/clients/$$set || exit; \
+	done
+
+$(CLIENTS)/%/.installed: tests/clients/requirements/%.txt deploy/install.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python deploy/install.py --only $<
+	touch $@
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
 	$(BIN)/python -m pytest -m "not soak" tests/faults
@@ -72,7 +87,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'

@@ -77,10 +77,17 @@ def main() -> None:
     parser.add_argument("extras", nargs="*", help=f"of {', '.join(EXTRAS)}; dev needs nixl and bench, helm needs dev")
     parser.add_argument("--torch-index", help="the only index that is asked for torch; default: pip's own")
     parser.add_argument("--dependencies-only", action="store_true", help="all but pdserve itself")
+    parser.add_argument(
+        "--only", metavar="LOCK", type=Path, help="a lock of packages other than pdserve, and nothing else"
+    )
     parser.add_argument("--project-only", action="store_true", help="pdserve itself, and then no build tool and no pip")
     given = parser.parse_args()
     if unknown := sorted(set(given.extras) - set(EXTRAS)):
         parser.error(f"unknown extra {', '.join(unknown)}; there are {', '.join(EXTRAS)}")
+    if given.only:
+        pip("install", "--require-hashes", "--no-deps", *WHEELS, "--requirement", str(given.only))
+        verify(cuda=True)
+        return
     if given.project_only:
         pip("install", "--no-index", "--no-deps", "--no-build-isolation", ".")
         pip("uninstall", "--yes", *sorted(names("build") - names("runtime")), "pip")

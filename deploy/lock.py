@@ -12,6 +12,9 @@ One resolution, split by what asks for a package, so that no two files disagree 
     helm.txt        what the extra `helm` adds to `dev`
     build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
 
+Each file `tests/clients/requirements/NAME.in` is resolved by itself into NAME.txt beside it: client libraries disagree with each
+other and with pdserve about versions, and have environments of their own.
+
 Versions that stand in the files stay while they satisfy pyproject.toml; `--upgrade` moves all. Needs uv (the extra `dev`) and
 PyPI. deploy/install.py installs from the files.
 """
@@ -24,12 +27,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
 EXTRAS = ["nixl", "bench"]
 """Those that users install; no package is in two of them."""
+CLIENTS = Path("tests/clients/requirements")
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""
 OF_CUDA = re.compile(r"(nvidia|cuda)-|triton$")
@@ -102,15 +107,33 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
     return {name: sorted(part) for name, part in parts.items()}
 
 
+def pins(files: Iterable[Path]) -> str:
+    """The versions that stand in the files, as constraints; none with `--upgrade`."""
+    text = "" if "--upgrade" in sys.argv[1:] else "\n".join(path.read_text() for path in files if path.exists())
+    return "\n".join(re.findall(r"^[a-z0-9][\w.-]*==[\w.!]+(?= )", text, re.MULTILINE))
+
+
+def write(lock: Path, entries: Iterable[str], environment: str) -> None:
+    parts = [without_marker(entry, environment) for entry in entries]
+    lock.write_text(HEADER + "".join(parts))
+    print(f"{lock}: {len(parts)} packages")
+
+
+def lock_clients(environment: str, before: Path) -> None:
+    """before: a file for constraints."""
+    for asked in sorted(CLIENTS.glob("*.in")):
+        lock = asked.with_suffix(".txt")
+        before.write_text(pins([lock]))
+        write(lock, resolve([str(asked)], before, hashes=True).values(), environment)
+
+
 def main() -> None:
     locks = Path("locks")
     ensure_uv(locks / "dev.txt")
     environment = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["uv"]["environments"][0]
     with tempfile.TemporaryDirectory() as folder:
         before, build = (Path(folder) / name for name in ("before.txt", "build.in"))
-        kept = [] if "--upgrade" in sys.argv[1:] else sorted(locks.glob("*.txt"))
-        pins = "\n".join(path.read_text() for path in kept)
-        before.write_text("\n".join(re.findall(r"^[a-z0-9][\w.-]*==[\w.!]+(?= )", pins, re.MULTILINE)))
+        before.write_text(pins(sorted(locks.glob("*.txt"))))
         build.write_text("\n".join(BUILD))
         project = ["pyproject.toml"]
         full = resolve([*project, str(build), "--all-extras"], before, hashes=True)
@@ -120,14 +143,13 @@ def main() -> None:
             "runtime": set(resolve(project, before, hashes=False)),
             **{name: set(resolve([*project, "--extra", name], before, hashes=False)) for name in (*EXTRAS, "dev")},
         }
+        lock_clients(environment, before)
     version = re.match(r"torch==([\w.]+)", full["torch"])
     if version is None:
         sys.exit(f"torch cannot be read: {full['torch']}")
     (locks / "torch-cpu.txt").write_text(HEADER + torch_for_cpus((locks / CPU_WHEELS).read_text(), version[1]))
     for name, part in split(full, closures).items():
-        text = "".join(without_marker(full[one], environment) for one in part)
-        (locks / f"{name}.txt").write_text(HEADER + text)
-        print(f"locks/{name}.txt: {len(part)} packages")
+        write(locks / f"{name}.txt", (full[one] for one in part), environment)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.support.fuzz_cases import Fuzzer
     from tests.support.tls_authority import Authority
 
+collect_ignore = ["clients"]  # `make clients` runs them, in other environments
+
 # Tiny models on busy machines: two spinning threads make a test twenty times slower. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

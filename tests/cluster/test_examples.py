@@ -2,63 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.up_cluster import ENVIRON, UpCluster, running_up
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
 PDSERVE = [sys.executable, "-m", "pdserve.cli.main"]
 ANSWER = "The capital of France is Paris."
-ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
-"""Settings of whoever runs the tests are not ours."""
-_READY = re.compile(r"^ready  OpenAI (http://\S+/v1)   gRPC (\S+)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class UpCluster:
-    """A running `pdserve up`."""
-
-    base_url: str
-    grpc: str
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
-    """Started as `make up` does, on free ports; ends by Ctrl-C, with status 0 and without a traceback."""
-    log = tmp_path_factory.mktemp("up") / "up.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*PDSERVE, "up", "--port", "0", "--grpc-port", "0", "--ask", ""],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=ENVIRON,
-        )  # fmt: skip
-    try:
-
-        def said() -> re.Match[str] | None:
-            assert process.poll() is None, f"it ended:\n{log.read_text()}"
-            return _READY.search(log.read_text())
-
-        yield UpCluster(*wait_until(said, lambda: f"it is ready\n{log.read_text()}").groups())
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            status = process.wait(HANG_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-    assert status == 0, log.read_text()
-    assert "Traceback" not in log.read_text()
+    with running_up(tmp_path_factory.mktemp("up")) as cluster:
+        yield cluster
 
 
 def output_of(*command: str) -> str:

@@ -20,13 +20,16 @@ ROOT = Path(__file__).parents[2]
 LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "locks").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPLOY = ROOT / "deploy"
+CLIENTS = ROOT / "tests/clients/requirements"
+
+
+def entries_of(text: str) -> dict[str, str]:
+    """Name -> its text."""
+    return {entry.partition("==")[0]: entry for entry in re.findall(r"^[^#\s].*(?:\n .*)*\n", text, re.MULTILINE)}
 
 
 def entries(lock: str) -> dict[str, str]:
-    """Name -> its text."""
-    return {
-        entry.partition("==")[0]: entry for entry in re.findall(r"^[^#\s].*(?:\n .*)*\n", LOCKS[lock], re.MULTILINE)
-    }
+    return entries_of(LOCKS[lock])
 
 
 def locked() -> dict[str, set[str]]:
@@ -38,16 +41,30 @@ def locked() -> dict[str, set[str]]:
     return versions
 
 
-@pytest.mark.parametrize("lock", sorted(LOCKS))
+TEXTS = LOCKS | {path.stem: path.read_text() for path in CLIENTS.glob("*.txt")}
+
+
+@pytest.mark.parametrize("lock", sorted(TEXTS))
 def test_every_line_is_a_version_with_hashes(lock: str) -> None:
-    assert entries(lock)
-    for name, entry in entries(lock).items():
+    found = entries_of(TEXTS[lock])
+    assert found
+    for name, entry in found.items():
         head, *hashes = entry.removesuffix("\n").split(" \\\n    ")
         assert re.fullmatch(r"[a-z0-9][a-z0-9.-]*==[0-9][\w.+]*( ; .+)?", head), name
         assert hashes, name
         assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for one in hashes), name
-    assert "index" not in LOCKS[lock]
-    assert "//" not in LOCKS[lock]
+    assert "index-url" not in TEXTS[lock]
+    assert "//" not in TEXTS[lock]
+
+
+@pytest.mark.parametrize("asked", sorted(CLIENTS.glob("*.in")), ids=lambda path: path.stem)
+def test_client_libraries_are_locked(asked: Path) -> None:
+    found = entries_of(asked.with_suffix(".txt").read_text())
+    lines = [Requirement(line) for line in asked.read_text().splitlines() if not line.startswith("#")]
+    assert lines
+    for line in lines:
+        version = found[canonicalize_name(line.name)].partition("==")[2].split()[0]
+        assert line.specifier.contains(version), f"{line}: {version}; make lock"
 
 
 def test_no_two_files_disagree() -> None:
