@@ -11,6 +11,7 @@ from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, REASONS
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.text.prompt import TextInput
+from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer
 from tests.router.fake_worker import EOS, SPECIAL, said, tokens
 
@@ -48,7 +49,13 @@ async def test_echo_puts_the_prompt_before_each_choice(quick, prompt, echoed):
 
 def test_every_choice_of_a_prompt_begins_with_it_once(model_folder):
     echo = Echo([TextInput("a"), TextInput("b")], 2, Tokenizer.from_folder(model_folder))
-    assert [echo.before(choice) for choice in (0, 1, 3, 2, 0)] == ["a", "a", "b", "b", ""]
+    assert [echo.before(CompletionOutput(index=choice, text="", token_ids=[])) for choice in (0, 1, 3, 2, 0)] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -8,7 +8,7 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSear
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokensPrompt
+from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
 from pdserve.text.request_output import CompletionOutput, RequestOutput
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
+    "TokenizationKwargs",
     "TokensPrompt",
 ]

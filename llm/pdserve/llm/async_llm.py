@@ -18,7 +18,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
-from pdserve.llm.prompts import Conversation, PromptType, PromptWithSalt, as_conversation, as_prompt
+from pdserve.llm.prompts import Conversation, PromptType, PromptWithSalt, TokenizationKwargs, as_conversation, as_prompt
 from pdserve.llm.request_factory import RequestFactory
 from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
@@ -60,6 +60,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
 
@@ -69,10 +70,11 @@ class AsyncLLM:
         Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one. priority: lower runs first with `scheduling_policy="priority"`. trace_headers: W3C trace context.
+        tokenization_kwargs: see `TokenizationKwargs`.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
-        parse = partial(as_prompt, prompt)
+        parse = partial(as_prompt, prompt, tokenization_kwargs)
         return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
 
     def chat(
@@ -85,6 +87,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation through the model's chat template: `LLM.chat`, as a stream like `generate`."""
         parse = partial(
@@ -92,19 +95,26 @@ class AsyncLLM:
             messages,
             add_generation_prompt=add_generation_prompt,
             template_variables=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
         )
         return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
 
     async def embed(
-        self, prompt: PromptType, pooling_params: PoolingParams | None = None, request_id: str | None = None
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> EmbeddingRequestOutput:
-        """The embedding of a prompt. pooling_params: None is last token, normalised. request_id: as in `generate`.
+        """The embedding of a prompt. pooling_params: None is last token, normalised. Others: as in `generate`.
 
         Raises: InvalidRequest naming the field, its value and its limit; WorkerLost, Cancelled as in `generate`;
         Cancelled too when it was aborted.
         """
         self._start()
-        valid = await asyncio.to_thread(self._requests.validate_embedding, as_prompt(prompt), pooling_params)
+        parsed = as_prompt(prompt, tokenization_kwargs)
+        valid = await asyncio.to_thread(self._requests.validate_embedding, parsed, pooling_params)
         request = self._requests.make_embedding(valid, self._free_name(request_id))
         with self._submitted(request.request_id, request.core) as stream:
             output = await stream.get()

@@ -23,6 +23,7 @@ from pdserve.llm.prompts import (
     Conversation,
     PromptType,
     PromptWithSalt,
+    TokenizationKwargs,
     as_conversation,
     as_prompt,
     is_one_conversation,
@@ -75,6 +76,7 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
         priority: int | Sequence[int] = 0,
         trace_headers: Mapping[str, str] | None = None,
+        tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Answers are in the order of the prompts.
 
@@ -82,12 +84,13 @@ class LLM:
         sampling_params: for all prompts, or one for each; None: `get_default_sampling_params`.
         use_tqdm: show progress; or a callable that makes a bar, in place of tqdm.
         priority: for all prompts, or one for each; lower runs first with `scheduling_policy="priority"`.
-        trace_headers: W3C trace context of all prompts.
+        trace_headers: W3C trace context of all prompts. tokenization_kwargs: see `TokenizationKwargs`.
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
         values, label = _many_prompts(prompts)
-        return self._answer(as_prompt, values, label, sampling_params, use_tqdm, priority, trace_headers)
+        parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
+        return self._answer(parse, values, label, sampling_params, use_tqdm, priority, trace_headers)
 
     def chat(
         self,
@@ -99,15 +102,20 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
         trace_headers: Mapping[str, str] | None = None,
+        tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of many, through the model's chat template.
 
         sampling_params: as in `generate`; without any, an answer may be as long as the model's length allows.
-        chat_template_kwargs: variables of this template, such as `enable_thinking`. priority, trace_headers: as in `generate`.
+        chat_template_kwargs: variables of this template, such as `enable_thinking`. priority, trace_headers,
+        tokenization_kwargs: as in `generate`.
         Raises: as `generate` does.
         """
         parse = partial(
-            as_conversation, add_generation_prompt=add_generation_prompt, template_variables=chat_template_kwargs
+            as_conversation,
+            add_generation_prompt=add_generation_prompt,
+            template_variables=chat_template_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
         )
         if is_one_conversation(messages):
             return self._answer(parse, [messages], None, sampling_params, use_tqdm, priority, trace_headers)
@@ -119,17 +127,20 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | MakeBar = True,
+        tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, in the order of the prompts.
 
-        prompts: as in `generate`. pooling_params: for all prompts, or one for each; None: last token, normalised.
+        prompts, tokenization_kwargs: as in `generate`.
+        pooling_params: for all prompts, or one for each; None: last token, normalised.
         Raises: as `generate` does.
         """
         values, label = _many_prompts(prompts)
         params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
         with self._exclusive() as engine:
             validate = self._requests.validate_embedding
-            valid = _validated(values, label, lambda place, value: validate(as_prompt(value), params[place]))
+            parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
+            valid = _validated(values, label, lambda place, value: validate(parse(value), params[place]))
             requests = [self._requests.make_embedding(request) for request in valid]
             with self._computing(engine, len(requests), use_tqdm) as progress:
                 engine.run(requests, lambda request: progress.finished(len(request.core.prompt_token_ids), 0))

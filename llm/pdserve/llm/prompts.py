@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput
+from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput, Truncation
 
 
 class TextPrompt(TypedDict):
@@ -27,6 +29,20 @@ Conversation = Sequence[Mapping[str, Any]]
 """Messages with `role` and `content`."""
 
 
+class TokenizationKwargs(TypedDict, total=False):
+    """Options of tokenizing, by vLLM's names."""
+
+    truncate_prompt_tokens: int
+    """Keep this number of the prompt's tokens; -1: as many as fit."""
+    truncation_side: Literal["left", "right"]
+    """Side at which tokens are dropped; default `left`."""
+    add_special_tokens: bool
+    """Default true; for a conversation false, whose template adds them."""
+
+
+_TOKENIZATION_KWARGS = {"truncate_prompt_tokens": int, "truncation_side": str, "add_special_tokens": bool}
+
+
 class PromptWithSalt(NamedTuple):
     """One prompt, its kind known."""
 
@@ -34,6 +50,22 @@ class PromptWithSalt(NamedTuple):
     field: str
     """The caller's name of the argument, for error messages."""
     cache_salt: str | None = None
+    truncation: Truncation | None = None
+
+    def tokenized_with(self, options: TokenizationKwargs | None) -> PromptWithSalt:
+        """This prompt with options. Raises: InvalidRequest naming the option."""
+        if options is None:
+            return self
+        for name, value in options.items():
+            kind = _TOKENIZATION_KWARGS.get(name)
+            if kind is None or type(value) is not kind:
+                told = f"must be {kind.__name__}, not {value!r:.60}" if kind else "is not a known option"
+                raise InvalidRequest(f"tokenization_kwargs: {name} {told}", "tokenization_kwargs")
+        truncation = Truncation.of(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
+        prompt, adds = self.prompt, options.get("add_special_tokens")
+        if adds is not None and not isinstance(prompt, TokenInput):
+            prompt = msgspec.structs.replace(prompt, add_special_tokens=adds)
+        return self._replace(prompt=prompt, truncation=truncation)
 
 
 def is_one_prompt(prompts: object) -> bool:
@@ -48,22 +80,29 @@ def is_one_conversation(messages: object) -> bool:
     return not isinstance(messages, Sequence) or not messages or not isinstance(messages[0], list | tuple)
 
 
-def as_prompt(prompt: object) -> PromptWithSalt:
+def as_prompt(prompt: object, tokenization_kwargs: TokenizationKwargs | None = None) -> PromptWithSalt:
     """Raises: InvalidRequest naming what is wrong."""
     if isinstance(prompt, str):
-        return PromptWithSalt(TextInput(prompt), "prompt")
-    if isinstance(prompt, Mapping):
-        return _from_mapping(prompt)
-    return PromptWithSalt(TokenInput(_token_ids(prompt, "prompt")), "prompt")
+        known = PromptWithSalt(TextInput(prompt), "prompt")
+    elif isinstance(prompt, Mapping):
+        known = _from_mapping(prompt)
+    else:
+        known = PromptWithSalt(TokenInput(_token_ids(prompt, "prompt")), "prompt")
+    return known.tokenized_with(tokenization_kwargs)
 
 
 def as_conversation(
-    messages: object, *, add_generation_prompt: bool, template_variables: Mapping[str, Any] | None
+    messages: object,
+    *,
+    add_generation_prompt: bool,
+    template_variables: Mapping[str, Any] | None,
+    tokenization_kwargs: TokenizationKwargs | None = None,
 ) -> PromptWithSalt:
     """Raises: InvalidRequest; what a message must hold is checked when it is rendered."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequest(f"messages must be a list of messages, not {type(messages).__name__}", "messages")
-    return PromptWithSalt(ChatInput(messages, add_generation_prompt, template_variables or {}), "messages")
+    known = PromptWithSalt(ChatInput(messages, add_generation_prompt, template_variables or {}), "messages")
+    return known.tokenized_with(tokenization_kwargs)
 
 
 def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:

@@ -181,12 +181,13 @@ class RequestFactory:
             if sampling_params is None
             else checked(sampling_params, SamplingParams, "sampling_params")
         )
-        encoded = self._encoded(prompt, LengthRule(self._max_model_len))
+        asked = None if sampling_params is None else params.max_tokens
+        encoded = self._encoded(prompt, LengthRule(self._max_model_len), asked)
         max_tokens = resolve_max_tokens(
             prompt.prompt,
             len(encoded.token_ids),
             self._max_model_len,
-            None if sampling_params is None else params.max_tokens,
+            asked,
             field=prompt.field,
             max_tokens_field="max_tokens",
         )
@@ -229,8 +230,13 @@ class RequestFactory:
         )
         return self._valid(prompt, encoded, sampling_params=step)
 
-    def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule) -> EncodedPrompt:
-        encoded = encode_prompt(self._tokenizer, prompt.prompt, prompt.field, length_rule)
+    def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule, max_tokens: int | None = None) -> EncodedPrompt:
+        truncation = prompt.truncation
+        encoded = encode_prompt(
+            self._tokenizer, prompt.prompt, prompt.field, length_rule, truncates=truncation is not None
+        )
+        if truncation is not None:
+            encoded = encoded._replace(token_ids=truncation.apply(encoded.token_ids, length_rule, max_tokens))
         verify_prompt_tokens(self._tokenizer, prompt.prompt, encoded.token_ids, self._vocab_size, prompt.field)
         verify_cache_salt(prompt.cache_salt)
         return encoded

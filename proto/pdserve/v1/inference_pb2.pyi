@@ -346,6 +346,8 @@ class GenerateRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
@@ -356,6 +358,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """false: one message per sequence, with its whole output"""
     priority: builtins.int
     """lower values are first, if scheduling_policy is `priority`"""
+    truncate_prompt_tokens: builtins.int
+    """keep this number of the prompt's tokens; -1: as many as fit"""
+    truncation_side: builtins.str
+    """left: keep the last tokens (default); right: the first"""
     @property
     def text(self) -> Global___TextPrompt: ...
     @property
@@ -376,13 +382,24 @@ class GenerateRequest(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         stream: builtins.bool = ...,
         priority: builtins.int = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        truncation_side: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
+    _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
+    _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
+    _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncation_side) -> _WhichOneofReturnType__truncation_side | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
@@ -544,12 +561,17 @@ class EmbedRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
     """as in GenerateRequest"""
     cache_salt: builtins.str
     """requests with different salts never share prefix cache"""
+    truncate_prompt_tokens: builtins.int
+    """as in GenerateRequest, of each input"""
+    truncation_side: builtins.str
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
         """1 to 2048"""
@@ -566,11 +588,21 @@ class EmbedRequest(google.protobuf.message.Message):
         model: builtins.str = ...,
         client_request_id: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        truncation_side: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pooling", b"pooling"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "pooling", b"pooling", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "inputs", b"inputs", "model", b"model", "pooling", b"pooling"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "inputs", b"inputs", "model", b"model", "pooling", b"pooling", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
+    _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
+    _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
+    _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncation_side) -> _WhichOneofReturnType__truncation_side | None: ...
 
 Global___EmbedRequest: typing_extensions.TypeAlias = EmbedRequest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,21 @@ from pdserve.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16
 """Default of a completion; the default of a chat is the rest of the model's length."""
 MAX_CACHE_SALT_CHARS = 256
+_MIN_TEXT_BYTES = 1 << 19
+_TEXT_BYTES_PER_TOKEN = 5
+TruncationSide = Literal["left", "right"]
+
+
+def max_text_bytes(model_len: int) -> int:
+    """Most bytes of a text to tokenize that may have more tokens than the model's length; each byte may be a token, which
+    temporarily takes hundreds of bytes."""
+    return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
+
+
+def verify_text_bytes(text: str, max_bytes: int, field: str) -> None:
+    """Raises: InvalidRequest."""
+    if (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
+        raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {max_bytes} are tokenized at once", field)
 
 
 class TextInput(msgspec.Struct, frozen=True):
@@ -40,6 +55,47 @@ class TokenInput(msgspec.Struct, frozen=True):
 
 
 Prompt = TextInput | ChatInput | TokenInput
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """A part of a prompt's tokens is kept, by vLLM's fields."""
+
+    truncate_prompt_tokens: int
+    """Tokens to keep, at least 1; -1: as many as fit into the model's length."""
+    truncation_side: TruncationSide = "left"
+    """Side at which tokens are dropped: `left` keeps the last ones, `right` the first."""
+
+    @classmethod
+    def of(cls, truncate_prompt_tokens: int | None, truncation_side: str | None) -> Truncation | None:
+        """None without `truncate_prompt_tokens`. Raises: InvalidRequest."""
+        if truncation_side not in (None, "left", "right"):
+            raise InvalidRequest(
+                f"truncation_side is {truncation_side[:40]!r}, left or right is needed", "truncation_side"
+            )
+        if truncate_prompt_tokens is None:
+            return None
+        if truncate_prompt_tokens != -1 and truncate_prompt_tokens < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or at least 1, not {truncate_prompt_tokens}",
+                "truncate_prompt_tokens",
+            )
+        return cls(truncate_prompt_tokens, "right" if truncation_side == "right" else "left")
+
+    def apply(self, token_ids: list[int], length_rule: LengthRule, max_tokens: int | None = None) -> list[int]:
+        """The kept tokens. max_tokens: output tokens that the client asks for. Raises: InvalidRequest if fewer would fit."""
+        num_output = max(1, max_tokens or 1) if length_rule.has_output else 0
+        most = max(0, length_rule.max_model_len - length_rule.num_before - num_output)
+        if self.truncate_prompt_tokens > most:
+            beside = f", of which {num_output} are left for the output" if num_output else ""
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at most {most}, not {self.truncate_prompt_tokens}: "
+                f"the model's length is {length_rule.max_model_len} tokens{beside}",
+                "truncate_prompt_tokens",
+            )
+        num_kept = most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if len(token_ids) <= num_kept:
+            return token_ids
+        return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[len(token_ids) - num_kept :]
 
 
 class EncodedPrompt(NamedTuple):
@@ -73,21 +129,28 @@ class LengthRule(msgspec.Struct, frozen=True):
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, field: str, length_rule: LengthRule | None = None
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    field: str,
+    length_rule: LengthRule | None = None,
+    *,
+    truncates: bool = False,
 ) -> EncodedPrompt:
     """Tokenize a prompt; the result has at least one token. Given ids are not checked. Safe from any thread.
 
     field: the client's name of the prompt. length_rule: refuses a text that is too long before it is tokenized, or as soon as too
     many tokens are known, since the rest could take many seconds and gigabytes; the caller checks the final number of tokens.
-    Raises: InvalidRequest.
+    truncates: the caller drops tokens, so that only the bytes of the text are limited. Raises: InvalidRequest.
     """
 
     def verify(text: str) -> None:
-        if length_rule is not None:
+        if length_rule is not None and truncates:
+            verify_text_bytes(text, max_text_bytes(length_rule.max_model_len), field)
+        elif length_rule is not None:
             length_rule.verify(tokenizer.least_tokens(text), field, at_least=True)
 
     def count(num_tokens: int) -> None:
-        if length_rule is not None:
+        if length_rule is not None and not truncates:
             length_rule.verify(num_tokens, field, at_least=True)
 
     match prompt:

@@ -20,7 +20,7 @@ from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.usage import Usage
 from pdserve.router.tenants.client import ASKING, Client
-from pdserve.text.prompt import TextInput, TokenInput
+from pdserve.text.prompt import TextInput, TokenInput, Truncation
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
@@ -42,6 +42,14 @@ def call_fields(inference: Inference, context: Context, client_request_id: str) 
     remaining_s, timeout_s = context.time_remaining(), inference.settings.request_timeout_s
     timeout_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
     return CallFields(timeout_s, valid_trace_headers(metadata_of(context)), client_request_id)
+
+
+def truncation_of(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> Truncation | None:
+    """Raises: InvalidRequest."""
+    return Truncation.of(
+        request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
+        request.truncation_side if request.HasField("truncation_side") else None,
+    )
 
 
 class EmbedServicer(InferenceServiceServicer):
@@ -74,13 +82,14 @@ class EmbedServicer(InferenceServiceServicer):
 def _embedding_requests(request: inference_pb2.EmbedRequest, call: CallFields) -> list[ClientRequest]:
     if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
         raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
-    pooling = pooling_from_wire(request.pooling)
+    pooling, truncation = pooling_from_wire(request.pooling), truncation_of(request)
     return [
         ClientRequest(
             prompt=_input(entry, f"inputs[{place}]"),
             field=f"inputs[{place}].{entry.WhichOneof('input')}",
             pooling_params=pooling,
             cache_salt=request.cache_salt or None,
+            truncation=truncation,
             **call._asdict(),
         )
         for place, entry in enumerate(request.inputs)

@@ -34,6 +34,7 @@ from pdserve.router.grpc_front.embed_servicer import (
     call_fields,
     caller,
     moment_messages,
+    truncation_of,
     usage_message,
 )
 from pdserve.router.grpc_front.health_servicer import HealthServicer
@@ -230,6 +231,7 @@ class InferenceServicer(EmbedServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             priority=request.priority,
+            truncation=truncation_of(request),
             **call._asdict(),
         )
 
@@ -237,7 +239,8 @@ class InferenceServicer(EmbedServicer):
         """Raises: InvalidRequest for too many entries of a field, before they are converted."""
         verify_chat_counts(request.chat, self.inference.bodies.model_len)
         limits = self.inference.limits()
-        if request.WhichOneof("prompt") == "tokens" and limits is not None:
+        truncates = request.HasField("truncate_prompt_tokens")
+        if request.WhichOneof("prompt") == "tokens" and limits is not None and not truncates:
             LengthRule(limits.max_model_len).verify(len(request.tokens.token_ids), "tokens")
         verify_entries(request.sampling, limits.vocab_size if limits is not None else None)
 

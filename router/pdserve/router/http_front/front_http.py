@@ -220,7 +220,8 @@ def _includes_reasoning(body: CompletionBody | ChatBody) -> bool:
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:
     if not isinstance(body, CompletionBody) or not body.echo:
         return None
-    return Echo([request.prompt for request in requests], requests[0].sampling_params.n, tokenizer)
+    truncated = requests[0].truncation is not None
+    return Echo([r.prompt for r in requests], requests[0].sampling_params.n, tokenizer, truncated=truncated)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

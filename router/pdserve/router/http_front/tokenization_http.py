@@ -22,20 +22,13 @@ from pdserve.router.requests.preparation import Limits
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import Client
+from pdserve.text.prompt import max_text_bytes, verify_text_bytes
 from pdserve.text.tokenizer import Tokenizer
 
-_MIN_TEXT_BYTES = 1 << 19
-_TEXT_BYTES_PER_TOKEN = 5
 MAX_TOKENS = 5 << 17
 """Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""
 MAX_TOKEN_STRS = 1 << 18
 """Most tokens for which strings are returned: a string takes more than 50 bytes of memory, a token's id 8."""
-
-
-def max_text_bytes(model_len: int) -> int:
-    """Most bytes of a text to tokenize. A text may exceed the model's length, for clients that need its number of tokens; but each
-    byte may be a token, which temporarily takes hundreds of bytes."""
-    return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +65,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Token ids of prompt or messages. max_bytes: limit of the text. Raises: InvalidRequest, also for errors of the chat
         template."""
         if self.prompt is not None:
-            _verify_length(self.prompt, max_bytes, "prompt")
+            verify_text_bytes(self.prompt, max_bytes, "prompt")
             add_special_tokens = self.add_special_tokens is not False
             return tokenizer.encode(self.prompt, add_special_tokens=add_special_tokens, count=_any_number)
         variables: Mapping[str, Any] = self.chat_template_kwargs or {}
@@ -82,7 +75,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             continue_final_message=bool(self.continue_final_message),
             variables=variables,
             add_special_tokens=bool(self.add_special_tokens),
-            verify=lambda text: _verify_length(text, max_bytes, "messages"),
+            verify=lambda text: verify_text_bytes(text, max_bytes, "messages"),
             count=_any_number,
         )
         return token_ids
@@ -179,9 +172,3 @@ class TokenizationHttp:
 
 def _any_number(num_tokens: int) -> None:
     """Accept any number of tokens: a client may ask by how much a text is too long."""
-
-
-def _verify_length(text: str, max_bytes: int, field: str) -> None:
-    """Raises: InvalidRequest."""
-    if (num_bytes := len(text.encode(errors="surrogatepass"))) > max_bytes:
-        raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {max_bytes} are tokenized at once", field)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.router.openai.logprobs import completion_logprobs, finite, named_candidates
-from pdserve.text.prompt import Prompt, TextInput, TokenInput
+from pdserve.text.prompt import Prompt, TextInput
 from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer
 
@@ -15,26 +15,30 @@ from pdserve.text.tokenizer import Tokenizer
 class Echo:
     """Prompts of one request, by choice."""
 
-    def __init__(self, prompts: Sequence[Prompt], choices_each: int, tokenizer: Tokenizer) -> None:
-        """choices_each: number of choices per prompt; choices are numbered prompt by prompt."""
+    def __init__(
+        self, prompts: Sequence[Prompt], choices_each: int, tokenizer: Tokenizer, *, truncated: bool = False
+    ) -> None:
+        """choices_each: number of choices per prompt; choices are numbered prompt by prompt. truncated: only a part of the
+        prompts' tokens may have been computed."""
         self._prompts = prompts
+        self._truncated = truncated
         self._choices_each = choices_each
         self._tokenizer = tokenizer
         self._said: dict[int, str] = {}
 
-    def before(self, choice: int) -> str:
-        """The prompt's text before the first text of a choice, then "". The prompt's token ids have been verified."""
-        if choice in self._said:
+    def before(self, output: CompletionOutput) -> str:
+        """The prompt's text before the first text of a choice, then ""."""
+        if output.index in self._said:
             return ""
-        match self._prompts[choice // self._choices_each]:
-            case TextInput(text):
-                prompt = text
-            case TokenInput(token_ids):
-                prompt = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            case _:
-                prompt = ""
-        self._said[choice] = prompt
-        return prompt
+        prompt = self._prompts[output.index // self._choices_each]
+        if isinstance(prompt, TextInput) and not self._truncated:
+            said = prompt.text
+        else:
+            # special tokens of a text are those that the tokenizer added
+            hides = isinstance(prompt, TextInput)
+            said = self._tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=hides)
+        self._said[output.index] = said
+        return said
 
     def logprobs(self, output: CompletionOutput, num_top: int) -> dict[str, Any]:
         """As `completion_logprobs`, for a text that begins with its prompt. Called after `before`.

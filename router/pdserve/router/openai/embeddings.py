@@ -15,6 +15,7 @@ from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.usage import Usage
+from pdserve.text.prompt import Truncation
 
 EncodingFormat = Literal["float", "base64"]
 PART_BYTES = 1 << 18
@@ -31,6 +32,8 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pooling_type: PoolingType | None = None
     normalize: bool | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def requests(self, call: CallFields) -> list[ClientRequest]:
         """One request per input. Raises: InvalidRequest."""
@@ -42,12 +45,14 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             dimensions=self.dimensions,
         )
         pooling.verify()
+        truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
             ClientRequest(
                 prompt=prompt,
                 field="input" if len(prompts) == 1 else f"input[{place}]",
                 pooling_params=pooling,
                 cache_salt=self.cache_salt or None,
+                truncation=truncation,
                 **call._asdict(),
             )
             for place, prompt in enumerate(prompts)

@@ -27,7 +27,7 @@ from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.tools import NamedTool, ToolBody
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
-from pdserve.text.prompt import Prompt
+from pdserve.text.prompt import Prompt, Truncation
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -81,6 +81,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt; false for a chat, whose template adds them."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this number of the prompt's last tokens; -1: as many as fit."""
+    truncation_side: str | None = None
     # accepted, and without effect
     user: str | None = None
     safety_identifier: str | None = None
@@ -163,6 +166,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         self.verify()
         form.verify()
         sampling = self.sampling(defaults, form)
+        truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
             ClientRequest(
                 prompt=prompt,
@@ -170,6 +174,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 sampling_params=sampling,
                 constraint_field=form.field,
                 cache_salt=self.cache_salt or None,
+                truncation=truncation,
                 priority=self.priority or 0,
                 returns_token_ids=bool(self.return_token_ids),
                 **call._asdict(),

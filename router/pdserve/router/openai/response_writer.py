@@ -153,7 +153,7 @@ class CompletionResponseWriter:
         return b',"prompt_token_ids":' + bytes(_raw(output.prompt_token_ids or []))
 
     def _text(self, output: CompletionOutput) -> str:
-        return output.text if self._echo is None else self._echo.before(output.index) + output.text
+        return output.text if self._echo is None else self._echo.before(output) + output.text
 
     def _usage_so_far(self, output: CompletionOutput, usage: Usage) -> bytes:
         """A further field of a chunk: usage including this chunk, without outputs that are not written yet."""

@@ -97,6 +97,7 @@ class EmbeddingTask:
         request = self._services.preparation.complete_embedding(
             self._request_id, self._request, token_ids, await self._limits()
         )
+        token_ids = request.prompt_token_ids
         self._input.usage.prompt_tokens = len(token_ids)
         self._timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))

@@ -24,6 +24,7 @@ from pdserve.text.prompt import (
     LengthRule,
     Prompt,
     TokenInput,
+    Truncation,
     encode_prompt,
     resolve_max_tokens,
     verify_cache_salt,
@@ -53,6 +54,8 @@ class ClientRequest(GenerationRequest, kw_only=True, gc=False):
     """Calls in an answer at most, where tools are given; None for no limit."""
     returns_token_ids: bool = False
     """The client gets the token ids of prompt and output."""
+    truncation: Truncation | None = None
+    """A part of the prompt's tokens is kept; None: all."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
 
@@ -133,8 +136,9 @@ class Preparation:
         max_model_len = limits.max_model_len if limits is not None else self._model_len
         rule = LengthRule(max_model_len, num_before, has_output=request.pooling_params is None)
         prompt, field = request.prompt, request.field
+        truncates = request.truncation is not None
         encoded = await self._threads.run(
-            request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule)
+            request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule, truncates=truncates)
         )
         return encoded.token_ids
 
@@ -159,6 +163,9 @@ class Preparation:
 
         num_before: tokens of a session that precede these.
         """
+        if request.truncation is not None:
+            rule = LengthRule(limits.max_model_len, num_before)
+            token_ids = request.truncation.apply(token_ids, rule, request.max_tokens)
         verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
         request.verify_client()
@@ -186,10 +193,13 @@ class Preparation:
         self, request_id: str, request: ClientRequest, token_ids: list[int], limits: Limits
     ) -> GenerationRequest:
         """Raises: InvalidRequest naming the field, its value and its limit."""
+        rule = LengthRule(limits.max_model_len, has_output=False)
+        if request.truncation is not None:
+            token_ids = request.truncation.apply(token_ids, rule)
         verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
         request.verify_client()
-        LengthRule(limits.max_model_len, has_output=False).verify(len(token_ids), request.field)
+        rule.verify(len(token_ids), request.field)
         if request.pooling_params is not None:
             request.pooling_params.verify(limits.hidden_size)
         return self._completed(request_id, request, token_ids)

@@ -127,6 +127,7 @@ class PromptTask:
         request = self._services.preparation.complete(
             self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
         )
+        token_ids = request.prompt_token_ids
         self.usage.prompt_tokens = len(before) + len(token_ids)
         self._stream.expect_prompt_token_ids(self.usage.prompt_tokens)
         if (asked := request.sampling_params.prompt_logprobs) is not None:
