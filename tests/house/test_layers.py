@@ -32,8 +32,8 @@ MAY_IMPORT = {
 }
 FLOORS = {
     "router": (
-        {"service"}, {"http_front"}, {"grpc_front", "openai"}, {"requests"}, {"telemetry"}, {"attempts"}, {"placement"},
-        {"admission"}, {"bodies", "tenants", "workers"},
+        {"service"}, {"http_front"}, {"responses"}, {"grpc_front", "openai"}, {"requests"}, {"telemetry"}, {"attempts"},
+        {"placement"}, {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},

@@ -17,8 +17,10 @@ from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.http_front.openapi import BODIES, openapi
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
-from pdserve.router.openai.no_op_fields import IGNORED, NO_OP
+from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_NO_OP
 from pdserve.router.openai.protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from pdserve.router.responses.input_items import KINDS
+from pdserve.router.responses.responses_body import ResponsesBody
 from pdserve.router.tenants.api_keys import ApiKeys
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/openai.md"
@@ -27,16 +29,17 @@ SECTIONS = {
     "Completions and chat completions": COMMON,
     "Completions alone": set(CompletionBody.__struct_fields__) - COMMON,
     "Chat completions alone": set(ChatBody.__struct_fields__) - COMMON,
+    "Responses": set(ResponsesBody.__struct_fields__),
     "Embeddings": set(EmbeddingBody.__struct_fields__),
     "Tokenize": set(TokenizeBody.__struct_fields__),
     "Detokenize": set(DetokenizeBody.__struct_fields__),
 }
 
 
-def rows(heading: str) -> list[list[str]]:
-    """Cells of the section's table, without its head."""
+def rows(heading: str, table: int = 0) -> list[list[str]]:
+    """Cells of one of the section's tables, without its head."""
     section = DOCUMENT.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    lines = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -74,6 +77,12 @@ def test_every_field(heading: str) -> None:
     written = [field for first, *_ in rows(heading) for field in re.findall(r"`(\w+)`", first)]
     assert len(written) == len(set(written))
     assert set(written) == SECTIONS[heading]
+
+
+def test_every_item_and_every_value_of_a_response_that_changes_nothing() -> None:
+    neutral, items = ({row[0].strip("`"): row[1] for row in rows("Responses", table)} for table in (1, 2))
+    assert neutral == {field: ", ".join(map(json.dumps, values)) or "none" for field, values in RESPONSES_NO_OP.items()}
+    assert set(items) == set(KINDS)
 
 
 def test_every_stream_option() -> None:

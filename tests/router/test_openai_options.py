@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, REASONS
+from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, REASONS, RESPONSES_NO_OP
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.text.prompt import TextInput
 from pdserve.text.request_output import CompletionOutput
@@ -110,4 +110,4 @@ async def test_values_that_change_nothing_are_accepted(quick, field):
 def test_every_neutral_field_can_be_sent():
     fields = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
     assert {*NO_OP, *IGNORED} <= fields
-    assert set(REASONS) <= set(NO_OP)
+    assert set(REASONS) <= {*NO_OP, *RESPONSES_NO_OP}

@@ -157,17 +157,22 @@ def encode_prompt(
         case TokenInput():
             text, token_ids = None, prompt.token_ids
         case ChatInput():
-            text, token_ids = tokenizer.encode_chat(
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                variables=prompt.template_variables,
-                tools=prompt.tools or None,
-                continue_final_message=prompt.continue_final_message,
-                add_special_tokens=prompt.add_special_tokens,
-                field=field,
-                verify=verify,
-                count=count,
-            )
+            try:
+                text, token_ids = tokenizer.encode_chat(
+                    prompt.messages,
+                    add_generation_prompt=prompt.add_generation_prompt,
+                    variables=prompt.template_variables,
+                    tools=prompt.tools or None,
+                    continue_final_message=prompt.continue_final_message,
+                    add_special_tokens=prompt.add_special_tokens,
+                    field=field,
+                    verify=verify,
+                    count=count,
+                )
+            except InvalidRequest as error:
+                # the chat template knows no other name
+                error.field = field if error.field == "messages" else error.field
+                raise
         case TextInput():
             # an empty text is refused even if the tokenizer would add a BOS token
             text, token_ids = prompt.text, []

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from pdserve.common.errors import (
 )
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
 from pdserve.router.bodies.client_bodies import ClientBodies
-from pdserve.router.bodies.ignored_fields import IgnoredFields
+from pdserve.router.bodies.ignored_fields import IgnoredFields, tolerant
 
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -94,6 +94,24 @@ def parse_body(data: bytes, kind: type[B], model_len: int, ignored: IgnoredField
         raise InvalidRequest("the body is nested too deeply") from None
 
 
+def convert_part(part: Mapping[str, Any], kind: type[B], where: str, ignored: IgnoredFields | None) -> B:
+    """An object of a decoded body as a type of its own. where: its path in the body. ignored: as in `parse_body`.
+
+    Raises: InvalidRequest naming the wrong field.
+    """
+    try:
+        try:
+            return msgspec.convert(part, kind)
+        except msgspec.ValidationError as error:
+            if ignored is None or not (match := _UNKNOWN_FIELD.fullmatch(str(error))):
+                raise
+            ignored.note(_path(match))
+            body: B = msgspec.convert(part, tolerant(kind))
+            return body
+    except msgspec.ValidationError as error:
+        raise _named(str(error), where) from None
+
+
 @contextlib.contextmanager
 def writing(field: str) -> Iterator[None]:
     """Context for writing a client's value of this field as JSON. Raises: InvalidRequest if it is nested too deeply.
@@ -118,17 +136,19 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
-def _named(message: str) -> InvalidRequest:
+def _named(message: str, where: str = "") -> InvalidRequest:
+    """where: path of the object in which the field is, if it is not the body."""
     if len(message) > _MAX_MESSAGE_CHARS:
         # the message contains the client's name of a field in full
         message = f"{message[: _MAX_MESSAGE_CHARS // 2]}...{message[-_MAX_MESSAGE_CHARS // 2 :]}"
     for pattern, told in ((_UNKNOWN_FIELD, "is not a known field"), (_MISSING_FIELD, "is missing")):
         if match := pattern.fullmatch(message):
-            field = _path(match)
+            field = ".".join(part for part in (where, _path(match)) if part)
             return InvalidRequest(f"{field} {told}", field)
     if (match := _AT.fullmatch(message)) and match[2]:
         told = _clipped(match[1][:1].lower() + match[1][1:])
-        return InvalidRequest(f"{match[2]}: {told}", match[2].partition("[")[0])
+        field = ".".join(part for part in (where, match[2]) if part)
+        return InvalidRequest(f"{field}: {told}", field.partition("[")[0])
     return InvalidRequest(f"the body is wrong: {message}")
 
 

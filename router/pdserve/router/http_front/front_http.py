@@ -17,8 +17,6 @@ from starlette.routing import Route
 
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.net.health_probe import answer_live, probe_response
-from pdserve.common.request.generation_request import verify_client_request_id
-from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.debug_http import DebugHttp
@@ -27,10 +25,13 @@ from pdserve.router.http_front.generation_response import (
     JSON,
     REQUEST_ID_HEADER,
     GenerationResponse,
+    asks_for_timeline,
+    call_fields,
     error_response,
     json_response,
 )
 from pdserve.router.http_front.openapi import OpenApi
+from pdserve.router.http_front.responses_http import ResponsesHttp
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, with_visible_markers
 from pdserve.router.openai.echo import Echo
@@ -38,11 +39,10 @@ from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import CallFields, ClientRequest
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.tenants.client import Client
 from pdserve.text.tokenizer import Tokenizer
 
-TIMELINE_HEADER = "x-pdserve-timeline"
 _PREFLIGHT_AGE_S = 600
 """Time for which browsers keep the answer to a preflight."""
 _HTTP_ERRORS = {
@@ -72,6 +72,7 @@ class HttpFront:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            *ResponsesHttp(inference).routes,
             *TokenizationHttp(inference, self._keys).routes,
         ]
         described.describe(routes)
@@ -129,7 +130,7 @@ class HttpFront:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
-            call = self._call_fields(request)
+            call = call_fields(request, inference.settings.request_timeout_s)
 
             def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
                 inference.check_model(body.model)
@@ -147,18 +148,11 @@ class HttpFront:
         """The client of the request's key. Raises: Unauthenticated."""
         return await authenticated(self._keys, request)
 
-    def _call_fields(self, request: Request) -> CallFields:
-        """Raises: InvalidRequest for the request id that the client or a proxy sent."""
-        client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
-        verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
-        timeout_s = self._inference.settings.request_timeout_s
-        return CallFields(timeout_s, valid_trace_headers(request.headers), client_request_id)
-
     async def _generate(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
-            call = self._call_fields(request)
+            call = call_fields(request, inference.settings.request_timeout_s)
 
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest]]:
                 inference.check_model(body.model)
@@ -173,7 +167,7 @@ class HttpFront:
             request_id=generation.request_id,
             model=inference.model,
             include_usage=body.include_usage,
-            include_timeline=request.headers.get(TIMELINE_HEADER) == "1",
+            include_timeline=asks_for_timeline(request),
             continuous_usage=body.continuous_usage,
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,

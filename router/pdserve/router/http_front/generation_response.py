@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
+from pdserve.common.request.generation_request import verify_client_request_id
+from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
-from pdserve.router.openai.response_writer import CompletionResponseWriter, error_body, error_headers
+from pdserve.router.openai.response_writer import error_body, error_headers
 from pdserve.router.requests.generation import Generation
+from pdserve.router.requests.preparation import CallFields
 from pdserve.router.requests.request_scope import RequestScope
+from pdserve.router.requests.usage import Usage
 from pdserve.text.request_output import CompletionOutput
 
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
 """Carries the client's id in a request, and the router's id in a response."""
+TIMELINE_HEADER = "x-pdserve-timeline"
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -39,6 +46,18 @@ def json_response(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
+def call_fields(request: Request, timeout_s: float) -> CallFields:
+    """timeout_s: the request's deadline. Raises: InvalidRequest for the request id that the client or a proxy sent."""
+    client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
+    verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
+    return CallFields(timeout_s, valid_trace_headers(request.headers), client_request_id)
+
+
+def asks_for_timeline(request: Request) -> bool:
+    """True if the client wants the phases of its request in the response."""
+    return request.headers.get(TIMELINE_HEADER) == "1"
+
+
 async def until_disconnect(receive: Receive) -> None:
     """Wait until the client disconnects. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
@@ -51,12 +70,26 @@ async def cancel_on_disconnect(scope: RequestScope[Any], receive: Receive) -> No
     scope.cancel()
 
 
+class AnswerWriter(Protocol):
+    """Writes one request's answer in the shape of its API."""
+
+    def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
+        """The body of an answer that is not streamed."""
+
+    def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
+        """Events of one choice's new output."""
+
+    def last_chunk(self, output: CompletionOutput, usage: Usage, timeline: Timeline) -> bytes:
+        """As `chunk`, for the output that ends the request, followed by the end of the stream."""
+
+    def failed(self, error: PdServeError) -> bytes:
+        """Events for an error after the first output."""
+
+
 class GenerationResponse(Response):
     """Runs the generation and sends the response; a disconnect of the client ends it."""
 
-    def __init__(
-        self, generation: Generation, answer: CompletionResponseWriter, bodies: ClientBodies, *, stream: bool
-    ) -> None:
+    def __init__(self, generation: Generation, answer: AnswerWriter, bodies: ClientBodies, *, stream: bool) -> None:
         super().__init__()
         self._bodies = bodies
         self._generation = generation
@@ -117,6 +150,4 @@ class GenerationResponse(Response):
             response = error_response(error, {REQUEST_ID_HEADER: self._generation.request_id})
             await response(scope, receive, send)
             return
-        # a stream without [DONE] is incomplete for clients
-        event = b"data: " + error_body(error) + b"\n\n"
-        await send({"type": "http.response.body", "body": event, "more_body": False})
+        await send({"type": "http.response.body", "body": self._answer.failed(error), "more_body": False})

@@ -20,12 +20,14 @@ from pdserve.router.http_front.generation_response import json_response
 from pdserve.router.http_front.page_response import page_response
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
-from pdserve.router.openai.no_op_fields import IGNORED, NO_OP
+from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_IGNORED, RESPONSES_NO_OP
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
+from pdserve.router.responses.responses_body import ResponsesBody
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
@@ -40,11 +42,13 @@ _STYLE = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-al
 def openapi(routes: Iterable[Route]) -> dict[str, Any]:
     """The description of these routes."""
     _, schemas = msgspec.json.schema_components(BODIES.values(), ref_template=_REF + "{name}")
-    for schema in schemas.values():
+    for title, schema in schemas.items():
+        own = title == ResponsesBody.__name__
+        ignored, neutral = (RESPONSES_IGNORED, RESPONSES_NO_OP) if own else (IGNORED, NO_OP)
         for name, field in schema.get("properties", {}).items():
-            if name in IGNORED:
+            if name in ignored:
                 field["description"] = "accepted, without effect"
-            elif name in NO_OP:
+            elif name in neutral:
                 field["description"] = "accepted only with a value that changes nothing"
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

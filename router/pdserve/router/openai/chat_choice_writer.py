@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.text.parsers.answer_parsers import AnswerParser, AnswerParsers
-from pdserve.text.parsers.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from pdserve.text.parsers.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from pdserve.text.parsers.reasoning_parser import ReasoningParser, ReasoningTags, ReasoningTokenCounter
 from pdserve.text.parsers.tool_call_parser import ToolCallParser, ToolFormat
 from pdserve.text.prompt import ChatInput
@@ -71,6 +71,10 @@ class ChatChoiceWriter:
             for index, parser in self._parsers.items()
             if parser.reasoning is not None and parser.reasoning.has_reasoning
         )
+
+    def deltas(self, output: CompletionOutput, *, is_last: bool) -> list[Delta]:
+        """New parts of a choice, from its next output. is_last: the choice ends with it."""
+        return self._parser(output).feed(output.text, is_last=is_last)
 
     def streamed_choice(self, output: CompletionOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """A choice of a chunk, with what is new since the choice's last one."""

@@ -45,15 +45,44 @@ REASONS: Mapping[str, str] = {
     "early_stopping": _BEAM_SEARCH,
     "modalities": _TEXT_ALONE,
     "audio": _TEXT_ALONE,
+    "background": "a response is made while its client waits",
+    "conversation": "previous_response_id continues a conversation",
+    "prompt": "no prompts are stored here; send instructions and input",
+    "truncation": "a conversation that is too long is refused",
     "functions": "functions are called with tools",
     "function_call": "functions are called with tools",
 }
 
 
-def verify_neutral(body: object) -> None:
+RESPONSES_IGNORED = (
+    "user",
+    "safety_identifier",
+    "service_tier",
+    "max_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+)
+"""`IGNORED` of `/v1/responses`."""
+RESPONSES_NO_OP: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "moderation": (),
+    "truncation": ("disabled",),
+    "text.verbosity": ("medium",),
+    "reasoning.summary": ("auto",),
+    "reasoning.generate_summary": ("auto",),
+}
+"""`NO_OP` of `/v1/responses`; a dot precedes a field of an object."""
+
+
+def verify_neutral(body: object, table: Mapping[str, tuple[Any, ...]] = NO_OP) -> None:
     """Raises: InvalidRequest for the first field with another value."""
-    for field, neutral in NO_OP.items():
-        value = getattr(body, field, None)
+    for field, neutral in table.items():
+        value = body
+        for name in field.split("."):
+            value = getattr(value, name, None)
         if value is None or value in neutral:
             continue
         only = (

@@ -57,14 +57,17 @@ def _of_response_format(given: ResponseFormat) -> StructuredOutputsParams | None
         raise InvalidRequest(f"response_format.json_schema {told}", "response_format")
     if given.json_schema is None:
         return StructuredOutputsParams(json_object=True) if given.type == "json_object" else None
-    if not _NAME.fullmatch(given.json_schema.name):
+    return of_schema(given.json_schema.name, given.json_schema.schema, "response_format.json_schema")
+
+
+def of_schema(name: str, schema: dict[str, Any] | bool | None, where: str) -> StructuredOutputsParams:
+    """The constraint of a named schema. schema: None for any JSON object. where: its path in the body. Raises: InvalidRequest."""
+    field = where.removesuffix(".json_schema")
+    if not _NAME.fullmatch(name):
         raise InvalidRequest(
-            f"response_format.json_schema.name is {given.json_schema.name[:80]!r}, "
-            "1 to 64 letters, digits, underscores and hyphens are needed",
-            "response_format",
+            f"{where}.name is {name[:80]!r}, 1 to 64 letters, digits, underscores and hyphens are needed", field
         )
-    schema = given.json_schema.schema
     if schema is None:
         return StructuredOutputsParams(json_object=True)
-    with writing("response_format"):
+    with writing(field):
         return StructuredOutputsParams(json=msgspec.json.encode(schema).decode())

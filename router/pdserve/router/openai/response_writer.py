@@ -96,9 +96,9 @@ class CompletionResponseWriter:
             "usage": self._usage(usage),
         }
         if self._chat and self._returns_token_ids:
-            body["prompt_token_ids"] = _raw(outputs[0].prompt_token_ids or [])
+            body["prompt_token_ids"] = raw_list(outputs[0].prompt_token_ids or [])
         if self._chat and self._num_prompt_logprobs is not None:
-            body["prompt_logprobs"] = _raw(prompt_logprobs(outputs[0], self._num_prompt_logprobs))
+            body["prompt_logprobs"] = raw_list(prompt_logprobs(outputs[0], self._num_prompt_logprobs))
         return _encode(body | self._vendor(timeline))
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
@@ -120,6 +120,10 @@ class CompletionResponseWriter:
         if self._include_usage:
             return event + self._chunk_head + _tail({"choices": [], "usage": self._usage(usage)} | vendor) + DONE
         return (event[:-3] + _tail(vendor) if vendor else event) + DONE
+
+    def failed(self, error: PdServeError) -> bytes:
+        """The event for an error after the first output. A stream without [DONE] is incomplete for clients."""
+        return b"data: " + error_body(error) + b"\n\n"
 
     def _text_chunk(self, output: CompletionOutput) -> bytes:
         if self._parsed is not None:
@@ -150,7 +154,7 @@ class CompletionResponseWriter:
         """A further field with the prompt's token ids, if they are returned. output: the first one of a choice."""
         if not self._returns_token_ids:
             return b""
-        return b',"prompt_token_ids":' + bytes(_raw(output.prompt_token_ids or []))
+        return b',"prompt_token_ids":' + bytes(raw_list(output.prompt_token_ids or []))
 
     def _text(self, output: CompletionOutput) -> str:
         return output.text if self._echo is None else self._echo.before(output) + output.text
@@ -181,11 +185,11 @@ class CompletionResponseWriter:
             "stop_reason": output.stop_reason,
         }
         if not self._chat and self._num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] = _raw(prompt_logprobs(output, self._num_prompt_logprobs))
+            choice["prompt_logprobs"] = raw_list(prompt_logprobs(output, self._num_prompt_logprobs))
         if self._returns_token_ids:
-            choice["token_ids"] = _raw(output.token_ids)
+            choice["token_ids"] = raw_list(output.token_ids)
             if not self._chat and self._is_first_of_prompt(output):
-                choice["prompt_token_ids"] = _raw(output.prompt_token_ids or [])
+                choice["prompt_token_ids"] = raw_list(output.prompt_token_ids or [])
         return choice if self._parsed is None else choice | self._parsed.message(output)
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
@@ -199,22 +203,24 @@ class CompletionResponseWriter:
     def _vendor(self, timeline: Timeline) -> dict[str, Any]:
         if not self._include_timeline:
             return {}
-        return {
-            "pdserve": {
-                "timeline": {phase.name: seconds for phase, seconds in timeline.phases()},
-                "moments": timeline.moments_unix_ns,
-            }
-        }
+        return {"pdserve": timeline_json(timeline)}
+
+
+def timeline_json(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "timeline": {phase.name: seconds for phase, seconds in timeline.phases()},
+        "moments": timeline.moments_unix_ns,
+    }
 
 
 def _in_slices(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Log-probabilities with their lists encoded as JSON."""
     if logprobs is None:
         return None
-    return {key: _raw(value) if isinstance(value, list) else value for key, value in logprobs.items()}
+    return {key: raw_list(value) if isinstance(value, list) else value for key, value in logprobs.items()}
 
 
-def _raw(entries: list[Any]) -> msgspec.Raw:
+def raw_list(entries: list[Any]) -> msgspec.Raw:
     """A list as JSON, encoded in slices, because one call for 100,000 entries would hold the GIL too long."""
     slices = (_encode(entries[first : first + _SLICE]) for first in range(0, len(entries), _SLICE))
     return msgspec.Raw(b"[" + b",".join(part[1:-1] for part in slices) + b"]")

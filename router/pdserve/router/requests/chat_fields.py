@@ -57,13 +57,15 @@ class ChatFields(msgspec.Struct, kw_only=True):
         """Variables for the chat template; `chat_template_kwargs` come last. Raises: InvalidRequest."""
         named: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if (effort := self.reasoning_effort) is not None:
-            if effort not in REASONING_EFFORTS:
-                raise InvalidRequest(
-                    f"reasoning_effort is {shown(effort)}, one of {', '.join(REASONING_EFFORTS)} is needed",
-                    "reasoning_effort",
-                )
+            verify_effort(effort, "reasoning_effort")
             named["reasoning_effort"] = effort
         return named | (self.chat_template_kwargs or {})
+
+
+def verify_effort(effort: str, field: str) -> None:
+    """Raises: InvalidRequest."""
+    if effort not in REASONING_EFFORTS:
+        raise InvalidRequest(f"{field} is {shown(effort)}, one of {', '.join(REASONING_EFFORTS)} is needed", field)
 
 
 def verify_continuation(continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:

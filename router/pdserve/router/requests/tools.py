@@ -62,9 +62,13 @@ def tool_use(
     choice: str | NamedTool | None,
     parallel: bool | None,
     written: ForcedCalls = HERMES_CALLS,
+    name_path: str = "function.name",
 ) -> ToolUse:
-    """Check the fields of a chat. parallel: None means true. written: texts around forced calls. Raises: InvalidRequest."""
-    names = _verified_names(tools or ())
+    """Check the fields of a chat. parallel: None means true. written: texts around forced calls. name_path: path of a tool's name.
+
+    Raises: InvalidRequest.
+    """
+    names = _verified_names(tools or (), name_path)
     if isinstance(choice, str) and choice not in _CHOICES:
         told = f"tool_choice is {choice[:40]!r}, one of {', '.join(_CHOICES)} or a function is needed"
         raise InvalidRequest(told, "tool_choice")
@@ -90,7 +94,7 @@ def tool_use(
     return ToolUse(rendered, _forced(functions, written, only_one=max_calls == 1), max_calls)
 
 
-def _verified_names(tools: Sequence[ToolBody]) -> list[str]:
+def _verified_names(tools: Sequence[ToolBody], name_path: str) -> list[str]:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", "tools")
     names: list[str] = []
@@ -99,12 +103,12 @@ def _verified_names(tools: Sequence[ToolBody]) -> list[str]:
         name = tool.function.name
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
-                f"tools[{place}].function.name is {name[:80]!r}, "
+                f"tools[{place}].{name_path} is {name[:80]!r}, "
                 "1 to 64 letters, digits, underscores and hyphens are needed",
                 "tools",
             )
         if name in names:
-            raise InvalidRequest(f"tools[{place}].function.name is {name!r} again", "tools")
+            raise InvalidRequest(f"tools[{place}].{name_path} is {name!r} again", "tools")
         names.append(name)
     return names
 
