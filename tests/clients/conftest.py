@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
 from tests.support.up_cluster import UpCluster, running_up
+from tests.support.waiting import HANG_S
 
 PYTHON = os.environ.get("PDSERVE_PYTHON", ".venv/bin/python")
 """The interpreter of the product's own environment."""
@@ -37,6 +41,15 @@ def pools_at_rest(up: UpCluster) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def base_url(up: UpCluster) -> str:
     return up.base_url
+
+
+@pytest.fixture(scope="session")
+def only_braces(base_url: str) -> dict[str, Any]:
+    """Fields that let the bundled model write nothing but `{}` where any JSON object is asked for: it does not end others."""
+    body = json.dumps({"prompt": "{}<|im_end|>", "return_token_strs": True}).encode()
+    request = Request(base_url.removesuffix("/v1") + "/tokenize", body, {"content-type": "application/json"})
+    with urlopen(request, timeout=HANG_S) as answer:
+        return {"allowed_token_ids": json.load(answer)["tokens"]}
 
 
 @pytest.fixture

@@ -7,12 +7,13 @@ import base64
 import math
 import struct
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, Field
+
+from tests.clients.forms import City
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -97,12 +98,6 @@ def test_a_developer_message_and_parts(client: OpenAI) -> None:
     in_parts = chat(client, [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
     assert in_parts.choices[0].message.content
     assert plain.usage.prompt_tokens > chat(client).usage.prompt_tokens
-
-
-class City(BaseModel):
-    city: Literal["Paris", "Rome"]
-    remark: str = Field(max_length=12)
-    size: int = Field(ge=1, le=99)
 
 
 def test_parse_of_a_bounded_form(client: OpenAI) -> None:
