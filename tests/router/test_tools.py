@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.common.timeline import Timeline
@@ -14,7 +15,7 @@ from pdserve.router.requests.usage import Usage
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningTags
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
 
@@ -24,6 +25,8 @@ SUM: dict[str, Any] = {
     "function": {"name": "sum", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
 NAMED = {"type": "function", "function": {"name": "sum"}}
+
+LOGPROB = Logprob(logprob=-1.0, rank=1, decoded_token="x", decoded_bytes=b"x")
 
 
 def tool(name: Any) -> dict[str, Any]:
@@ -322,6 +325,35 @@ def test_reasoning_comes_before_calls_and_is_counted(prompt: str, begin: str, in
             assert "".join(delta.get(field, "") for delta in deltas) == (told or "")
         assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
         assert chunks[-1]["usage"]["completion_tokens_details"] == details
+
+
+def test_choices_are_parsed_apart() -> None:
+    """Two choices whose pieces alternate, one within its reasoning while the other calls; each with log-probabilities."""
+    texts = (f"<think>{SAID}</think>Hi", f"<think>x</think>{SAID}")
+    writer = answer(tags=REASONING_TAGS["qwen3"], num_logprobs=0)
+    events = b""
+    for place in range(max(map(len, texts))):
+        for index, text in enumerate(texts):
+            if piece := text[place : place + 1]:
+                events += writer.chunk(
+                    msgspec.structs.replace(thinking(piece), index=index, logprobs=[{ord(piece): LOGPROB}]), Usage()
+                )
+    told: list[dict[str, str]] = [{}, {}]
+    num_logprobs = [0, 0]
+    for event in events.decode().split("\n\n")[:-1]:
+        [choice] = json.loads(event[6:])["choices"]
+        num_logprobs[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+        delta, of_choice = choice["delta"], told[choice["index"]]
+        for field in ("content", "reasoning"):
+            of_choice[field] = of_choice.get(field, "") + (delta.get(field) or "")
+        for call in delta.get("tool_calls", ()):
+            name = f"call {call['index']}"
+            of_choice[name] = of_choice.get(name, "") + call["function"]["arguments"]
+    assert told == [
+        {"content": "Hi", "reasoning": SAID},
+        {"content": "Well.", "reasoning": "x", "call 0": '{"a": [1]}', "call 1": "{}"},
+    ]
+    assert num_logprobs == [len(text) for text in texts]
 
 
 def test_an_answer_without_reasoning_counts_none() -> None:

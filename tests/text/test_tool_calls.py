@@ -236,32 +236,43 @@ def test_arguments_in_python_mean_the_same_in_json(arguments: dict[str, Any]) ->
 
 
 HOSTILE = [
-    "<" * 90_000,
-    "[" * 90_000,
-    "{" * 90_000,
-    "[TOOL_CALLS]" * 15_000,
-    f"{BEGIN}[TOOL_CALLS]<|python_tag|>[f(a=" + "[" * 90_000,
-    f'{BEGIN}{{"name": "f", "arguments": ' + '{"a":[' * 15_000,
-    "[f(a='" + "\\" * 90_000,
-    "[TOOL_CALLS]f " + " " * 90_000,
-    f'{BEGIN}{{"id": "' + "x" * 90_000,
-    "\n" * 90_000 + "[f(",
+    "<",
+    "[",
+    "{",
+    BEGIN,
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    f"{BEGIN}[TOOL_CALLS]<|python_tag|>[f(a=[",
+    f'{BEGIN}{{"name": "f", "arguments": {{"a":[[',
+    f"a{BEGIN}{{}}{END}",
+    f'a{BEGIN}{{"name": "f"}}{END}',
+    '[TOOL_CALLS]f{"a": "',
+    "[f(a='\\",
+    "[TOOL_CALLS]f ",
+    f'{BEGIN}{{"id": "x',
+    "\n[f(",
+    "[f(),",
 ]
 
 
+@pytest.mark.parametrize("piece_chars", [3, 1 << 20])
 @pytest.mark.parametrize("form", TOOL_FORMATS)
-def test_hostile_answers_cost_no_more_than_their_length(form: str) -> None:
+def test_hostile_answers_cost_no_more_than_their_length(form: str, piece_chars: int) -> None:
+    """Each text with its last character again and again in small pieces, and itself again and again in one piece."""
+
     def seconds(text: str) -> float:
         started = time.thread_time()
         parser = ToolCallParser(TOOL_FORMATS[form])
-        for start in range(0, len(text), 3):
-            parser.feed(text[start : start + 3])
+        for start in range(0, len(text), piece_chars):
+            parser.feed(text[start : start + piece_chars])
         parser.flush()
         return time.thread_time() - started
 
     for text in HOSTILE:
+        repeated = text + text[-1] * 40_000 if piece_chars < 1000 else text * (300_000 // len(text))
         # a cost that grew with the square would be nine times as much
-        assert seconds(text) < 6 * max(seconds(text[: len(text) // 3]), 0.02), text[:20]
+        third = max(seconds(repeated[: len(repeated) // 3]), 0.02)
+        assert seconds(repeated) < 6 * third, text
 
 
 def test_long_answers_cost_no_more_than_their_length() -> None:

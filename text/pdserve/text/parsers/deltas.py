@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import msgspec
 
 
@@ -33,18 +35,17 @@ Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 def joined(deltas: list[Delta]) -> list[Delta]:
     """Deltas of which adjacent ones of the same kind and call are one."""
-    joined: list[Delta] = []
-    for delta in deltas:
-        last = joined[-1] if joined else None
-        if isinstance(delta, ToolCallDelta):
-            if isinstance(last, ToolCallDelta) and delta.name is None and delta.index == last.index:
-                joined[-1] = ToolCallDelta(last.index, last.name, last.arguments + delta.arguments)
-                continue
-        elif last is not None and type(last) is type(delta):
-            joined[-1] = type(delta)(last.text + delta.text)
-            continue
-        joined.append(delta)
-    return joined
+    if len(deltas) < 2:
+        return deltas
+    return [_one(list(parts)) for _, parts in groupby(deltas, lambda each: (type(each), getattr(each, "index", None)))]
+
+
+def _one(parts: list[Delta]) -> Delta:
+    first = parts[0]
+    if isinstance(first, ToolCallDelta):
+        arguments = "".join(part.arguments for part in parts if isinstance(part, ToolCallDelta))
+        return ToolCallDelta(first.index, first.name, arguments)
+    return type(first)("".join(part.text for part in parts if not isinstance(part, ToolCallDelta)))
 
 
 def tag_begun(text: str, tags: tuple[str, ...]) -> int:

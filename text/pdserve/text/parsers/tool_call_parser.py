@@ -102,6 +102,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 """By vLLM's names."""
 
 
+_PART_CHARS = 1024
+"""Characters that are parsed at once: the rest of a part is copied with each call in it."""
+
+
 class _State(enum.Enum):
     TEXT = enum.auto()
     CALL = enum.auto()
@@ -135,14 +139,16 @@ class ToolCallParser:
     def feed(self, text: str) -> list[Delta]:
         """New output from the next piece of text."""
         deltas: list[Delta] = []
-        while text:
-            match self._state:
-                case _State.TEXT:
-                    text = self._in_text(text, deltas)
-                case _State.CALL:
-                    text = self._in_call(text, deltas)
-                case _State.AFTER_CALL:
-                    text = self._after_call(text)
+        for start in range(0, len(text), _PART_CHARS):
+            part = text[start : start + _PART_CHARS]
+            while part:
+                match self._state:
+                    case _State.TEXT:
+                        part = self._in_text(part, deltas)
+                    case _State.CALL:
+                        part = self._in_call(part, deltas)
+                    case _State.AFTER_CALL:
+                        part = self._after_call(part)
         return joined(deltas)
 
     def flush(self) -> list[Delta]:
