@@ -69,6 +69,12 @@ async def check_prompt(oracle: Oracle, http: httpx.AsyncClient) -> None:
     offsets = echoed["logprobs"]["text_offset"]
     assert offsets == sorted(offsets)
     assert echoed["text"][offsets[len(PROMPT)] :].startswith(echoed["logprobs"]["tokens"][len(PROMPT)])
+    alone = {"echo": True, "logprobs": 1, "max_tokens": 0, "return_tokens_as_token_ids": True}
+    prompt = (await http.post("/v1/completions", json=body | alone)).json()["choices"][0]
+    assert prompt["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in PROMPT]
+    for name in ("token_logprobs", "text_offset"):
+        assert prompt["logprobs"][name] == pytest.approx(echoed["logprobs"][name][: len(PROMPT)], abs=1e-4)
+    assert echoed["text"].startswith(prompt["text"])
 
 
 async def test_i1_parameters_and_log_probabilities_through_p_and_d(

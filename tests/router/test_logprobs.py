@@ -182,6 +182,25 @@ async def test_a_stop_string_cuts_the_log_probabilities_too(client):
     assert answer.choices[0].logprobs.text_offset == [0, 1]
 
 
+async def test_tokens_by_their_ids(client):
+    ids = {"extra_body": {"return_tokens_as_token_ids": True}}
+    answer = await client.completions.create(model="fake-model", prompt="hi", max_tokens=3, logprobs=2, **ids)
+    names = [f"token_id:{token(char)}" for char in "abc"]
+    told = answer.choices[0].logprobs
+    assert (told.tokens, told.text_offset) == (names, [0, 1, 2])
+    assert told.top_logprobs[0] == {names[0]: -0.5, f"token_id:{token('z')}": -1.5}
+    stream = await client.completions.create(
+        model="fake-model", prompt="hi", max_tokens=3, logprobs=2, stream=True, **ids
+    )
+    parts = [chunk.choices[0].logprobs.tokens async for chunk in stream]
+    assert [name for part in parts for name in part] == names
+    answer = await client.chat.completions.create(
+        model="fake-model", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2, **ids
+    )
+    assert [entry.token for entry in answer.choices[0].logprobs.content] == names
+    assert answer.choices[0].logprobs.content[0].top_logprobs[1].token == f"token_id:{token('z')}"
+
+
 BROKEN = [
     None,
     request_pb2.Logprobs(),

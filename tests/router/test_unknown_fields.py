@@ -49,6 +49,14 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "x"},),
     "prompt_cache_retention": ("24h", "in_memory"),
     "prediction": ({"type": "content", "content": "x"},),
+    "session_id": ("s",),
+    "stream_interval": (1, 8),
+    "media_io_kwargs": ({"video": {"num_frames": 4}},),
+    "mm_processor_kwargs": ({"num_crops": 4},),
+    "mm_payload": ("none", "tensors"),
+    "return_mm_kwargs": (True, False),
+    "return_token_offsets": (True, False),
+    "routed_experts_prompt_start": (0, 3),
 }
 
 
@@ -85,6 +93,20 @@ def test_fields_for_the_chat_template() -> None:
         text = asked(CompletionBody, add_special_tokens=add_special_tokens).prompt
         assert isinstance(text, TextInput)
         assert text.add_special_tokens is add_special_tokens
+
+
+def test_the_clients_id_of_a_request_in_its_body() -> None:
+    for kind in (ChatBody, CompletionBody):
+        assert asked(kind, request_id="mine").client_request_id == "mine"
+        prompt = {"messages": [USER]} if kind is ChatBody else {"prompt": "x"}
+        body = parsed(kind, request_id="mine", **prompt)
+        assert body.requests({}, CallFields(1.0, {}, "of a header"))[0].client_request_id == "of a header"
+        for value, told in (
+            ("x" * 257, "request_id has 257 characters, at most 256"),
+            ("a\n", "request_id has U.000A"),
+        ):
+            with pytest.raises(InvalidRequest, match=told):
+                asked(kind, request_id=value)
 
 
 UNKNOWN: dict[str, Any] = {

@@ -172,6 +172,8 @@ class HttpFront:
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
             echo=_echo(body, requests, inference.tokenizer),
+            echoed=body.echoed if isinstance(body, ChatBody) else "",
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             parsed=ChatChoiceWriter.of(requests[0], inference.parsers, include_reasoning=_includes_reasoning(body)),
             returns_token_ids=bool(body.return_token_ids),
             choices_each=requests[0].sampling_params.n,
@@ -214,8 +216,13 @@ def _includes_reasoning(body: CompletionBody | ChatBody) -> bool:
 def _echo(body: CompletionBody | ChatBody, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> Echo | None:
     if not isinstance(body, CompletionBody) or not body.echo:
         return None
-    truncated = requests[0].truncation is not None
-    return Echo([r.prompt for r in requests], requests[0].sampling_params.n, tokenizer, truncated=truncated)
+    return Echo(
+        [request.prompt for request in requests],
+        requests[0].sampling_params.n,
+        tokenizer,
+        truncated=requests[0].truncation is not None,
+        alone=body.echoes_alone,
+    )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

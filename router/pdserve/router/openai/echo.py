@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.router.openai.logprobs import completion_logprobs, finite, named_candidates
+from pdserve.router.openai.logprobs import completion_logprobs, finite, named_by_ids, named_candidates
 from pdserve.text.prompt import Prompt, TextInput
 from pdserve.text.request_output import CompletionOutput
 from pdserve.text.tokenizer import Tokenizer
@@ -16,10 +16,17 @@ class Echo:
     """Prompts of one request, by choice."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], choices_each: int, tokenizer: Tokenizer, *, truncated: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        choices_each: int,
+        tokenizer: Tokenizer,
+        *,
+        truncated: bool = False,
+        alone: bool = False,
     ) -> None:
         """choices_each: number of choices per prompt; choices are numbered prompt by prompt. truncated: only a part of the
-        prompts' tokens may have been computed."""
+        prompts' tokens may have been computed. alone: the output is left out."""
+        self.alone = alone
         self._prompts = prompts
         self._truncated = truncated
         self._choices_each = choices_each
@@ -40,10 +47,10 @@ class Echo:
         self._said[output.index] = said
         return said
 
-    def logprobs(self, output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    def logprobs(self, output: CompletionOutput, num_top: int, *, as_token_ids: bool = False) -> dict[str, Any]:
         """As `completion_logprobs`, for a text that begins with its prompt. Called after `before`.
 
-        The first token of the prompt has no log-probability.
+        The first token of the prompt has no log-probability. as_token_ids: as in `named_by_ids`, of which `output` comes.
         """
         of_output = completion_logprobs(output, num_top)
         shift = len(self._said.get(output.index, ""))
@@ -54,8 +61,12 @@ class Echo:
             self._tokenizer.token_piece(token_id).decode(errors="replace") for token_id in output.prompt_token_ids
         ]
         known = [candidates for candidates in output.prompt_logprobs if candidates is not None]
+        names = tokens
+        if as_token_ids:
+            known = list(map(named_by_ids, known))
+            names = [f"token_id:{token_id}" for token_id in output.prompt_token_ids]
         of_prompt: dict[str, list[Any]] = {
-            "tokens": tokens,
+            "tokens": names,
             "token_logprobs": [None, *(finite(next(iter(candidates.values())).logprob) for candidates in known)],
             "top_logprobs": [None, *(named_candidates(next(iter(c)), c, num_top) for c in known)],
             "text_offset": [0, *itertools.accumulate(map(len, tokens[:-1]))],

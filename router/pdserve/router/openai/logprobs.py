@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from pdserve.text.request_output import CompletionOutput, Logprob
 
 LEAST_LOGPROB = -9999.0
@@ -40,6 +42,14 @@ def named_candidates(token_id: int, candidates: dict[int, Logprob], num_top: int
         # incomplete characters have the same text; the most likely one is kept
         named.setdefault(candidate.decoded_token, finite(candidate.logprob))
     return named
+
+
+def named_by_ids(candidates: dict[int, Logprob]) -> dict[int, Logprob]:
+    """Candidates of one position with `token_id:N` in place of their texts, by which tokens with equal texts differ."""
+    return {
+        token_id: msgspec.structs.replace(candidate, decoded_token=f"token_id:{token_id}")
+        for token_id, candidate in candidates.items()
+    }
 
 
 def prompt_logprobs(output: CompletionOutput, num_top: int) -> list[dict[str, Any] | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.sampling_params import (
     MAX_ENTRIES,
     MAX_LOGPROBS,
@@ -26,6 +27,7 @@ from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.tools import NamedTool, ToolBody
+from pdserve.text.chat_template import plain_message
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt, Truncation
 
@@ -84,6 +86,11 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     """Keep this number of the prompt's last tokens; -1: as many as fit."""
     truncation_side: str | None = None
+    echo: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as `token_id:N`."""
+    request_id: str | None = None
+    """The client's id of the request, if no header has one."""
     # accepted, and without effect
     user: str | None = None
     safety_identifier: str | None = None
@@ -94,11 +101,27 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     prediction: Any = None
+    session_id: str | None = None
+    stream_interval: int | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_payload: str | None = None
+    return_mm_kwargs: bool | None = None
+    return_token_offsets: bool | None = None
+    routed_experts_prompt_start: int | None = None
     # known, but only with the value that changes nothing
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
+    watermarking: bool | None = None
+    thinking_token_budget: Any = None
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: Any = None
+    return_prompt_text: bool | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -165,6 +188,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """
         self.verify()
         form.verify()
+        if self.request_id is not None and not call.client_request_id:
+            verify_client_request_id(self.request_id, "request_id")
+            call = call._replace(client_request_id=self.request_id)
         sampling = self.sampling(defaults, form)
         truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
@@ -187,7 +213,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     prompt: OpenAIPrompts
     best_of: int | None = None
-    echo: bool | None = None
     suffix: str | None = None
     logprobs: int | None = None
 
@@ -202,8 +227,14 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             form=output_form(self.response_format, self.structured_outputs),
             defaults=defaults,
             call=call,
-            max_tokens=self.max_tokens,
+            # workers compute a prompt up to its first token, which is not returned then
+            max_tokens=1 if self.echoes_alone else self.max_tokens,
         )
+
+    @property
+    def echoes_alone(self) -> bool:
+        """True if the prompts are returned without any output."""
+        return bool(self.echo) and self.max_tokens == 0
 
     @property
     def num_logprobs(self) -> int | None:
@@ -249,6 +280,12 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     def num_logprobs(self) -> int | None:
         """Most likely tokens to report with each; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def echoed(self) -> str:
+        """Text before each answer, with `echo`: the last message, if it is the assistant's. The messages have been verified."""
+        last = plain_message(self.messages[-1], len(self.messages) - 1)
+        return last["content"] if self.echo and last["role"] == "assistant" else ""
 
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)

@@ -12,7 +12,7 @@ from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, named_by_ids, prompt_logprobs
 from pdserve.router.requests.usage import Usage
 from pdserve.text.request_output import CompletionOutput
 
@@ -52,6 +52,8 @@ class CompletionResponseWriter:
         num_logprobs: int | None = None,
         num_prompt_logprobs: int | None = None,
         echo: Echo | None = None,
+        echoed: str = "",
+        tokens_as_ids: bool = False,
         parsed: ChatChoiceWriter | None = None,
         returns_token_ids: bool = False,
         choices_each: int = 1,
@@ -59,7 +61,8 @@ class CompletionResponseWriter:
         """num_logprobs: most likely tokens to report per token; None: no log-probabilities. num_prompt_logprobs: the same per
         prompt token, in a whole response.
 
-        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt. parsed: set if the
+        continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt. echoed: text that
+        precedes each answer of a chat. tokens_as_ids: name tokens as `token_id:N` in log-probabilities. parsed: set if the
         answer of a chat may contain reasoning or calls. returns_token_ids: write token ids of prompts and output.
         choices_each: choices per prompt.
         """
@@ -71,6 +74,8 @@ class CompletionResponseWriter:
         self._continuous_usage = continuous_usage
         self._num_streamed = 0
         self._echo = echo
+        self._echoed = echoed
+        self._tokens_as_ids = tokens_as_ids
         self._parsed = parsed
         self._returns_token_ids = returns_token_ids
         self._choices_each = choices_each
@@ -91,6 +96,7 @@ class CompletionResponseWriter:
 
     def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
         """The body of an answer that is not streamed."""
+        outputs = [self._shown(output) for output in outputs]
         body = self._head | {
             "choices": [self._choice(output) for output in outputs],
             "usage": self._usage(usage),
@@ -103,13 +109,13 @@ class CompletionResponseWriter:
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
         """The event for one choice's new text; before a chat choice's first, the event that opens it."""
-        opening = b""
+        output, opening = self._shown(output), b""
         if self._chat and output.index not in self._started:
             self._started.add(output.index)
             prompt = b"" if output.index else self._prompt_ids(output)
             opening = self._chunk_head + (
-                prompt + b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
-                b'"finish_reason":null}]}\n\n' % output.index
+                prompt + b',"choices":[{"index":%d,"delta":{"role":"assistant","content":%b},"logprobs":null,'
+                b'"finish_reason":null}]}\n\n' % (output.index, _encode(self._echoed))
             )
         return opening + self._text_chunk(output) + self._usage_so_far(output, usage) + b"}\n\n"
 
@@ -147,6 +153,16 @@ class CompletionResponseWriter:
                 ids += self._prompt_ids(output)
         return head + text + self._after_text + logprobs + reason + ids + b"}]"
 
+    def _shown(self, output: CompletionOutput) -> CompletionOutput:
+        """The part of an output that is written."""
+        if self._echo is not None and self._echo.alone:
+            return msgspec.structs.replace(
+                output, text="", token_ids=[], logprobs=[], text_offsets=[], finish_reason="length", stop_reason=None
+            )
+        if self._tokens_as_ids and output.logprobs is not None:
+            return msgspec.structs.replace(output, logprobs=list(map(named_by_ids, output.logprobs)))
+        return output
+
     def _is_first_of_prompt(self, output: CompletionOutput) -> bool:
         return output.index % self._choices_each == 0
 
@@ -168,6 +184,8 @@ class CompletionResponseWriter:
         return b',"usage":' + _encode(self._usage(so_far))
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
+        if self._echo is not None and self._echo.alone:
+            usage = msgspec.structs.replace(usage, completion_tokens=0)
         written = usage_json(usage)
         if self._parsed is not None and (num_tokens := self._parsed.reasoning_tokens) is not None:
             written["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
@@ -190,13 +208,16 @@ class CompletionResponseWriter:
             choice["token_ids"] = raw_list(output.token_ids)
             if not self._chat and self._is_first_of_prompt(output):
                 choice["prompt_token_ids"] = raw_list(output.prompt_token_ids or [])
-        return choice if self._parsed is None else choice | self._parsed.message(output)
+        choice |= {} if self._parsed is None else self._parsed.message(output)
+        if self._echoed:
+            choice["message"]["content"] = self._echoed + (choice["message"]["content"] or "")
+        return choice
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
         if self._echo is not None:
-            return self._echo.logprobs(output, self._num_logprobs)
+            return self._echo.logprobs(output, self._num_logprobs, as_token_ids=self._tokens_as_ids)
         write = chat_logprobs if self._chat else completion_logprobs
         return write(output, self._num_logprobs)
 
