@@ -40,6 +40,7 @@ from pdserve.worker.peer_channels import PeerChannels
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
 from tests.support.kv_layouts import make_layout
+from tests.support.late_executor import LateExecutor
 from tests.support.local_connector import LocalConnector, LocalNetwork
 from tests.support.waiting import HANG_S
 
@@ -55,9 +56,16 @@ class Node:
     """What a worker holds, without its process."""
 
     def __init__(
-        self, name: str, *connectors: Any, staged: bool = False, grace_s: float = HANG_S, **fields: Any
+        self,
+        name: str,
+        *connectors: Any,
+        staged: bool = False,
+        late: bool = False,
+        grace_s: float = HANG_S,
+        **fields: Any,
     ) -> None:
-        """staged: as if the engine's pool were on a device, with connectors that reach host memory only. grace_s: the lease's."""
+        """staged: as if the engine's pool were on a device, with connectors that reach host memory only. late: steps write the pool
+        as late as on a device. grace_s: the lease's."""
         fields = {
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
@@ -77,6 +85,8 @@ class Node:
         self.core = make_engine_core(
             self.config, self.model, [self.cache], HASHER, VOCAB_SIZE, outbox, attention=attention
         )
+        if late:
+            self.core.executor = LateExecutor(self.core.executor, self.cache)
         self.engine = EngineClient(self.core)
         self.peer = PeerId(name, secrets.randbits(64))
         receiving = ReceiverInfo(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
 from tests.support.hash_model import greedy_answer
 from tests.support.waiting import HANG_S, eventually
@@ -28,10 +30,10 @@ async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any)
     pair = await make_pair(**STAGED)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(real: Any, block_ids: Sequence[int]) -> None:
+    def slow(real: Any, *args: Any) -> None:
         begun.set()
         assert go_on.wait(HANG_S)
-        real(block_ids)
+        real(*args)
 
     _instead(pair.d.staged, "to_device", slow)
     asked = pair.ask(PROMPT)
@@ -76,9 +78,9 @@ async def test_what_landed_before_a_failure_is_cached_though_it_was_still_being_
     pair = await make_pair(**STAGED, local_stall_s=0.3)
     go_on = threading.Event()
 
-    def slow(real: Any, block_ids: Sequence[int]) -> None:
+    def slow(real: Any, *args: Any) -> None:
         assert go_on.wait(HANG_S)
-        real(block_ids)
+        real(*args)
 
     _instead(pair.d.staged, "to_device", slow)
     pair.p.connector.serve_only(3)
@@ -93,6 +95,30 @@ async def test_what_landed_before_a_failure_is_cached_though_it_was_still_being_
     await pair.idle()
     assert pair.d.core.scheduler.pool.num_cached == transfer.num_landed == 3
     assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
+
+
+async def test_a_step_of_the_blocks_last_owner_overwrites_nothing_that_landed(make_pair: Any) -> None:
+    """An aborted prefill's step may still be running on the device when its blocks receive another prompt."""
+    pair = await make_pair(
+        p={"staged": True, "late": True}, d={"staged": True, "late": True, "num_blocks": 12, "max_model_len": 48}
+    )
+    aborted = EngineCoreRequest(
+        request_id="aborted",
+        prompt_token_ids=[(5 * i) % 60 for i in range(40)],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=4),
+        prefill_here=True,
+    )
+
+    def begin_and_abort(core: EngineCore) -> None:
+        core.add_request(aborted)
+        core.step()
+        core.abort_request("aborted")
+
+    pair.d.engine.call(begin_and_abort)
+    asked = pair.ask(PROMPT)
+    assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
+    pair.leave(asked)
+    await pair.idle()
 
 
 async def _all_of(stream: OutputStream) -> None:

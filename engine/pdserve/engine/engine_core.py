@@ -197,6 +197,7 @@ class EngineCore:
             return StepInFlight(scheduled, None, time.monotonic())
         started_at = time.monotonic()
         self.executor.execute_model(scheduled)
+        self.scheduler.step_launched(self.executor.kv_written)
         grammar = self.scheduler.get_grammar_bitmask(scheduled)
         return StepInFlight(scheduled, self.executor.sample_tokens(grammar), started_at)
 

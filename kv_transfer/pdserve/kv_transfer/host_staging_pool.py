@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.kv_transfer.coalesce import number_runs
 from pdserve.kv_transfer.connector import PoolMemory
 
@@ -33,21 +34,24 @@ class HostStagingPool:
         """The host memory that connectors serve."""
         return host_memory(self._host_blocks)
 
-    def to_host(self, block_ids: Sequence[int], written: object | None = None) -> None:
+    def to_host(self, block_ids: Sequence[int], written: DeviceEvent | None = None) -> None:
         """Copy blocks to host memory; complete when this returns.
 
         written: the event of the step that wrote them last; the copy waits for it.
         """
         self._copy(self._host_blocks, self._device_blocks, block_ids, written)
 
-    def to_device(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks to the device; complete for every kernel launched after this returns."""
-        self._copy(self._device_blocks, self._host_blocks, block_ids, None)
+    def to_device(self, block_ids: Sequence[int], unused: DeviceEvent | None = None) -> None:
+        """Copy blocks to the device; complete for every kernel launched after this returns.
 
-    def _copy(self, target: Tensor, origin: Tensor, block_ids: Sequence[int], after: object | None) -> None:
+        unused: the event of the last step that may write these blocks for an earlier owner; the copy waits for it.
+        """
+        self._copy(self._device_blocks, self._host_blocks, block_ids, unused)
+
+    def _copy(self, target: Tensor, origin: Tensor, block_ids: Sequence[int], after: DeviceEvent | None) -> None:
+        if after is not None:
+            after.synchronize()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            if self._stream is not None and isinstance(after, torch.cuda.Event):
-                self._stream.wait_event(after)
             for first, count in number_runs(block_ids):
                 target[first : first + count].copy_(origin[first : first + count], non_blocking=True)
         if self._stream is not None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
@@ -76,6 +77,8 @@ class _Receiver:
         self.transfer = transfer
         self.landed = landed
         self.hold: PinnedBlocks | None = None
+        self.unused: DeviceEvent | None = None
+        """On a GPU, the event after which no earlier owner's step writes the hold's blocks."""
         self.num_staged = 0
         """Blocks of the hold that have landed and are being copied to the device."""
         self.stream: asyncio.Task[None] | None = None
@@ -319,7 +322,7 @@ class KvTransferManager:
         if receiver is None or receiver.hold is not None:
             self._return(message.request_id, [message.hold])
             return
-        receiver.hold = message.hold
+        receiver.hold, receiver.unused = message.hold, message.device_event
         receiver.transfer.room(message.first_index, message.hold.block_ids)
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
@@ -329,7 +332,7 @@ class KvTransferManager:
             return
         new = receiver.hold.block_ids[receiver.num_staged : num_blocks]
         receiver.num_staged = num_blocks
-        copied = self._loop.run_in_executor(self._block_work, self._staged.to_device, new)
+        copied = self._loop.run_in_executor(self._block_work, self._staged.to_device, new, receiver.unused)
 
         def report(done: asyncio.Future[None]) -> None:
             if done.cancelled():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Protocol
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -21,7 +22,7 @@ class Executor(Protocol):
         """Hidden size H, the largest length of an embedding."""
 
     @property
-    def kv_written(self) -> object | None:
+    def kv_written(self) -> DeviceEvent | None:
         """On a GPU, the event after which the KV of all steps so far is in the pool; None on a processor, where KV is written at
         once."""
 
@@ -46,7 +47,7 @@ class SingleDeviceExecutor:
         return self.runner.hidden_size
 
     @property
-    def kv_written(self) -> object | None:
+    def kv_written(self) -> DeviceEvent | None:
         return self.runner.kv_written
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:

@@ -211,7 +211,7 @@ class ModelRunner:
         """An event after all work queued on the device so far; None on a processor, which computes at once."""
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

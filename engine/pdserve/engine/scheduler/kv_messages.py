@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 
@@ -29,6 +30,8 @@ class ReceiveInto:
     request_id: str
     first_index: int
     hold: PinnedBlocks
+    device_event: DeviceEvent | None = None
+    """On a GPU, the event that must complete before bytes are written: a step of the blocks' last owner may still write them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Settled:
     request_id: str
     first_index: int
     hold: PinnedBlocks
-    device_event: object | None = None
+    device_event: DeviceEvent | None = None
     """On a GPU, the event that must complete before the bytes are read."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import PinTracker
@@ -72,6 +73,8 @@ class RemoteKvQueue:
         self._receiving: dict[str, Receive] = {}
         self.num_parked = 0
         """Number of sequences that hold blocks in this queue; each will need further blocks."""
+        self.launched_event: DeviceEvent | None = None
+        """On a GPU, the event of the last launched step. No later step writes a block that is free now."""
         self._room_expected_until = 0.0
         """Time until which blocks of an evicted sequence are expected, `time.monotonic()` seconds."""
 
@@ -112,7 +115,7 @@ class RemoteKvQueue:
             hold = self._holds.out(self._kv.hold(request, len(computed), len(room)))
             self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
-            self._connector.send(ReceiveInto(request.request_id, len(computed), hold))
+            self._connector.send(ReceiveInto(request.request_id, len(computed), hold, self.launched_event))
 
     @property
     def returns_room(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import Evicted, InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import (
     EngineCoreEventType,
@@ -334,8 +335,12 @@ class Scheduler:
 
     # ---- results
 
+    def step_launched(self, kv_written: DeviceEvent | None) -> None:
+        """Note that a step runs. kv_written: on a GPU, the event after which its KV is in the pool."""
+        self.receives.launched_event = kv_written
+
     def update_from_output(
-        self, scheduled: SchedulerOutput, computed: ModelRunnerOutput, kv_written: object | None = None
+        self, scheduled: SchedulerOutput, computed: ModelRunnerOutput, kv_written: DeviceEvent | None = None
     ) -> None:
         """Apply a step's result: cache and publish KV, append tokens, end sequences.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager, RestingTable
@@ -104,7 +105,7 @@ class KvSendTracker:
         self._holds = holds
         self._connector = connector
         self._resting: dict[str, tuple[Request, RestingTable]] = {}
-        self.device_event: object | None = None
+        self.device_event: DeviceEvent | None = None
         """On a GPU, the event of the last step; every final block was written before it."""
 
     def rest(self, request: Request) -> None:

@@ -1,0 +1,59 @@
+"""`LateExecutor`: an executor whose steps write the KV pool as late as a GPU may.
+
+A step on a GPU returns before its kernels have run. Here a step's bytes stay aside until its event is waited for, or until the next
+step is launched, which runs after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from pdserve.engine.runner.executor import Executor
+from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+
+class LateEvent:
+    """The end of one step's writes. Thread-safe."""
+
+    def __init__(self, kv_cache: Tensor, before: Tensor) -> None:
+        self._lock = threading.Lock()
+        self._kv_cache = kv_cache
+        self._changed = (kv_cache != before).nonzero(as_tuple=True)
+        self._written = kv_cache[self._changed]
+        self._is_done = False
+        kv_cache.copy_(before)
+
+    def synchronize(self) -> None:
+        with self._lock:
+            if not self._is_done:
+                self._kv_cache[self._changed] = self._written
+                self._is_done = True
+
+
+class LateExecutor:
+    """Wraps an `Executor` over one pool."""
+
+    def __init__(self, executor: Executor, kv_cache: Tensor) -> None:
+        self._executor = executor
+        self._kv_cache = kv_cache
+        self.kv_written: LateEvent | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        return self._executor.hidden_size
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        if self.kv_written is not None:
+            self.kv_written.synchronize()
+        before = self._kv_cache.clone()
+        self._executor.execute_model(scheduled)
+        self.kv_written = LateEvent(self._kv_cache, before)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        return self._executor.sample_tokens(grammar)
+
+    def close(self) -> None:
+        self._executor.close()
