@@ -26,8 +26,8 @@ test-all: $(VENV)/.helm  ## every test but those of make faults and make soak, t
 
 # one environment per set of client libraries that agree about versions; what is installed stands in tests/clients/requirements/
 CLIENTS := .venv-clients
-SETS := openai_3
-clients: $(VENV)/.runtime $(SETS:%=$(CLIENTS)/%/.installed)  ## client libraries against a cluster
+SETS := openai_3 openai_2
+clients: $(VENV)/.runtime $(SETS:%=$(CLIENTS)/%/.installed) $(CLIENTS)/.node  ## client libraries of Python and Node against a cluster
 	for set in $(SETS); do \
 	  $(CLIENTS)/$$set/bin/python -m pytest -q -c tests/clients/pytest.ini --rootdir . --confcutdir tests/clients \
 	    tests/clients/$$set || exit; \
@@ -36,6 +36,11 @@ clients: $(VENV)/.runtime $(SETS:%=$(CLIENTS)/%/.installed)  ## client libraries
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt deploy/install.py
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python deploy/install.py --only $<
+	touch $@
+
+# without npm those tests are skipped
+$(CLIENTS)/.node: tests/clients/node/package-lock.json
+	! command -v npm > /dev/null || npm ci --no-audit --no-fund --ignore-scripts --prefix $(<D)
 	touch $@
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
@@ -87,7 +92,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'
