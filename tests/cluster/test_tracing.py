@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc.aio
@@ -39,6 +40,7 @@ SERVICE_OF = {
     name: f"pdserve-{'router' if PARENT_OF[name] == 'request' else 'prefill' if name.startswith('prefill') else 'decode'}"
     for name in PARENT_OF
 }
+ROLES = ("prefill", "decode")
 SPANS = {"request", *PARENT_OF}
 WITHIN = 0.03
 
@@ -109,7 +111,7 @@ def check_tree(spans: dict[str, ReceivedSpan], *, cut_short: bool = False) -> No
             continue
         parent = spans[PARENT_OF[name]]
         assert span.parent_id == parent.span_id, name
-        assert span.service == SERVICE_OF[name], name
+        assert (span.service, span.version) == (SERVICE_OF[name], version("pdserve")), name
         assert parent.start_ns <= span.start_ns <= span.end_ns, name
         # a worker that is told to stop does so after the router has: there is no moment by which it must
         if not (cut_short and span.failed and span.service != "pdserve-router"):
@@ -166,7 +168,7 @@ async def test_i12_every_request_has_one_trace_over_all_services(cluster: Cluste
         assert request.parent_id == "ab" * 8
         assert request.attributes["gen_ai.usage.input_tokens"] == num_tokens
         assert request.attributes["gen_ai.usage.output_tokens"] == 12
-        assert spans["route"].attributes["pdserve.route.candidates"]
+        assert set(spans["route"].attributes["pdserve.route.candidates"]) == {f"{r}-{n}" for r in ROLES for n in (0, 1)}
         assert spans["prefill.compute"].events == ["chunk"] * spans["prefill.compute"].events.count("chunk")
         assert len(spans["prefill.compute"].events) >= -(-num_tokens // 64)
         assert transfer.attributes["pdserve.kv.connector"] in ("tcp", "nixl")

@@ -151,7 +151,10 @@ def test_a_decision_as_attributes_is_flat():
     assert found["pdserve.route.kind"] == "remote"
     assert (found["pdserve.route.prefill_overlap_blocks"], found["pdserve.route.decode_overlap_blocks"]) == (2, 5)
     assert found["pdserve.route.left_out"] == ["decode x: draining"]
-    assert found["pdserve.route.candidates"][1] == "decode d: overlap 5, cost 2.5"
+    assert found["pdserve.route.candidates"] == ["p", "d"]
+    assert found["pdserve.route.candidates.role"] == ["prefill", "decode"]
+    assert found["pdserve.route.candidates.overlap_blocks"] == [2, 5]
+    assert found["pdserve.route.candidates.cost_blocks"][1] == 2.5
     alone = decision(placement=Placement(prefill=worker("p", "prefill")))
     assert alone.attributes()["pdserve.route.kind"] == "prefill-only"
     assert "pdserve.route.decode" not in alone.attributes()

@@ -21,6 +21,7 @@ class ReceivedSpan:
     """One span as it came over the wire."""
 
     service: str
+    version: str
     trace_id: str
     span_id: str
     parent_id: str
@@ -60,10 +61,10 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         with self._came:
             self.num_exports += 1
             for resource_spans in request.resource_spans:
-                service = _values(resource_spans.resource.attributes)["service.name"]
+                resource = _values(resource_spans.resource.attributes)
                 for scope_spans in resource_spans.scope_spans:
                     for span in scope_spans.spans:
-                        received = _received(service, span)
+                        received = _received(resource, span)
                         self._spans.setdefault(received.trace_id, []).append(received)
             self._came.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -83,9 +84,10 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             return set(self._spans)
 
 
-def _received(service: str, span: Any) -> ReceivedSpan:
+def _received(resource: dict[str, Any], span: Any) -> ReceivedSpan:
     return ReceivedSpan(
-        service=service,
+        service=resource["service.name"],
+        version=resource["service.version"],
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
         parent_id=span.parent_span_id.hex(),

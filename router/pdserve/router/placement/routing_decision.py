@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,8 @@ LOG_LENGTH = 128
 _MAX_IN_ATTRIBUTES = 16
 """Most candidates in a span's attributes."""
 
+RouteAttribute = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
+"""Value of an attribute of the span `route`."""
 _OWN_FIELDS = ("time_unix_s", "request_id", "attempt", "policy", "hint", "kind", "prompt_tokens")
 
 
@@ -103,11 +105,11 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         content = self.content()
         return {name: content[name] for name in _OWN_FIELDS}
 
-    def attributes(self) -> dict[str, str | int | float | bool | list[str]]:
-        """Flat attributes of a span, without empty values."""
-        placement = self.placement
+    def attributes(self) -> dict[str, RouteAttribute]:
+        """Flat attributes of a span, without empty values. Those of candidates are lists in the order of `candidates`."""
+        placement, candidates = self.placement, self.candidates[:_MAX_IN_ATTRIBUTES]
         estimates = placement.estimates or Estimates()
-        flat: dict[str, str | int | float | bool | list[str] | None] = {
+        flat: dict[str, RouteAttribute | None] = {
             "pdserve.route.policy": self.policy,
             "pdserve.route.hint": self.hint.value,
             "pdserve.route.kind": placement.kind,
@@ -119,10 +121,10 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "pdserve.route.local_prefill_tokens": placement.local_prefill_tokens,
             "pdserve.route.local_estimate_s": estimates.local_s,
             "pdserve.route.remote_estimate_s": estimates.remote_s,
-            "pdserve.route.candidates": [
-                f"{view.role} {view.worker_id}: overlap {view.overlap_blocks}, cost {view.cost_blocks:g}"
-                for view in self.candidates[:_MAX_IN_ATTRIBUTES]
-            ],
+            "pdserve.route.candidates": [view.worker_id for view in candidates],
+            "pdserve.route.candidates.role": [view.role for view in candidates],
+            "pdserve.route.candidates.overlap_blocks": [view.overlap_blocks for view in candidates],
+            "pdserve.route.candidates.cost_blocks": [view.cost_blocks for view in candidates],
             "pdserve.route.left_out": [
                 f"{left.role} {left.worker}: {left.why}" for left in self.left_out[:_MAX_IN_ATTRIBUTES]
             ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,12 +22,12 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.placement.placement import Placement
+from pdserve.router.placement.routing_decision import RouteAttribute
 from pdserve.router.telemetry.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from pdserve.common.telemetry.tracing import Attribute, OpenSpan
 
-RouteAttributes = Mapping[str, "str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]"]
 _ADMISSION_SHOWN_NS = 1_000_000
 _COUNTED_AT_ONCE = 128
 _LEFT = Cancelled("the client left")
@@ -160,7 +160,11 @@ class PromptTrace:
             self._span.add("admission", start, end)
 
     def routed(
-        self, started_unix_ns: int, policy: str, placement: Placement, attributes: Callable[[], RouteAttributes]
+        self,
+        started_unix_ns: int,
+        policy: str,
+        placement: Placement,
+        attributes: Callable[[], Mapping[str, RouteAttribute]],
     ) -> None:
         """Record a placement. attributes: returns attributes of the decision; called only for a span.
 
