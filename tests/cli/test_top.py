@@ -171,4 +171,4 @@ def test_numbers_and_times_have_units() -> None:
     assert [seconds(value) for value in (None, 0.0012, 0.5, 2, 120, 7200)] == [
         "-", "1.20 ms", "500 ms", "2.00 s", "2.0 min", "2.0 h"
     ]  # fmt: skip
-    assert len(one_line_waterfall(REQUEST, 40)) == 40
+    assert str(one_line_waterfall(REQUEST, 40)) == "░" * 10 + "▓" * 10 + "█" * 20

@@ -9,6 +9,8 @@ from pdserve.cli.status_client import plain
 from pdserve.router.telemetry.status_view import PhaseView, RequestView
 
 _STYLES = {"router": "blue", "prefill": "yellow", "decode": "green"}
+_FILLS = {"router": "░", "prefill": "▓", "decode": "█"}
+"""Readable also where colours are not, as in a file."""
 
 
 def count(value: float) -> str:
@@ -50,8 +52,13 @@ def one_line_waterfall(request: RequestView, width: int) -> Text:
     line = Text()
     for phase in path:
         until = round(width * min(1.0, (phase.start_s + phase.duration_s) / request.duration_s))
-        line.append("█" * (until - len(line)), style=_STYLES.get(phase.service, "blue"))
+        line.append(_FILLS.get(phase.service, "░") * (until - len(line)), style=_STYLES.get(phase.service, "blue"))
     return line
+
+
+def legend() -> Text:
+    """The fill of each service in `one_line_waterfall`."""
+    return Text("   ").join(Text(f"{fill} {service}", style=_STYLES[service]) for service, fill in _FILLS.items())
 
 
 def waterfall(request: RequestView, width: int) -> Table:

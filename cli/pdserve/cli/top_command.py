@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.cli.status_client import StatusClient, plain
-from pdserve.cli.status_text import count, meter, one_line_waterfall, outcome, seconds
+from pdserve.cli.status_text import count, legend, meter, one_line_waterfall, outcome, seconds
 from pdserve.common.errors import ConfigError
 from pdserve.router.telemetry.status_view import StatusView, WorkerView
 
@@ -99,7 +99,7 @@ def frame(status: StatusView, width: int, error: str = "", height: int | None = 
         if (hidden := status.num_workers - len(status.workers[:room])) > 0:
             parts.append(Text(f"{hidden} more", style="dim"))
         parts.append(Text(""))
-    parts.append(_slowest(status, width, narrow=narrow))
+    parts += [_slowest(status, width, narrow=narrow), legend()]
     if status.errors:
         most = sorted(status.errors.items(), key=lambda pair: -pair[1])
         parts += [Text(""), Text("errors  " + ", ".join(f"{plain(code)} {count(number)}" for code, number in most))]
@@ -129,7 +129,7 @@ def _numbers(status: StatusView) -> list[Text]:
         transfers = sum(worker.num_remote_kv for worker in status.workers)
         lines.append(
             f"prefix cache {hits} of prompt tokens, {count(status.num_indexed_blocks)} blocks indexed; "
-            f"transfers {count(transfers)}, {count(status.transfer_bytes_per_s)}B/s"
+            f"transfers {count(transfers)}, bandwidth estimate {count(status.transfer_bytes_per_s)}B/s"
         )
     return [Text(line) for line in lines]
 

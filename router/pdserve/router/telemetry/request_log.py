@@ -65,7 +65,7 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             asked=asked,
             outcome=failed.outcome if has_ended and failed is not None else "",
-            end_unix_ns=now,
+            end_unix_ns=last.end_unix_ns(now) if last is not None else now,
             timeline=last.timeline if last is not None else None,
             num_prompts=len(runs),
             num_prompt_tokens=sum(run.num_prompt_tokens for run in runs),
