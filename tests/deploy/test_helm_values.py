@@ -107,7 +107,9 @@ def test_templates_name_values_settings_and_metrics_that_exist() -> None:
     documented = set(re.findall(r"^\| `(pdserve_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
     assert metrics <= documented
     states = set(
-        re.findall(r'^        "(\w+)": stats', (ROOT / "worker/pdserve/worker/worker_metrics.py").read_text(), re.M)
+        re.findall(
+            r'^        "(\w+)": stats', (ROOT / "worker/pdserve/worker/telemetry/worker_metrics.py").read_text(), re.M
+        )
     )
     assert {"waiting", "waiting_for_kv", "in_use"} <= states
     known = {path for path, _ in objects(SCHEMA)}

@@ -47,6 +47,11 @@ FLOORS = {
         {"control", "make_connectors"}, {"connector_set", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
         {"connector"}, {"block_digest", "event_thread", "totals"},
     ),
+    "worker": (
+        {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"}, {"kv_transfer_manager"},
+        {"engine_client", "redis_publisher"},
+        {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader"},
+    ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},

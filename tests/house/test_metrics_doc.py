@@ -21,7 +21,7 @@ from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.key_metrics import KeyMetrics
-from pdserve.worker.worker_metrics import WorkerMetrics
+from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 

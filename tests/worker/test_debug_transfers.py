@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
-from pdserve.worker.worker_metrics import WorkerMetrics
+from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 from tests.support.hash_model import greedy_answer
 from tests.support.waiting import HANG_S, eventually
 

@@ -12,7 +12,7 @@ import pytest
 from pdserve.common.errors import ConfigError
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.kv_transfer.control.transfer_view import TransferLog
-from pdserve.worker.metrics_server import Health, MetricsServer
+from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from tests.support.transfer_fakes import make_view
 from tests.support.waiting import HANG_S
 

@@ -36,11 +36,11 @@ from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.request_reader import RequestReader, engine_request_id
-from pdserve.worker.worker_telemetry import WorkerTelemetry
+from pdserve.worker.telemetry.call_stats import CallStats
+from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 
 _Turns = AsyncIterator[decode_pb2.DecodeTurn]
 

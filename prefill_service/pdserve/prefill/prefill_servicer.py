@@ -19,7 +19,7 @@ from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.request_reader import RequestReader
-from pdserve.worker.worker_telemetry import WorkerTelemetry
+from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 
 _MOMENTS = {
     "queued": timeline.PREFILL_QUEUED,

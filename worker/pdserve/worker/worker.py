@@ -49,12 +49,12 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.kv_transfer_manager import KvTransferManager
-from pdserve.worker.metrics_server import Health, MetricsServer
 from pdserve.worker.peer_channels import PeerChannels
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
+from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker_servicer import WorkerServicer
-from pdserve.worker.worker_telemetry import WorkerTelemetry
 
 log = logging.getLogger(__name__)
 

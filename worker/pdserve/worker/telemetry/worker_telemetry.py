@@ -10,10 +10,10 @@ from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.worker_identity import WorkerIdentity
-from pdserve.worker.call_stats import Call, CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_transfer_manager import KvTransferManager
-from pdserve.worker.worker_metrics import WorkerMetrics
+from pdserve.worker.telemetry.call_stats import Call, CallStats
+from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class WorkerTelemetry(ServiceTelemetry):
     def _closed(self, record: CallStats) -> None:
         self._metrics.call(record)
         if self._telemetry is not None:
-            from pdserve.worker.call_spans import trace_call
+            from pdserve.worker.telemetry.call_spans import trace_call
 
             try:
                 trace_call(self._telemetry.tracing, record, self._identity.worker_id, self._identity.layout.block_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.common.telemetry.tracing import Attribute, Event, Tracing
 from pdserve.common.timeline import to_unix_ns
-from pdserve.worker.call_stats import CallStats
+from pdserve.worker.telemetry.call_stats import CallStats
 
 
 def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes: int) -> None:

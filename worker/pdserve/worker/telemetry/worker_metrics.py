@@ -11,9 +11,9 @@ from prometheus_client.metrics_core import Metric
 
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_label
 from pdserve.common.worker_identity import WorkerIdentity
-from pdserve.worker.call_stats import CallStats
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_transfer_manager import KvTransferManager
+from pdserve.worker.telemetry.call_stats import CallStats
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
 

@@ -1,0 +1,1 @@
+"""Metrics and spans of calls, and the HTTP server that shows them."""
