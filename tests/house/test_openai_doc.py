@@ -20,6 +20,7 @@ from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_NO_OP
 from pdserve.router.openai.protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from pdserve.router.responses.input_items import KINDS
+from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.router.responses.responses_body import ResponsesBody
 from pdserve.router.tenants.api_keys import ApiKeys
 
@@ -45,7 +46,11 @@ def rows(heading: str, table: int = 0) -> list[list[str]]:
 
 def test_every_endpoint() -> None:
     inference: Any = SimpleNamespace(settings=RouterSettings(), keys=ApiKeys(None))
-    routes = [route for route in HttpFront(inference).app.routes if isinstance(route, Route)]
+    routes = [
+        route
+        for route in HttpFront(inference, MemoryResponseStore(inference.settings)).app.routes
+        if isinstance(route, Route)
+    ]
     served = {
         (method, route.path.replace("{model:path}", "{id}"))
         for route in routes
@@ -56,13 +61,17 @@ def test_every_endpoint() -> None:
 
 def described() -> dict[str, Any]:
     inference: Any = SimpleNamespace(settings=RouterSettings(), keys=ApiKeys(None))
-    return openapi(route for route in HttpFront(inference).app.routes if isinstance(route, Route))
+    return openapi(
+        route
+        for route in HttpFront(inference, MemoryResponseStore(inference.settings)).app.routes
+        if isinstance(route, Route)
+    )
 
 
 def test_openapi_has_every_endpoint_and_every_field_that_is_parsed() -> None:
     description = described()
     served = {(method.upper(), path) for path, operations in description["paths"].items() for method in operations}
-    assert {(m, path.strip("`").replace("{id}", "{model}")) for m, path, _ in rows("Endpoints")} == served
+    assert {(m, path.strip("`").replace("models/{id}", "models/{model}")) for m, path, _ in rows("Endpoints")} == served
     assert {path for path, operations in description["paths"].items() if "post" in operations} == set(BODIES)
     for path, kind in BODIES.items():
         content = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]

@@ -24,6 +24,8 @@ from tests.support.waiting import HANG_S, eventually
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [
+    "set",
+    "getrange",
     "hmget",
     "hget",
     "hset",

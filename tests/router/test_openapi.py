@@ -16,6 +16,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.router.http_front.front_http import HttpFront
+from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.router.tenants.api_keys import ApiKeys
 
 KEY = "a-key-of-a-client-that-is-known"
@@ -29,7 +30,7 @@ PREFLIGHT = {
 def client_of(**settings: Any) -> httpx.AsyncClient:
     made = RouterSettings(**settings)
     inference: Any = SimpleNamespace(settings=made, keys=ApiKeys.from_settings(made), healthy=True)
-    transport = httpx.ASGITransport(app=HttpFront(inference).app)
+    transport = httpx.ASGITransport(app=HttpFront(inference, MemoryResponseStore(made)).app)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
 
 

@@ -44,7 +44,7 @@ def writer(*, parses: bool = True, **fields: Any) -> ResponsesWriter:
     parsers = AnswerParsers(None, tags, tokenizer)  # type: ignore[arg-type]
     return ResponsesWriter(
         "1" * 32,
-        fixed_fields(body, body.request({}, CALL), "demo"),
+        fixed_fields(body, body.request({}, CALL, []), "demo"),
         parsed=ChatChoiceWriter(parsers, tool_format=TOOL_FORMATS["hermes"], tags=tags) if parses else None,
         num_logprobs=body.num_logprobs,
         include_timeline=False,

@@ -209,7 +209,7 @@ async def _start_large(cluster, monkeypatch):
 
 def test_every_endpoint_has_a_worst_body(cluster):
     """What takes no message cannot be given a large one."""
-    front = HttpFront(mock.Mock())
+    front = HttpFront(mock.Mock(), mock.Mock())
     routes = [route for route in front.app.routes if isinstance(route, Route)]
     posts = {route.path for route in routes if "POST" in (route.methods or ())}
     assert posts == {worst.path for worst in worst_bodies.HTTP}

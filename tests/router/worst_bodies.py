@@ -13,6 +13,7 @@ LIMIT = 2 << 20
 """`max_request_bytes` of a router whose model takes `MODEL_LEN` tokens."""
 MODEL_LEN = 131_072
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
@@ -103,6 +104,23 @@ CHAT_BODIES = [
     Worst("metadata", CHAT, numbered(f'{{{_USER},"metadata":{{', '"%d":""', "}}")),
     Worst("functions", CHAT, repeated(f'{{{_USER},"functions":[', '"ab"', "]}")),
 ]  # fmt: skip
+_CALL = '{"input":[{"type":"function_call","call_id":"c","name":"f","arguments":"'
+RESPONSE_BODIES = [
+    Worst("empty items", RESPONSES, repeated('{"input":[', "{}", "]}")),
+    Worst("as many items as may be", RESPONSES, json.dumps({"input": [{"role": "user", "content": "a"}] * 4096}).encode()),
+    Worst("parts", RESPONSES,
+          repeated('{"input":[{"role":"user","content":[', '{"type":"input_text","text":""}', "]}]}")),
+    Worst("fields of an item", RESPONSES, numbered('{"input":[{"role":"user","content":"a",', '"%d":1', "}]}")),
+    Worst("deep items", RESPONSES, b'{"input":[' + b'{"a":' * (LIMIT // 5 - 20) + b"1}"),
+    Worst("arguments of lists", RESPONSES, repeated(f"{_CALL}[", "[]", ']"}]}')),
+    Worst("arguments of numbers", RESPONSES, repeated(f"{_CALL}[", "1", ']"}]}')),
+    Worst("deep arguments", RESPONSES, _CALL.encode() + b"[" * (LIMIT - 100) + b'"}]}'),
+    Worst("tools", RESPONSES, repeated('{"input":"a","tools":[', '{"type":"function","name":"f"}', "]}")),
+    Worst("metadata", RESPONSES, numbered('{"input":"a","metadata":{', '"%d":""', "}}")),
+    Worst("things to include", RESPONSES, repeated('{"input":"a","include":[', '"message.output_text.logprobs"', "]}")),
+    Worst("long metadata", RESPONSES,
+          json.dumps({"input": "a", "max_output_tokens": 1, "metadata": {"a": "b" * (LIMIT - 100)}}).encode(), 200),
+]  # fmt: skip
 OTHER_BODIES = [
     Worst("many inputs", EMBEDDINGS, repeated('{"input":[', '"a"', "]}")),
     Worst("all inputs", EMBEDDINGS, json.dumps({"input": ["a"] * 2048}).encode(), 200),
@@ -120,7 +138,7 @@ OTHER_BODIES = [
     Worst("as many token ids as may be", DETOKENIZE, repeated('{"tokens":[', "9", "]}", (5 << 18) + 13), 200),
     Worst("too large", COMPLETIONS, b" " * (LIMIT + 1), 413),
 ]  # fmt: skip
-HTTP = [*COMPLETION_BODIES, *CHAT_BODIES, *OTHER_BODIES]
+HTTP = [*COMPLETION_BODIES, *CHAT_BODIES, *RESPONSE_BODIES, *OTHER_BODIES]
 
 
 def varint(value: int) -> bytes:
@@ -233,6 +251,7 @@ def _of_a_text(name: str, text: str) -> list[Worst]:
     return [
         body(COMPLETIONS, {"prompt": text}),
         body(CHAT, {"messages": [{"role": "user", "content": text}]}),
+        body(RESPONSES, {"input": text}),
         body(EMBEDDINGS, {"input": text}),
         body(TOKENIZE, {"messages": [{"role": "user", "content": text[:655_000]}]})._replace(
             status=400 if name == "one word" else 200

@@ -29,6 +29,8 @@ from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Preparation
+from pdserve.router.responses.redis_response_store import make_response_store
+from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.redis_discovery import make_directory
@@ -82,6 +84,7 @@ async def run_router(
             renewal = TlsRenewal(settings, tls, front, settings.front_tls)
             renewal.log_expiry()
             inference.telemetry.watch_tls(renewal.expiries)
+            responses = make_response_store(settings, key)
             tasks = {
                 background_task("api_keys", inference.keys.follow),
                 background_task("certificates", renewal.run),
@@ -91,11 +94,12 @@ async def run_router(
                 tasks.add(background_task("usage", usage.run))
             try:
                 async with _serving_metrics(inference):
-                    await _serve(inference, front, ready, shutdown)
+                    await _serve(inference, responses, front, ready, shutdown)
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.wait(tasks)
+                await responses.close()
                 await inference.telemetry.close()
     finally:
         preparation.close()
@@ -126,6 +130,7 @@ async def _serving_metrics(inference: Inference) -> AsyncIterator[None]:
 
 async def _serve(
     inference: Inference,
+    responses: ResponseStore,
     tls: ServerTls | None,
     ready: Callable[[str, str], None] | None,
     shutdown: Shutdown | None,
@@ -142,7 +147,7 @@ async def _serve(
     with listening_socket(settings.host, settings.port) as http_socket:
         grpc_front = GrpcFront(inference, max_connections)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)
-        http_server = HttpServer(HttpFront(inference).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
+        http_server = HttpServer(HttpFront(inference, responses).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
         with signals:
             await grpc_front.start()
             http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))

@@ -78,6 +78,13 @@ class Keys:
     def usage(self, router_id: str) -> str:
         return f"{{{self.namespace}}}:usage:{router_id}"
 
+    def response(self, tenant: str, response_id: str) -> str:
+        """tenant: digest in hexadecimal."""
+        return f"{{{self.namespace}}}:response:{tenant}:{response_id}"
+
+    def responses(self, tenant: str) -> str:
+        return f"{{{self.namespace}}}:responses:{tenant}"
+
     def worker(self, worker_id: str) -> str:
         return f"{{{self.namespace}}}:worker:{worker_id}"
 

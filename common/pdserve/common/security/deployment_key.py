@@ -31,6 +31,8 @@ TENANTS = "tenants"
 """Digests of tenants for workers."""
 USAGE = "usage of tenants"
 """MACs of the use of tenants that routers exchange; the context is the router's id."""
+STORED_RESPONSES = "stored responses"
+"""Encryption of responses that routers share; the context is the response's id and the tenant."""
 FINGERPRINT = "fingerprint"
 """A short value for an operator's eyes, by which two services' keys are compared. It is never sent or published."""
 

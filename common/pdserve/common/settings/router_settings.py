@@ -63,6 +63,14 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
     max_answer_bytes: int = 32 << 20
     """Bytes of a response that is not streamed: 256 per log-probability and 4 per token beside its text."""
+    max_stored_responses_per_tenant: int = 1024
+    """Responses of `/v1/responses` that are kept for `previous_response_id`, the newest; 0 keeps none."""
+    max_stored_bytes_per_tenant: int = 64 << 20
+    """Bytes of one tenant's stored responses; each has its whole conversation."""
+    max_stored_bytes: int = 512 << 20
+    """Bytes of stored responses in this router's memory, of all tenants; with `redis` they are there instead."""
+    max_stored_response_age_s: float = 86_400.0
+    """Seconds after which a stored response is dropped."""
     trust_client_trace_headers: bool | None = None
     """Adopt clients' `traceparent`, with its sampling, or only link to it; default: adopt that of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""
@@ -170,7 +178,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(1, "max_running_requests", "max_requests_per_key")
         self._verify_least(1, "max_connections", "max_connections_per_address")
         self._verify_bytes()
-        self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s")
+        self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
+        self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
         self._verify_keys()
         self._verify_names()
         for origin in self.cors_origins:

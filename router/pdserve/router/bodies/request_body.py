@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,9 +35,20 @@ _MAX_MESSAGE_CHARS = 400
 async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build: Callable[[B], T]) -> T:
     """Result of `build` for the decoded body. A large body is decoded and built in a thread.
 
-    Raises: InvalidRequest naming the wrong field; BodyTooLarge, UnsupportedMediaType; Overloaded if too many bodies are being read;
-    DeadlineExceeded if the body did not arrive within `request_timeout_s`; Cancelled if the client disconnected; exceptions of
-    `build`.
+    Raises: InvalidRequest naming the wrong field; errors of `body_bytes`; exceptions of `build`.
+    """
+    async with body_bytes(request, bodies) as data:
+        return await bodies.in_background_pool(
+            len(data), lambda: build(parse_body(data, kind, bodies.model_len, bodies.ignored))
+        )
+
+
+@contextlib.asynccontextmanager
+async def body_bytes(request: Request, bodies: ClientBodies) -> AsyncIterator[bytes]:
+    """The body, which has its room in the budget of bodies inside this context.
+
+    Raises: BodyTooLarge, UnsupportedMediaType; Overloaded if too many bodies are being read; DeadlineExceeded if the body did not
+    arrive within `request_timeout_s`; Cancelled if the client disconnected.
     """
     declared = request.headers.get("content-type", "")
     if declared and not _JSON_TYPE.fullmatch(declared.partition(";")[0].strip().lower()):
@@ -48,10 +59,7 @@ async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build
     if num_bytes > max_bytes:
         raise _too_large(max_bytes)
     async with bodies.budget.room(num_bytes) as room:
-        data = await room.read(_read(request, max_bytes), bodies.timeout_s)
-        return await bodies.in_background_pool(
-            len(data), lambda: build(parse_body(data, kind, bodies.model_len, bodies.ignored))
-        )
+        yield await room.read(_read(request, max_bytes), bodies.timeout_s)
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

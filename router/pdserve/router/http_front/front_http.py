@@ -40,6 +40,7 @@ from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.tenants.client import Client
 from pdserve.text.tokenizer import Tokenizer
 
@@ -54,7 +55,8 @@ _HTTP_ERRORS = {
 class HttpFront:
     """OpenAI's endpoints over one `Inference`."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, responses: ResponseStore) -> None:
+        """responses: where those of `/v1/responses` are kept."""
         self._inference = inference
         self._keys = inference.keys
         self._started_at = int(time.time())
@@ -72,7 +74,7 @@ class HttpFront:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            *ResponsesHttp(inference).routes,
+            *ResponsesHttp(inference, responses).routes,
             *TokenizationHttp(inference, self._keys).routes,
         ]
         described.describe(routes)
@@ -201,7 +203,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=exposed,
             max_age=_PREFLIGHT_AGE_S,

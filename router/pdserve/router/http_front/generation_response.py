@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -89,8 +89,18 @@ class AnswerWriter(Protocol):
 class GenerationResponse(Response):
     """Runs the generation and sends the response; a disconnect of the client ends it."""
 
-    def __init__(self, generation: Generation, answer: AnswerWriter, bodies: ClientBodies, *, stream: bool) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        answer: AnswerWriter,
+        bodies: ClientBodies,
+        *,
+        stream: bool,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """before_end: called once before the client can know that its answer is complete."""
         super().__init__()
+        self._before_end = before_end
         self._bodies = bodies
         self._generation = generation
         self._answer = answer
@@ -119,6 +129,8 @@ class GenerationResponse(Response):
         body = await self._bodies.in_background_pool(
             generation.stream.num_bytes, lambda: self._answer.whole(outputs, usage, timeline)
         )
+        if self._before_end is not None:
+            await self._before_end()
         await self._start(send, {"content-type": JSON, "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
@@ -127,6 +139,8 @@ class GenerationResponse(Response):
         await self._start(send, _SSE_HEADERS)
         while outputs:
             body = b"".join([self._event(generation, output) for output in outputs])
+            if not self._num_open and self._before_end is not None:
+                await self._before_end()
             await send({"type": "http.response.body", "body": body, "more_body": self._num_open > 0})
             if not self._num_open:
                 return

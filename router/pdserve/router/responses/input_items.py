@@ -10,9 +10,10 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.ignored_fields import IgnoredFields
-from pdserve.router.bodies.request_body import convert_part, shown
+from pdserve.router.bodies.request_body import MAX_CONTAINERS, convert_part, shown
 
 FIELD = "input"
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_TYPES = ("input_text", "output_text", "text")
 
@@ -105,6 +106,8 @@ class _Messages:
         self._ignored = ignored
         self._reasoning: list[str] = []
         self._call_ids: set[str] = set()
+        self._num_containers = 0
+        """Objects and arrays in arguments, at most."""
 
     @property
     def all(self) -> list[dict[str, Any]]:
@@ -151,6 +154,11 @@ class _Messages:
         return message
 
     def _add_call(self, call: FunctionCallItem, where: str) -> None:
+        self._num_containers += call.arguments.count("{") + call.arguments.count("[")
+        if self._num_containers > MAX_CONTAINERS:
+            raise InvalidRequest(
+                f"{where}.arguments has with those before it more than {MAX_CONTAINERS} objects and arrays", FIELD
+            )
         try:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -182,3 +190,36 @@ def _typed(item: Mapping[str, Any], where: str, ignored: IgnoredFields | None) -
     if not isinstance(kind, str) or kind not in KINDS:
         raise InvalidRequest(f"{where}.type is {shown(kind)}, one of {', '.join(KINDS)} is needed", FIELD)
     return convert_part({**item, "type": kind}, KINDS[kind], where, ignored)
+
+
+def page_of_items(
+    response_id: str, items: Sequence[Mapping[str, Any]], *, limit: int, after: str | None, is_newest_first: bool
+) -> dict[str, Any]:
+    """A page of a stored response's input. after: id of the item before the page. Raises: InvalidRequest for an unknown one."""
+    listed = [_listed(item, f"{response_id.removeprefix('resp_')}_{place}") for place, item in enumerate(items)]
+    if is_newest_first:
+        listed.reverse()
+    first = 0
+    if after is not None:
+        place = next((place for place, item in enumerate(listed) if item["id"] == after), None)
+        if place is None:
+            raise InvalidRequest(f"after is {shown(after)}, which is no item of this response", "after")
+        first = place + 1
+    page = listed[first : first + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": first + limit < len(listed),
+    }
+
+
+def _listed(item: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """An item with an id, and with parts where it has a text. place: tells it from all others."""
+    kind = item.get("type") or "message"
+    listed = {"status": "completed", **item, "type": kind, "id": item.get("id") or f"{_ID_PREFIXES[kind]}_{place}"}
+    if isinstance(text := item.get("content"), str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        listed["content"] = [{"type": part, "text": text, **({"annotations": []} if part == "output_text" else {})}]
+    return listed

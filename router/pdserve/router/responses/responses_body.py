@@ -82,6 +82,9 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
+    store: bool | None = None
+    """None means true."""
+    previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     # accepted, and without effect
@@ -111,6 +114,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             ("input", MAX_MESSAGES, self.input),
             ("tools", MAX_TOOLS, self.tools),
             ("metadata", MAX_METADATA, self.metadata),
+            ("include", 1, self.include),
         ):
             if isinstance(entries, list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{field} has {len(entries)} entries, at most {most} are allowed", field)
@@ -136,19 +140,26 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         self,
         defaults: Mapping[str, float | int],
         call: CallFields,
+        before: list[dict[str, Any]],
         ignored: IgnoredFields | None = None,
         forced_calls: ForcedCalls = HERMES_CALLS,
     ) -> ClientRequest:
         """The request, after `verify`. Raises: InvalidRequest.
 
-        defaults: sampling parameters in place of absent fields. ignored: as in `parse_body`. forced_calls: texts around the calls
-        that `tool_choice` forces.
+        defaults: sampling parameters in place of absent fields. before: the conversation of `previous_response_id`. ignored: as in
+        `parse_body`. forced_calls: texts around the calls that `tool_choice` forces.
         """
+        items = [*before, *as_items(self.input)]
+        if len(items) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"previous_response_id and input have {len(items)} items together, at most {MAX_MESSAGES} are allowed",
+                "previous_response_id",
+            )
         tools = self._tool_use(ignored, forced_calls)
         form = self._form().forced(tools.form)
         form.verify()
         given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
-        messages = as_messages(as_items(self.input), self.instructions, ignored=ignored)
+        messages = as_messages(items, self.instructions, num_before=len(before), ignored=ignored)
         return ClientRequest(
             prompt=ChatInput(messages, template_variables=self._template_variables(), tools=tools.tools),
             field="input",

@@ -15,6 +15,7 @@ from pdserve.router.openai.response_writer import raw_list, timeline_json
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.usage import Usage
 from pdserve.router.responses.output_items import OutputItems
+from pdserve.router.responses.response_store import StoredResponse
 from pdserve.router.responses.responses_body import ResponsesBody
 from pdserve.text.parsers.deltas import Delta, TextDelta
 from pdserve.text.request_output import CompletionOutput
@@ -46,6 +47,8 @@ def fixed_fields(body: ResponsesBody, request: ClientRequest, model: str) -> byt
         "truncation": "disabled",
         "user": body.user,
         "background": False,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
     }
     return _encode(fields)[1:-1]
 
@@ -64,7 +67,8 @@ class ResponsesWriter:
     ) -> None:
         """fixed: of `fixed_fields`. parsed: set if the answer may contain reasoning or calls. num_logprobs: most likely tokens
         to report per token; None: no log-probabilities."""
-        head = {"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())}
+        self.response_id = f"resp_{request_id}"
+        head = {"id": self.response_id, "object": "response", "created_at": int(time.time())}
         self._head = _encode(head)[:-1] + b"," + fixed + b","
         self._parsed = parsed
         self._num_logprobs = num_logprobs
@@ -73,6 +77,8 @@ class ResponsesWriter:
         self._logprobs: list[dict[str, Any]] = []
         """Those of tokens whose text is held back."""
         self._num_events = 0
+        self._ended = b""
+        """The response without log-probabilities, once it has ended."""
 
     def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
         """The body of an answer that is not streamed."""
@@ -80,14 +86,15 @@ class ResponsesWriter:
         for delta in self._deltas(output, is_last=True):
             self._items.add(delta)
         status, _ = self._end(output)
-        items = self._items.items
-        if self._num_logprobs is not None:
-            entries = raw_list(chat_logprobs(output, self._num_logprobs)["content"])
-            for item in items:
-                if item["type"] == "message":
-                    item["content"][0]["logprobs"] = entries
-                    break
-        return self._final(status, usage, timeline)
+        self._ended = self._final(status, usage, timeline)
+        message = next((item for item in self._items.items if item["type"] == "message"), None)
+        if self._num_logprobs is None or message is None:
+            return self._ended
+        [part] = message["content"]
+        part["logprobs"] = raw_list(chat_logprobs(output, self._num_logprobs)["content"])
+        body = self._final(status, usage, timeline)
+        part["logprobs"] = []
+        return body
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
         """Events of new output; before the first, the events that open the response."""
@@ -98,7 +105,20 @@ class ResponsesWriter:
         events = self.chunk(output, usage)
         status, ends = self._end(output)
         events += b"".join(map(self._event, ends))
-        return events + self._response_event(f"response.{status}", self._final(status, usage, timeline))
+        self._ended = self._final(status, usage, timeline)
+        return events + self._response_event(f"response.{status}", self._ended)
+
+    def stored(self, conversation: bytes, num_input: int) -> StoredResponse:
+        """The response for the store, after its end. conversation: its input as a JSON list of `num_input` items.
+
+        A call that was cut is left out of the conversation: nothing can follow from it.
+        """
+        output = [
+            _encode(item)
+            for item in self._items.items
+            if (item["type"], item["status"]) != ("function_call", "incomplete")
+        ]
+        return StoredResponse(self._ended, b",".join([conversation[:-1], *output]) + b"]", num_input)
 
     def failed(self, error: PdServeError) -> bytes:
         """Events for an error after the first output."""
