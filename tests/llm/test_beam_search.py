@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams, PromptType, TextPrompt
-from pdserve.llm.beam_search import BeamSearch
+from pdserve.text.beam_search import BeamSearch
 from tests.support.llm_requests import TEXT, core_of, prompts_of
 from tests.support.oracle import NEAR_TIE, Oracle
 

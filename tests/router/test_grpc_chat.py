@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
-from pdserve.router.grpc_front.chat_prompt import chat_input, verify_chat_counts
+from pdserve.router.grpc_front.request_fields import chat_input, verify_chat_counts
 from pdserve.router.openai.protocol import ChatBody
 from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest

@@ -14,7 +14,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.llm.beam_search import Beam, BeamSearch, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, BeamStep
+from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
 from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.local_engine import EngineOptions
@@ -31,6 +31,7 @@ from pdserve.llm.prompts import (
     named,
 )
 from pdserve.llm.request_factory import ValidRequest, checked
+from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams
 from pdserve.text.request_output import RequestOutput
 from pdserve.text.tokenizer import Tokenizer
 

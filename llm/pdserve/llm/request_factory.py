@@ -18,11 +18,12 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
-from pdserve.llm.beam_search import BeamSearchParams, BeamStep
+from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import best, for_engines
 from pdserve.text.output_processor import OutputProcessor
 from pdserve.text.prompt import (
@@ -225,9 +226,7 @@ class RequestFactory:
             field=prompt.field,
             max_tokens_field="max_tokens",
         )
-        step = SamplingParams(
-            temperature=0.0, max_tokens=1, logprobs=params.num_candidates(len(self._tokenizer.eos_token_ids)), seed=0
-        )
+        step = step_params(params.num_candidates(len(self._tokenizer.eos_token_ids)))
         return self._valid(prompt, encoded, sampling_params=step)
 
     def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule, max_tokens: int | None = None) -> EncodedPrompt:

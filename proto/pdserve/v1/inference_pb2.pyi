@@ -348,6 +348,9 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: builtins.int
+    USE_BEAM_SEARCH_FIELD_NUMBER: builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
@@ -362,6 +365,12 @@ class GenerateRequest(google.protobuf.message.Message):
     """keep this number of the prompt's tokens; -1: as many as fit"""
     truncation_side: builtins.str
     """left: keep the last tokens (default); right: the first"""
+    use_beam_search: builtins.bool
+    """of sampling.best_of, or sampling.n, beams; not with `stream`, nor in a session"""
+    length_penalty: builtins.float
+    """default 1: a beam's score is its log-probability over its length to this power"""
+    early_stopping: builtins.str
+    """true, false (default) or never: when a search ends"""
     @property
     def text(self) -> Global___TextPrompt: ...
     @property
@@ -384,17 +393,28 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         truncate_prompt_tokens: builtins.int | None = ...,
         truncation_side: builtins.str | None = ...,
+        use_beam_search: builtins.bool = ...,
+        length_penalty: builtins.float | None = ...,
+        early_stopping: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__early_stopping: typing_extensions.TypeAlias = typing.Literal["early_stopping"]
+    _WhichOneofArgType__early_stopping: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping"]
+    _WhichOneofReturnType__length_penalty: typing_extensions.TypeAlias = typing.Literal["length_penalty"]
+    _WhichOneofArgType__length_penalty: typing_extensions.TypeAlias = typing.Literal["_length_penalty", b"_length_penalty"]
     _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
     _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
     _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
     _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__early_stopping) -> _WhichOneofReturnType__early_stopping | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @typing.overload

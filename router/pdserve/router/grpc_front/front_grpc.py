@@ -26,7 +26,6 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.request.wire import finish_reason_to_wire
-from pdserve.router.grpc_front.chat_prompt import chat_input, verify_chat_counts
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,
@@ -38,6 +37,7 @@ from pdserve.router.grpc_front.embed_servicer import (
     usage_message,
 )
 from pdserve.router.grpc_front.health_servicer import HealthServicer
+from pdserve.router.grpc_front.request_fields import beam_params, chat_input, verify_chat_counts
 from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
@@ -216,15 +216,18 @@ class InferenceServicer(EmbedServicer):
             raise InvalidRequest(
                 "sampling.bad_words_token_ids is made here; send sampling.bad_words", "sampling.bad_words_token_ids"
             )
-        params = sampling_from_wire(sampling, self.inference.tokenizer.generation_defaults)
+        defaults = {} if request.use_beam_search else self.inference.tokenizer.generation_defaults
+        params = sampling_from_wire(sampling, defaults)
         form, max_tool_calls, prompt = OutputConstraint(params.structured_outputs), None, _prompt(request, goes_on)
         if prompt is None:
             prompt, form, max_tool_calls = chat_input(request.chat, form, self.inference.parsers.forced_calls)
         form.verify()
+        params = msgspec.structs.replace(params, structured_outputs=form.params)
         return ClientRequest(
             prompt=prompt,
             field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
-            sampling_params=msgspec.structs.replace(params, structured_outputs=form.params),
+            sampling_params=params,
+            beams=beam_params(request, params, form),
             constraint_field=form.field,
             max_tool_calls=max_tool_calls,
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
@@ -255,6 +258,8 @@ def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
         raise InvalidRequest(
             "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
         )
+    if request.use_beam_search:
+        raise InvalidRequest("use_beam_search is true, but a session has one sequence", "use_beam_search")
     for field in ("n", "best_of"):
         if getattr(request.sampling, field) > 1:
             raise InvalidRequest(f"sampling.{field} is above 1, but a session has one sequence", f"sampling.{field}")

@@ -9,7 +9,6 @@ from typing import Any
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.request_body import shown
 
-_BEAM_SEARCH = "beam search is not served; the Python API has it as LLM.beam_search"
 _TEXT_ALONE = "this model reads and writes text alone"
 IGNORED = (
     "user",
@@ -32,10 +31,7 @@ IGNORED = (
 )
 """Fields that are accepted with any value of their type, since none can change the text of the answer."""
 NO_OP: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
     "beam_width": (1,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "suffix": ("",),
     "watermarking": (False,),
     "thinking_token_budget": (),
@@ -55,10 +51,7 @@ NO_OP: Mapping[str, tuple[Any, ...]] = {
 }
 """Field -> values without effect, beside null and absence."""
 REASONS: Mapping[str, str] = {
-    "use_beam_search": _BEAM_SEARCH,
-    "beam_width": _BEAM_SEARCH,
-    "length_penalty": _BEAM_SEARCH,
-    "early_stopping": _BEAM_SEARCH,
+    "beam_width": "with use_beam_search best_of, or n, is the number of beams",
     "logprob_token_ids": "logprobs has the most likely tokens",
     "return_prompt_text": "return_token_ids returns the prompt's tokens",
     "kv_transfer_params": "the router itself pairs prefill and decode",

@@ -22,6 +22,7 @@ from pdserve.router.bodies.request_body import shown
 from pdserve.router.openai.no_op_fields import verify_neutral
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.openai.response_format import ResponseFormat, output_form
+from pdserve.router.requests.beam_fields import BeamFields
 from pdserve.router.requests.chat_fields import ChatFields
 from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
@@ -109,11 +110,12 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_mm_kwargs: bool | None = None
     return_token_offsets: bool | None = None
     routed_experts_prompt_start: int | None = None
-    # known, but only with the value that changes nothing
+    # of a beam search
     use_beam_search: bool | None = None
-    beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
+    # known, but only with the value that changes nothing
+    beam_width: int | None = None
     watermarking: bool | None = None
     thinking_token_budget: Any = None
     logprob_token_ids: list[int] | None = None
@@ -191,7 +193,10 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.request_id is not None and not call.client_request_id:
             verify_client_request_id(self.request_id, "request_id")
             call = call._replace(client_request_id=self.request_id)
-        sampling = self.sampling(defaults, form)
+        beam_fields = BeamFields(**{name: getattr(self, name) for name in BeamFields.__struct_fields__})
+        # defaults of the model change probabilities, by which beams are not chosen
+        sampling = self.sampling({} if self.use_beam_search else defaults, form)
+        beams = beam_fields.params(sampling, form)
         truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
         return [
             ClientRequest(
@@ -202,6 +207,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 cache_salt=self.cache_salt or None,
                 truncation=truncation,
                 priority=self.priority or 0,
+                beams=beams,
                 returns_token_ids=bool(self.return_token_ids),
                 **call._asdict(),
                 **fields,

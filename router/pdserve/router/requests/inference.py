@@ -20,6 +20,7 @@ from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.worker_selector import WorkerSelector
+from pdserve.router.requests.beam_task import BeamPromptTask
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.embedding_task import Embedding, EmbeddingInput
 from pdserve.router.requests.generation import Generation
@@ -148,6 +149,11 @@ class Inference:
             raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
         for sampling in (request.sampling_params for request in requests):
             sampling.verify_sequences()
+            if stream and requests[0].beams is not None:
+                raise InvalidRequest(
+                    "use_beam_search is true: the best beams are known only at the end, so stream must be false",
+                    "use_beam_search",
+                )
             if stream and sampling.num_sequences > sampling.n:
                 raise InvalidRequest(
                     f"best_of is {sampling.best_of} and n is {sampling.n}: the best are known only at the end, "
@@ -169,7 +175,7 @@ class Inference:
             len(requests), stream=stream, returns_token_ids=requests[0].returns_token_ids
         )
         runs = [
-            PromptTask(
+            (PromptTask if request.beams is None else BeamPromptTask)(
                 request_id if len(requests) == 1 else f"{request_id}-{place}",
                 first_choice,
                 request,

@@ -19,6 +19,7 @@ from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
 from pdserve.router.workers.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
+from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
 from pdserve.text.prompt import (
     LengthRule,
@@ -56,6 +57,8 @@ class ClientRequest(GenerationRequest, kw_only=True, gc=False):
     """The client gets the token ids of prompt and output."""
     truncation: Truncation | None = None
     """A part of the prompt's tokens is kept; None: all."""
+    beams: BeamSearchParams | None = None
+    """A beam search is asked for; its width is the number of sequences."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
 

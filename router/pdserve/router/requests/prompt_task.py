@@ -300,11 +300,7 @@ class PromptTask:
         if delta is None:
             return has_ended
         if is_first:
-            self.timeline.mark(moments.FIRST_TOKEN)
-            if not self._request.cache.is_shared:
-                self.usage.cached_tokens = outputs.num_cached_tokens
-            # its prompt is computed: there may be room for another's
-            self._services.admission.recheck()
+            self._begin(outputs.num_cached_tokens)
         if self._holds is not None:
             self._holds.produced(len(delta.token_ids))
         self.usage.completion_tokens += len(delta.token_ids)
@@ -318,6 +314,14 @@ class PromptTask:
             for output in best(processor.request_output().outputs, self._request.sampling_params):
                 self._push(output)
         return has_ended
+
+    def _begin(self, num_cached_tokens: int) -> None:
+        """Note the first token."""
+        self.timeline.mark(moments.FIRST_TOKEN)
+        if not self._request.cache.is_shared:
+            self.usage.cached_tokens = num_cached_tokens
+        # its prompt is computed: there may be room for another's
+        self._services.admission.recheck()
 
     def _relay_prompt(self, piece: PromptLogprobs) -> None:
         if self._processor is not None:

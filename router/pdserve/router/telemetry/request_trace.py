@@ -28,6 +28,8 @@ from pdserve.router.telemetry.router_metrics import RouterMetrics
 if TYPE_CHECKING:
     from pdserve.common.telemetry.tracing import Attribute, OpenSpan
 
+_SHOWN_ATTEMPTS = 64
+"""Attempts of a prompt that get spans; each step of a beam search is one for every beam."""
 _ADMISSION_SHOWN_NS = 1_000_000
 _COUNTED_AT_ONCE = 128
 _LEFT = Cancelled("the client left")
@@ -174,7 +176,7 @@ class PromptTrace:
         for role, worker in (("prefill", placement.prefill), ("decode", placement.decode)):
             if worker is not None:
                 self._metrics.placed_calls.add(role, worker)
-        if self._span is not None and self._span.sampled:
+        if self._span is not None and self._span.sampled and self.num_attempts < _SHOWN_ATTEMPTS:
             seen = self.timeline.moments_unix_ns
             if moments.ATTEMPTED in seen:
                 start, end = started_unix_ns, now_unix_ns()
@@ -191,7 +193,7 @@ class PromptTrace:
             worker.identity.worker_id if worker is not None else "" for worker in (placement.prefill, placement.decode)
         )
         span = None
-        if self._span is not None:
+        if self._span is not None and self.num_attempts <= _SHOWN_ATTEMPTS:
             attributes: dict[str, Attribute] = {
                 "pdserve.attempt.number": number,
                 "pdserve.attempt.kind": placement.kind,

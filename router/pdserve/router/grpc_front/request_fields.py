@@ -1,4 +1,4 @@
-"""`ChatPrompt` messages as `ChatFields`."""
+"""Fields of gRPC requests: chats as `ChatFields`, beam searches as `BeamFields`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
 from pdserve.router.bodies.request_body import verify_num_values
+from pdserve.router.requests.beam_fields import BeamFields
 from pdserve.router.requests.chat_fields import ChatFields
 from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.requests.tools import MAX_TOOLS, FunctionBody, NamedFunction, NamedTool, ToolBody
+from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.parsers.tool_call_parser import ForcedCalls
 from pdserve.text.prompt import ChatInput
 from pdserve.v1 import inference_pb2
@@ -66,6 +69,18 @@ def chat_input(
             add_special_tokens=chat.add_special_tokens,
         ).prompt(forced_calls)
         return prompt, form.forced(tools.form), tools.max_calls
+
+
+def beam_params(
+    request: inference_pb2.GenerateRequest, sampling: SamplingParams, form: OutputConstraint
+) -> BeamSearchParams | None:
+    """The beam search that a request asks for. Raises: InvalidRequest."""
+    early = request.early_stopping if request.HasField("early_stopping") else None
+    return BeamFields(
+        use_beam_search=request.use_beam_search,
+        length_penalty=request.length_penalty if request.HasField("length_penalty") else None,
+        early_stopping=early == "true" if early in ("true", "false") else early,
+    ).params(sampling, form)
 
 
 def _message(message: inference_pb2.ChatMessage, where: str) -> dict[str, Any]:
