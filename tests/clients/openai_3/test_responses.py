@@ -16,6 +16,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
 from pydantic import Field
@@ -96,6 +97,38 @@ def test_a_call_and_its_result(client: OpenAI, choice: Any) -> None:
     assert followed.output[0].type == "message"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_that_the_router_keeps(client: OpenAI, stream: bool) -> None:
+    first = respond(client)
+    fields = {"given": "What is the capital of Peru?", "previous_response_id": first.id}
+    if stream:
+        with client.responses.stream(
+            model="demo", input=fields["given"], temperature=0, previous_response_id=first.id
+        ) as events:
+            second = events.get_final_response()
+    else:
+        second = respond(client, **fields)
+    assert second.output_text == "The capital of Peru is Lima."
+    assert second.usage.input_tokens > first.usage.total_tokens
+    assert client.responses.retrieve(second.id).output[0].id == second.output[0].id
+    texts = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]
+    assert texts == [QUESTION, ANSWER, fields["given"]]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="is not stored here"):
+        respond(client, **fields)
+    assert respond(client, "And now?", previous_response_id=second.id).usage.input_tokens > second.usage.total_tokens
+
+
+def test_the_result_of_a_call_alone(client: OpenAI) -> None:
+    first = respond(client, tools=[ADD], tool_choice="required", parallel_tool_calls=False)
+    result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "12"}
+    second = respond(client, [result], tools=[ADD], previous_response_id=first.id)
+    spelled = respond(client, [{"role": "user", "content": QUESTION}, first.output[0], result], tools=[ADD])
+    assert second.output_text == spelled.output_text
+    assert second.usage.input_tokens == spelled.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+
+
 def test_parse_of_a_form(client: OpenAI) -> None:
     done = client.responses.parse(model="demo", input=QUESTION, temperature=0, text_format=City)
     assert isinstance(done.output_parsed, City)
@@ -129,6 +162,10 @@ def test_langchain(base_url: str) -> None:
     assert model.invoke(QUESTION).text == ANSWER
     assert "".join(chunk.text for chunk in model.stream(QUESTION)) == ANSWER
     assert isinstance(model.with_structured_output(City).invoke(QUESTION), City)
+    keeping = model.model_copy(update={"use_previous_response_id": True})
+    first = keeping.invoke(QUESTION)
+    again = keeping.invoke([HumanMessage(QUESTION), first, HumanMessage("What is the capital of Peru?")])
+    assert again.text == "The capital of Peru is Lima."
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,6 +181,9 @@ async def test_openai_agents(asynchronous: AsyncOpenAI, stream: bool) -> None:
     model = OpenAIResponsesModel(model="demo", openai_client=asynchronous)
     plain = Agent(name="a", model=model, model_settings=ModelSettings(temperature=0))
     assert (await Runner.run(plain, QUESTION)).final_output == ANSWER
+    done = await Runner.run(plain, QUESTION)
+    again = await Runner.run(plain, "What is the capital of Peru?", previous_response_id=done.last_response_id)
+    assert again.final_output == "The capital of Peru is Lima."
     settings = ModelSettings(temperature=0, tool_choice="required", parallel_tool_calls=False, max_tokens=300)
     agent = Agent(name="a", model=model, tools=[add], model_settings=settings)
     if stream:
