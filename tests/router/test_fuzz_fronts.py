@@ -13,7 +13,7 @@ import pytest
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
-from tests.router.worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, TOKENIZE
+from tests.router.worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 ANSWER_S = 20.0
 FORGET_EVERY = 200
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
@@ -34,6 +34,14 @@ BODIES = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2,
             "response_format": {"type": "json_schema", "json_schema": _SCHEMA}, "stream": True,
             "stream_options": {"include_usage": True}}),
+    (RESPONSES, {"input": "hi", "instructions": "x", "max_output_tokens": 2, "stream": True, "metadata": {"a": "b"},
+                 "text": {"format": {"type": "json_schema", **_SCHEMA}}, "reasoning": {"effort": "low"}}),
+    (RESPONSES, {"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ], "tools": [{"type": "function", **_TOOL["function"]}], "tool_choice": "auto", "max_output_tokens": 2}),
     (EMBEDDINGS, {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 2}),
     (TOKENIZE, {"prompt": "hello", "return_token_strs": True}),
     (DETOKENIZE, {"tokens": [1, 2, 3]}),

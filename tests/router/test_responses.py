@@ -137,7 +137,8 @@ ITEM_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"type": "function_call", "name": "f", "arguments": ""}, "input[1].call_id", "is missing"),
     (call(arguments="{"), "input", "input[1].arguments is not JSON"),
-    (call(arguments="[" * 100_000), "input", "input[1].arguments is not JSON"),
+    (call(arguments="[" * 60_000), "input", "input[1].arguments is not JSON"),
+    (call(arguments="[" * 70_000), "input", "input[1].arguments has with those before it more than 65536 objects"),
     (result("x"), "input", 'input[1].call_id is "x", but no function_call before it has this call_id'),
     (result("x", 7), "input", "input[1].output: expected `str | array`"),
     ({"type": "reasoning", "content": [{"type": "reasoning_text"}]}, "input[1].content[0].text", "is missing"),
@@ -258,7 +259,10 @@ async def test_what_workers_are_sent(cluster: Any) -> None:
     )
     assert chat.status_code == 200
     as_chat = cluster.of("decode").calls[-1].request.request
-    given = await sent(cluster, instructions="s", max_output_tokens=3, temperature=0.5)
+    given = await sent(
+        cluster, instructions="s", max_output_tokens=3, temperature=0.5, seed=1, cache_salt="a", priority=3
+    )
+    assert (given.sampling.seed, given.priority) == (1, 3)
     assert list(given.prompt_token_ids) == list(as_chat.prompt_token_ids)
     assert (given.sampling.max_tokens, given.sampling.temperature) == (3, 0.5)
     form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "null"}, "strict": True}}

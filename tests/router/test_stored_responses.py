@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.v1 import prefill_pb2
 from tests.router.fake_worker import ADMITTED, EOS, decode_outputs, play, said
+from tests.support.redis_server import redis_server
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob")}
 SUM: dict[str, Any] = {"type": "function", "name": "sum", "parameters": {"type": "object"}}
@@ -165,6 +168,19 @@ async def test_another_tenants_response_is_as_none(cluster: Any) -> None:
     errors = [await created(cluster, "hi", KEYS["bob"], 404, previous_response_id=name) for name in (made["id"], NONE)]
     assert errors[0]["message"].replace(made["id"], "") == errors[1]["message"].replace(NONE, "")
     await created(cluster, "hi", KEYS["alice"], previous_response_id=made["id"])
+
+
+async def test_routers_with_redis_store_responses_there(cluster: Any, tmp_path: Path) -> None:
+    key = "0123456789abcdef"
+    with redis_server(tmp_path) as server:
+        await cluster.worker("decode", max_model_len=4096, key=DeploymentKey(key.encode())).start()
+        await cluster.start(prefill=0, decode=0, redis=server.url, deployment_key=key)
+        first = await created(cluster, "secret")
+        [name] = server.do("KEYS", "{pdserve}:response:*")
+        assert name.endswith(first["id"].encode())
+        await created(cluster, "go on", previous_response_id=first["id"])
+        server.do("DEL", name)
+        await created(cluster, "go on", previous_response_id=first["id"], status=404)
 
 
 async def test_a_conversation_has_the_limits_of_a_body(cluster: Any) -> None:

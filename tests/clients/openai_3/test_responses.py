@@ -99,6 +99,7 @@ def test_a_call_and_its_result(client: OpenAI, choice: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_that_the_router_keeps(client: OpenAI, stream: bool) -> None:
+    second: Any
     first = respond(client)
     fields = {"given": "What is the capital of Peru?", "previous_response_id": first.id}
     if stream:
@@ -111,7 +112,8 @@ def test_a_conversation_that_the_router_keeps(client: OpenAI, stream: bool) -> N
     assert second.output_text == "The capital of Peru is Lima."
     assert second.usage.input_tokens > first.usage.total_tokens
     assert client.responses.retrieve(second.id).output[0].id == second.output[0].id
-    texts = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]
+    listed: Any = client.responses.input_items.list(second.id, order="asc")
+    texts = [item.content[0].text for item in listed]
     assert texts == [QUESTION, ANSWER, fields["given"]]
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="is not stored here"):

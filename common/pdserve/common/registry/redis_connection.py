@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from pdserve.common.registry.redis_url import RedisUrl
 
 OPERATION_S = 1.0
-"""Seconds for one round trip. No request waits for Redis."""
+"""Seconds for one round trip. Only stored responses are waited for by requests."""
 MAX_CONNECTIONS = 8
 
 

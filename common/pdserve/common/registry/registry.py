@@ -6,7 +6,8 @@
     {ns}:events:<id>:<epoch>     stream       the numbered changes of that set, the last `EVENTS_KEPT` of them
 
 `{ns}` is the deployment's namespace in braces, a hash tag: all keys of one deployment are in one slot of a Redis
-cluster. An epoch is written as 16 hex digits. No key and no field holds token ids or text.
+cluster. An epoch is written as 16 hex digits. No key and no field of these
+holds token ids or text.
 """
 
 from __future__ import annotations

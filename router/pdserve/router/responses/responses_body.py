@@ -23,6 +23,9 @@ from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import ChatInput
 
 LOGPROBS = "message.output_text.logprobs"
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -87,6 +90,16 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
+    # extensions with vLLM's names
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # accepted, and without effect
     user: str | None = None
     safety_identifier: str | None = None
@@ -158,7 +171,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         tools = self._tool_use(ignored, forced_calls)
         form = self._form().forced(tools.form)
         form.verify()
-        given = {name: value for name in ("temperature", "top_p") if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         messages = as_messages(items, self.instructions, num_before=len(before), ignored=ignored)
         return ClientRequest(
             prompt=ChatInput(messages, template_variables=self._template_variables(), tools=tools.tools),
@@ -167,6 +180,8 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 structured_outputs=form.params, logprobs=self.num_logprobs, **{**defaults, **given}
             ),
             constraint_field=form.field,
+            cache_salt=self.cache_salt or None,
+            priority=self.priority or 0,
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
@@ -204,11 +219,12 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return OutputConstraint(of_schema(given.name or "", given.schema, field), field)
 
     def _template_variables(self) -> dict[str, Any]:
-        """Raises: InvalidRequest."""
-        if self.reasoning is None or (effort := self.reasoning.effort) is None:
-            return {}
-        verify_effort(effort, "reasoning.effort")
-        return {"reasoning_effort": effort}
+        """Variables for the chat template; `chat_template_kwargs` come last. Raises: InvalidRequest."""
+        named = {}
+        if self.reasoning is not None and (effort := self.reasoning.effort) is not None:
+            verify_effort(effort, "reasoning.effort")
+            named["reasoning_effort"] = effort
+        return named | (self.chat_template_kwargs or {})
 
 
 def _function(given: Mapping[str, Any], kind: Any, where: str, ignored: IgnoredFields | None) -> Any:
