@@ -55,8 +55,8 @@ FLOORS = {
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"background_task", "child_answers", "device_event", "errors", "first_done", "hub_name", "kv_events", "method_handler",
-         "priority_queue", "protocol", "rate_limited_log", "shutdown", "timeline"},
+        {"background_task", "child_answers", "child_environment", "device_event", "errors", "first_done", "hub_name",
+         "kv_events", "method_handler", "priority_queue", "protocol", "rate_limited_log", "shutdown", "timeline"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""
@@ -73,6 +73,7 @@ PLAIN_WITHOUT_TLS = {
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
     "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.structured_outputs.grammar_process",
+    "pdserve.text.client_template_process",
 }  # fmt: skip
 """Modules that a process starts with."""
 

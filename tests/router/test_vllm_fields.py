@@ -30,7 +30,8 @@ watermarking""",
 CHAT = frozenset(
     re.findall(
         r"\w+",
-        """add_generation_prompt chat_template_kwargs continue_final_message documents include_reasoning max_completion_tokens
+        """add_generation_prompt chat_template
+    chat_template_kwargs continue_final_message documents include_reasoning max_completion_tokens
 media_io_kwargs messages mm_processor_kwargs parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools
 top_logprobs""",
     )

@@ -34,11 +34,14 @@ class ChatTemplate:
     `apply_chat_template`, so that a model's template gives the text the model was trained on.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        """special_tokens: variables such as `bos_token`. origin: the file, for messages.
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], origin: str, name: str = "the model's chat template"
+    ) -> None:
+        """special_tokens: variables such as `bos_token`. origin: the file, for messages. name: for clients.
 
         Raises: ConfigError when the template does not compile.
         """
+        self._name = name
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         self._functions = frozenset(environment.globals)
@@ -94,17 +97,14 @@ class ChatTemplate:
             with rendering():
                 text = self._template.render(given)
         except TemplateTooCostly as error:
-            raise InvalidRequest(
-                f"the model's chat template needs too much for these messages: {error}", FIELD
-            ) from error
+            raise InvalidRequest(f"{self._name} needs too much for these messages: {error}", FIELD) from error
         except Exception as error:
             # a template is a program over the client's values, so any exception is an error of this request
             reason = f"{error!s:.{_REASON_CHARS}}"
-            raise InvalidRequest(f"the model's chat template refused the messages: {reason}", FIELD) from error
+            raise InvalidRequest(f"{self._name} refused the messages: {reason}", FIELD) from error
         if len(text) > MAX_VALUE_CHARS:
             raise InvalidRequest(
-                f"the model's chat template makes {len(text)} characters of the messages, at most {MAX_VALUE_CHARS} are "
-                "allowed",
+                f"{self._name} makes {len(text)} characters of the messages, at most {MAX_VALUE_CHARS} are allowed",
                 FIELD,
             )
         return _until_mark(text, mark) if mark else text

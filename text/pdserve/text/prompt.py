@@ -48,6 +48,8 @@ class ChatInput(msgspec.Struct, frozen=True):
     """The prompt ends with the content of the last message; `add_generation_prompt` is then False."""
     add_special_tokens: bool = False
     """Add special tokens beside those of the chat template."""
+    chat_template: str | None = None
+    """The client's template, in place of the model's."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -165,6 +167,7 @@ def encode_prompt(
                     tools=prompt.tools or None,
                     continue_final_message=prompt.continue_final_message,
                     add_special_tokens=prompt.add_special_tokens,
+                    chat_template=prompt.chat_template,
                     field=field,
                     verify=verify,
                     count=count,

@@ -13,6 +13,7 @@ from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.json_file import read_regular_file
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.client_template import ClientTemplate
 from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.literal_specials import LiteralSpecials
 from pdserve.text.long_text import PART_BYTES, LongText
@@ -55,6 +56,7 @@ class Tokenizer:
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
         """32 hex digits; router and workers must have the same."""
         templates, named_tokens = folder.chat_templates(), folder.special_tokens()
+        self._named_tokens = named_tokens
         self.chat_template_source: str = templates["default"][0] if "default" in templates else ""
         self.tool_template_source: str = (
             templates["tool_use"][0] if "tool_use" in templates else self.chat_template_source
@@ -169,13 +171,23 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         hide: Callable[[str], str] | None = None,
     ) -> str:
         """The prompt's text; `encode_chat` also returns its token ids. Arguments: as in `ChatTemplate.render`.
 
+        chat_template: a client's, which a process of its own renders; `hide` has no effect on it.
         With tools, a template named `tool_use` is preferred to the default one. Raises: InvalidRequest if there is no template, and
         as `ChatTemplate.render`.
         """
+        if chat_template is not None:
+            return ClientTemplate(chat_template, self._named_tokens).render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=variables,
+            )
         template = self._tool_template if tools is not None and self._tool_template else self._chat_template
         if template is None:
             raise InvalidRequest("this model has no chat template; send a prompt to the completions API", "messages")

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.common.child_environment import child_environment
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
@@ -30,8 +31,6 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 
 _END_S = 2.0
 """Seconds for the fork server to end after its socket is closed."""
-_INHERITED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
-_INHERITED_BEGINNINGS = ("LC_", "LD_", "PYTHON")
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -70,7 +69,7 @@ class GrammarForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=_environment(),
+                env=child_environment() | _ENVIRONMENT,
             )
 
     def fileno(self) -> int:
@@ -122,13 +121,3 @@ class GrammarForkServer:
             # it is still importing, or swapped out; its processes end with it
             self._program.kill()
             self._program.wait()
-
-
-def _environment() -> dict[str, str]:
-    """The few environment variables that the program needs; it processes clients' texts, and must get no secret."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _INHERITED or name.startswith(_INHERITED_BEGINNINGS)
-    }
-    return inherited | _ENVIRONMENT

@@ -266,6 +266,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     # vLLM's fields for the chat template
     add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    """In place of the model's, if the router allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None

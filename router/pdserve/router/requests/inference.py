@@ -160,6 +160,7 @@ class Inference:
                     "so stream must be false",
                     "best_of",
                 )
+        self._verify_template(requests[0])
         priorities = [client.allowed_priority(request.priority) for request in requests]
         request_id = uuid.uuid4().hex
         record = self._trace(request_id, requests[0], requests[0].client_request_id, client)
@@ -186,6 +187,15 @@ class Inference:
             for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
         ]
         return Generation(request_id, client_stream, runs, self.admission, record, client)
+
+    def _verify_template(self, request: ClientRequest) -> None:
+        """Raises: InvalidRequest for a template of the client, where none is rendered."""
+        prompt, allowed = request.prompt, self.settings.trust_request_chat_template
+        if isinstance(prompt, ChatInput) and prompt.chat_template is not None and not allowed:
+            raise InvalidRequest(
+                "chat_template is given, and this router renders the model's own alone (trust_request_chat_template)",
+                "chat_template",
+            )
 
     def _trace(self, request_id: str, request: ClientRequest, client_request_id: str, client: Client) -> RequestTrace:
         """Begin the trace of a generation. request: its first prompt's."""
@@ -227,6 +237,7 @@ class Inference:
         """
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
+        self._verify_template(request)
         priority = client.allowed_priority(request.priority)
         # it came with the first turn and names them all
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id

@@ -22,6 +22,7 @@ from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
 from pdserve.text.prompt import (
+    ChatInput,
     LengthRule,
     Prompt,
     TokenInput,
@@ -110,9 +111,11 @@ class Preparation:
         self._key = deployment_key
         self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
         self._aside = FairThreads(1, "tokenizer-aside")
+        # processes of templates take time that is not the thread's
+        self._templates = FairThreads(1, "client-templates", processor_s=time.monotonic)
 
     def close(self) -> None:
-        for threads in (self._threads, self._aside):
+        for threads in (self._threads, self._aside, self._templates):
             threads.close()
 
     async def in_background_pool(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
@@ -140,7 +143,10 @@ class Preparation:
         rule = LengthRule(max_model_len, num_before, has_output=request.pooling_params is None)
         prompt, field = request.prompt, request.field
         truncates = request.truncation is not None
-        encoded = await self._threads.run(
+        # a client's template takes a process and seconds, for which other prompts do not wait
+        is_own = isinstance(prompt, ChatInput) and prompt.chat_template is not None
+        threads = self._templates if is_own else self._threads
+        encoded = await threads.run(
             request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule, truncates=truncates)
         )
         return encoded.token_ids

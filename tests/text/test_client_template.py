@@ -1,0 +1,76 @@
+"""Templates that come with requests: equal to the model's own where they are its own, and harmless where they are hostile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.client_template import MAX_TEMPLATE_BYTES, ClientTemplate, TemplateLimits
+from tests.support.waiting import HANG_S
+
+MODEL = Path(__file__).resolve().parents[2] / "models/pdserve/models/demo/chat_template.jinja"
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "hëllo"}]},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+QUICK = TemplateLimits(cpu_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (MODEL.read_text(), {}),
+        (MODEL.read_text(), {"tools": TOOLS, "add_generation_prompt": False}),
+        ("{{ bos_token }}{% for m in messages %}{{ m.content }}{% if x %}{{ x | tojson }}{% endif %}{% endfor %}",
+         {"variables": {"x": [1, {"a": None}]}, "continue_final_message": True, "add_generation_prompt": False}),
+    ],
+)  # fmt: skip
+def test_it_renders_what_the_models_own_renders(source: str, options: dict[str, Any]) -> None:
+    expected = ChatTemplate(source, TOKENS, "here").render(MESSAGES, **options)
+    assert ClientTemplate(source, TOKENS).render(MESSAGES, **options) == expected
+
+
+TWINS = "{% set n = namespace(a=1, b=1) %}{% for i in range(60) %}{% set n.a=[n.a, n.a] %}{% set n.b=[n.b, n.b] %}{% endfor %}"
+HOSTILE = {
+    "comparison of values that share their parts": (TWINS + "{{ n.a == n.b }}", "more than 0.3 s of processor time"),
+    "long loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.3 s"),
+    "a range beyond the sandbox": ("{% for i in range(10**9) %}x{% endfor %}", "refused the messages: Range too big"),
+    "a long text": ("{{ 'a' * 10**9 }}", "chat_template needs too much for these messages"),
+    "nesting": ("{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}", "chat_template"),
+    "memory": ("{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = [n.l, 'a' * 9999] %}{% endfor %}",
+               "chat_template"),
+    "syntax": ("{% for %}", "chat_template: chat template, line 1"),
+    "its own error": ("{{ raise_exception('no') }}", "chat_template refused the messages: no"),
+    "Python's internals": ("{{ ''.__class__.__mro__ }}", "chat_template refused the messages"),
+    "half of a character": ("{{ '\\ud800' }}", "not valid Unicode"),
+    "an import": ("{% include '/etc/passwd' %}", "chat_template refused the messages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_one_ends_within_its_limits(name: str) -> None:
+    source, told = HOSTILE[name]
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=told) as refused:
+        ClientTemplate(source, TOKENS, QUICK).render(MESSAGES)
+    assert refused.value.field in ("chat_template", "messages")
+    assert len(refused.value.message) < 500
+    assert time.monotonic() - began < HANG_S
+
+
+def test_a_long_source_is_refused_before_a_process_is_made() -> None:
+    ClientTemplate("x" * MAX_TEMPLATE_BYTES, TOKENS)
+    with pytest.raises(InvalidRequest, match="chat_template has 65537 bytes, at most 65536 are allowed"):
+        ClientTemplate("x" * (MAX_TEMPLATE_BYTES + 1), TOKENS)
+
+
+def test_values_that_json_does_not_have_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not valid Unicode or nested too deeply"):
+        ClientTemplate("x", TOKENS).render([{"role": "user", "content": "\ud800"}])
