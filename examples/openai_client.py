@@ -1,4 +1,4 @@
-"""Every call that the OpenAI front end answers: models, chat and completions, whole and streamed, with usage.
+"""Calls that the OpenAI front end answers: models, chat, responses and completions, whole and streamed, with usage.
 
 Start a cluster with `make up`, then: .venv/bin/python examples/openai_client.py
 """
@@ -40,6 +40,26 @@ def chat(client: OpenAI, model: str) -> None:
             print(f"\n  usage           {chunk.usage.total_tokens} tokens")
 
 
+def responses(client: OpenAI, model: str) -> None:
+    """A question, and another that the router answers with the first in mind."""
+    first = client.responses.create(model=model, input=str(QUESTION["content"]), temperature=0)
+    print(f"response          {first.output_text}")
+
+    print("a streamed one    ", end="")
+    stream = client.responses.create(
+        model=model,
+        input="What is the capital of Peru?",
+        previous_response_id=first.id,
+        temperature=0,
+        stream=True,
+    )
+    for event in stream:
+        if event.type == "response.output_text.delta":
+            print(event.delta, end="", flush=True)
+        elif event.type == "response.completed" and event.response.usage is not None:
+            print(f"\n  usage           {event.response.usage.total_tokens} tokens")
+
+
 def completions(client: OpenAI, model: str) -> None:
     """The same for a text that is continued as it stands."""
     whole = client.completions.create(model=model, prompt=TEXT, temperature=0, max_tokens=MAX_TOKENS, stop=".")
@@ -61,6 +81,7 @@ def main() -> None:
     model = client.models.list().data[0].id
     print(f"model             {model}")
     chat(client, model)
+    responses(client, model)
     completions(client, model)
 
 

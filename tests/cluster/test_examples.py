@@ -40,14 +40,16 @@ def test_openai_example(up: UpCluster) -> None:
     assert [line for line in lines if line.endswith(ANSWER)] == [
         f"chat              {ANSWER}",
         f"the same streamed {ANSWER}",
+        f"response          {ANSWER}",
     ]
+    assert "a streamed one    The capital of Peru is Lima." in lines
     # the stop string ends both completions
     sentence = ANSWER.removesuffix(".")
     assert [line for line in lines if line.endswith(sentence)] == [
         f"completion        {sentence}",
         f"the same streamed {sentence}",
     ]
-    assert sum("usage" in line for line in lines) == 2
+    assert sum("usage" in line for line in lines) == 3
 
 
 def test_grpc_example(up: UpCluster) -> None:

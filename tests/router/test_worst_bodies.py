@@ -122,6 +122,19 @@ async def _check_grpc(cluster, worst):
     assert grown < MAX_GROWN_BYTES
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_largest_conversation_goes_on_without_stopping_the_event_loop(cluster, stream):
+    """Its messages are empty, so that its tokens are few."""
+    await _start(cluster, max_model_len=worst_bodies.MODEL_LEN)
+    items = [{"role": "user", "content": "", "id": "x" * 450} for _ in range(4000)]
+    fields = {"max_output_tokens": 1, "instructions": "y" * 10_000}
+    first = Worst("first", worst_bodies.RESPONSES, json.dumps({"input": items, **fields}).encode())
+    status, answer = await asyncio.to_thread(ask, cluster.addresses[0], first)
+    assert status == 200, answer[:300]
+    going_on = {"input": "a", "previous_response_id": json.loads(answer)["id"], "stream": stream, **fields}
+    await _check_http(cluster, Worst("next", first.path, json.dumps(going_on).encode(), 200))
+
+
 @pytest.fixture(scope="module")
 def long_folder(tmp_path_factory, model_folder):
     """Its longest token has 512 bytes, so that a text within a body's limit may fit, as far as its length says."""
