@@ -10,6 +10,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.model_inputs import ModelInputs
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, greedy_answer, make_hash_cache
 
@@ -35,7 +36,7 @@ def test_each_group_has_its_pool_tables_and_copies() -> None:
     caches = [make_hash_cache(8, 4), make_hash_cache(8, 4)]
     config = EngineConfig(block_size=4, num_blocks=8, max_model_len=32)
     attention = [HashAttention(cache) for cache in caches]
-    runner = ModelRunner(config, TwoGroups(), attention, caches, VOCAB_SIZE)
+    runner = ModelRunner(config, TwoGroups(), attention, TorchLayerOps(), caches, VOCAB_SIZE)
     new = NewRequestData(
         req_id="a", token_ids=PROMPT, num_prompt_tokens=6, num_computed_tokens=0, block_ids=[[3, 1], [0, 5]],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=4),

@@ -17,11 +17,7 @@ from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, leads
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw, highest_sums
 from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, usable
-
-
-def coordinates(count: int, first: int = 0) -> NoiseRows:
-    rows = np.arange(first, first + count)
-    return NoiseRows(rows * 31 - 9, rows % 3, rows)
+from tests.support.sampled_rows import coordinates, metadata, rows_of
 
 
 def drawn_with_all_noise(kept: KeptRows, noise: NoiseRows) -> NDArray[np.int64]:
@@ -33,27 +29,6 @@ def drawn_with_all_noise(kept: KeptRows, noise: NoiseRows) -> NDArray[np.int64]:
         sums[~kept.border.keeps(kept.logits[row], np.full(vocab_size, row), token_ids)] = -np.inf
         winners.append(int(sums.argmax()))
     return np.array(winners)
-
-
-def rows_of(kind: str, count: int, vocab_size: int) -> NDArray[np.float32]:
-    random = np.random.default_rng(9)
-    if kind == "peaked":
-        logits = -1.5 * np.log(random.permuted(np.tile(np.arange(1, vocab_size + 1), (count, 1)), axis=1))
-    elif kind == "equal":
-        logits = np.full((count, vocab_size), 3.0)
-    elif kind == "two":
-        logits = np.full((count, vocab_size), -np.inf)
-        logits[:, [5, vocab_size - 1]] = 1.0
-    elif kind == "one":
-        logits = np.full((count, vocab_size), -np.inf)
-        logits[np.arange(count), random.integers(0, vocab_size, count)] = random.normal(size=count) * 9
-    elif kind == "masked":
-        logits = random.normal(size=(count, vocab_size))
-        logits[random.random(logits.shape) > 20 / vocab_size] = -np.inf
-        logits[:, 7] = 0.0
-    else:
-        logits = random.normal(size=(count, vocab_size)) * {"flat": 1.0, "steep": 12.0}[kind]
-    return logits.astype(np.float32)
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "steep", "equal", "two", "one", "masked"])
@@ -75,20 +50,6 @@ def test_noise_that_is_not_drawn_decides_nothing(kind: str, temperature: float) 
 def test_of_equal_sums_the_lowest_id_wins() -> None:
     sums = np.array([1, 3, 3, 2, 2, 7, 7, 7], dtype=np.float32)
     assert highest_sums(sums, np.array([0, 0, 0, 1, 1, 2, 2, 2]), 3).tolist() == [1, 3, 5]
-
-
-def metadata(count: int, vocab_size: int, **fields: Any) -> SamplingMetadata:
-    given = {"temperature": 1.0, "top_p": 1.0, "top_k": vocab_size, "min_p": 0.0} | fields
-    noise = coordinates(count)
-    return SamplingMetadata(
-        temperature=np.full(count, given["temperature"], dtype=np.float32),
-        top_p=np.full(count, given["top_p"], dtype=np.float32),
-        top_k=np.full(count, given["top_k"], dtype=np.int64),
-        min_p=np.full(count, given["min_p"], dtype=np.float32),
-        seeds=noise.seeds,
-        indexes=noise.indexes,
-        positions=noise.positions,
-    )
 
 
 @pytest.fixture(params=[str(DEVICE), CUDA])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdserve.kernels import experts as module
 from pdserve.kernels.experts import ExpertWeights, GroupedExperts, LoopedExperts, make_experts, route_top_k
+from pdserve.kernels.linear import swiglu
 from tests.support.pretend_device import pretended_device
 
 E, H, I = 6, 16, 24  # noqa: E741
@@ -52,7 +53,7 @@ def test_the_weighted_sum(kind: Any, num_tokens: int, top_k: int, dtype: torch.d
     layer = weights_of(dtype)
     x, weights, experts = tokens_of(num_tokens, top_k, dtype)
     before = x.clone()
-    found = kind(layer)(x, weights, experts)
+    found = kind(layer)(x, weights, experts, swiglu)
     assert found.dtype is dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found.double(), expected(x, weights, experts, layer), atol=tolerance, rtol=tolerance)
@@ -73,7 +74,7 @@ def test_only_experts_with_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "make_linear", counted)
     layer = LoopedExperts(weights_of(torch.float32))
     x = torch.randn(5, H)
-    layer(x, torch.ones(5, 2), torch.tensor([[0, 4], [4, 0], [4, 2], [0, 4], [4, 0]]))
+    layer(x, torch.ones(5, 2), torch.tensor([[0, 4], [4, 0], [4, 2], [0, 4], [4, 0]]), swiglu)
     assert rows == [(2 * I, 4), (H, 4), (2 * I, 1), (H, 1), (2 * I, 5), (H, 5)]
 
 
@@ -83,7 +84,10 @@ def test_a_tokens_result_does_not_depend_on_the_order_of_the_batch(kind: Any) ->
     x, weights, experts = tokens_of(33, 3, torch.float32)
     order = torch.randperm(33, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
-        layer(x[order], weights[order], experts[order]), layer(x, weights, experts)[order], atol=1e-6, rtol=0
+        layer(x[order], weights[order], experts[order], swiglu),
+        layer(x, weights, experts, swiglu)[order],
+        atol=1e-6,
+        rtol=0,
     )
 
 

@@ -100,21 +100,24 @@ class HashAttention:
     """An `AttentionBackend` over such a pool: a query sees the hash of its whole sequence."""
 
     def __init__(self, kv_cache: Tensor) -> None:
+        self.kv_cache = kv_cache
         self._cache = kv_cache.numpy()
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> HashPlan:
         batch.verify(self._cache.shape[1])
         assert torch.equal(batch.seq_lens, batch.seq_lens_cpu)
         assert torch.equal(batch.query_start_loc, batch.query_start_loc_cpu)
-        return HashPlan(batch, self._cache)
+        return HashPlan(batch, self.kv_cache)
 
 
 class HashPlan:
     """One step. Only the last query of each sequence has a hash; the others have -1."""
 
-    def __init__(self, batch: AttentionBatch, cache: NDArray[np.int64]) -> None:
+    def __init__(self, batch: AttentionBatch, kv_cache: Tensor) -> None:
+        self.kv_cache = kv_cache
+        self.slot_mapping = batch.slot_mapping
         self._batch = batch
-        self._cache = cache
+        self._cache: NDArray[np.int64] = kv_cache.numpy()
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         slots = self._batch.slot_mapping.numpy()

@@ -29,6 +29,8 @@ class EngineConfig:
     """Part of the pool that transfer sources without `Want` may fill."""
     attention_backend: str = "auto"
     """Name of the attention back end, see `pdserve.kernels.make_attention`."""
+    kernels: str = "auto"
+    """Implementation of `LayerOps`, see `pdserve.kernels.make_layer_ops`."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8

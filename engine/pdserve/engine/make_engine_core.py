@@ -18,6 +18,7 @@ from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 
 
 def make_engine_core(
@@ -36,13 +37,14 @@ def make_engine_core(
     kv_caches: by KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each. outbox: receives the engine's messages to transfers; None
     without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
-    `config.attention_backend`. Raises: ConfigError if there is no such back end.
+    `config.attention_backend`. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
-    if attention is None:
-        try:
+    try:
+        if attention is None:
             attention = [make_attention(config.attention_backend, kv_cache) for kv_cache in kv_caches]
-        except AttentionBackendError as error:
-            raise ConfigError(str(error)) from error
+        ops = make_layer_ops(config.kernels, kv_caches[0].device)
+    except (AttentionBackendError, LayerOpsError) as error:
+        raise ConfigError(str(error)) from error
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
-    runner = ModelRunner(config, model, attention, kv_caches, vocab_size, heartbeat.beat, processors)
+    runner = ModelRunner(config, model, attention, ops, kv_caches, vocab_size, heartbeat.beat, processors)
     return EngineCore(config, SingleDeviceExecutor(runner), heartbeat, hasher, vocab_size, outbox, grammars, processors)

@@ -16,7 +16,19 @@ from pdserve.kernels.attention_spec import AttentionSpec
 
 
 class AttentionPlan(Protocol):
-    """One step's batch laid over the cache, for all layers of one spec. Valid until the next step's `plan`."""
+    """One step's batch laid over the cache, for all layers of one spec. Valid until the next step's `plan`.
+
+    A kernel that writes keys and values itself (`LayerOps.rotate_and_store`) reads `kv_cache` and `slot_mapping` instead of calling
+    `store`.
+    """
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """`[num_blocks, Hkv, L, 2, bs, D]`, contiguous."""
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """`[T]` int64, the batch's."""
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write this step's keys and values to their slots. Called once per layer, before `attend`.

@@ -26,7 +26,8 @@ class AttentionBatch:
     positions: Tensor
     """`[T]`, or `[3, T]` where positions have three axes."""
     slot_mapping: Tensor
-    """`[T]`: block_number * bs + offset, the place of each token's K and V."""
+    """`[T]`: block_number * bs + offset, the place of each token's K and V. A padded row has a slot of its own, in a block that no
+    sequence uses, or with Triton's kernels -1: nothing is written then."""
     query_start_loc: Tensor
     """`[B + 1]`: rows `query_start_loc[i]..query_start_loc[i + 1] - 1` belong to sequence i."""
     seq_lens: Tensor

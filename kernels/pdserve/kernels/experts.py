@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Protocol
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.linear import make_linear, swiglu
+from pdserve.kernels.linear import make_linear
 
 ExpertWeights = tuple[Tensor, Tensor]
 """Weights of one expert: gate and up side by side `[2 * I, H]`, and down `[H, I]`."""
+Swiglu = Callable[[Tensor], Tensor]
 
 
 def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -31,11 +32,11 @@ def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[
 class Experts(Protocol):
     """E gated MLPs: `down_e(silu(gate_e x) * up_e x)`."""
 
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         """Sum over a token's k experts of weight times the expert's output.
 
-        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Each token's terms are added in the order of its `experts` row, so the
-        sum does not depend on other tokens.
+        x `[T, H]`, weights and experts `[T, k]`, swiglu: `LayerOps.swiglu` -> `[T, H]`. Each token's terms are added in the order
+        of its `experts` row, so the sum does not depend on other tokens.
         """
         ...
 
@@ -46,7 +47,7 @@ class LoopedExperts:
     def __init__(self, experts: Iterable[ExpertWeights]) -> None:
         self._experts = [(make_linear(gate_up), make_linear(down)) for gate_up, down in experts]
 
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         order, counts = _by_expert(experts, len(self._experts))
         rows = x.index_select(0, order // experts.shape[1])
         start = 0
@@ -66,7 +67,7 @@ class GroupedExperts:
         self._gate_up = torch.stack(gate_up).transpose(1, 2)
         self._down = torch.stack(down).transpose(1, 2)
 
-    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         order, counts = _by_expert(experts, len(self._down))
         ends = counts.cumsum(0, dtype=torch.int32)
         rows = x.index_select(0, order // experts.shape[1])

@@ -38,7 +38,7 @@ class PlainLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if self._bias is not None:
             residual = residual.add_(self._bias)
-        return torch.addmm(residual, x, self._transposed)
+        return residual.addmm_(x, self._transposed)
 
 
 class PackedLinear:

@@ -17,17 +17,18 @@ class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         if weight.dim() != 1:
             raise ValueError(f"the weight of a norm must be [H], not {tuple(weight.shape)}")
-        self._weight = weight
+        self.weight = weight
+        """`[H]`"""
+        self.eps = eps
         self._size = weight.shape[0]
         self._doubled = torch.cat((weight, weight))
-        self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[*, H]` -> `[*, H]`."""
         if not x.is_cpu:
-            return F.rms_norm(x, (self._size,), self._weight, self._eps)
+            return F.rms_norm(x, (self._size,), self.weight, self.eps)
         both = torch.cat((x, -x), -1)
-        return F.layer_norm(both, (2 * self._size,), self._doubled, None, self._eps)[..., : self._size]
+        return F.layer_norm(both, (2 * self._size,), self._doubled, None, self.eps)[..., : self._size]
 
 
 class HeadNorm:
@@ -37,9 +38,11 @@ class HeadNorm:
         """weights `[heads, D]`."""
         if weights.dim() != 2:
             raise ValueError(f"the weights of a head norm must be [heads, D], not {tuple(weights.shape)}")
-        self._weights = weights
+        self.weights = weights
+        """`[heads, D]`"""
+        self.eps = eps
         self._unit = RmsNorm(torch.ones_like(weights[0]), eps)
 
     def __call__(self, x: Tensor) -> None:
         """x `[T, heads, D]`, overwritten."""
-        torch.mul(self._unit(x), self._weights, out=x)
+        torch.mul(self._unit(x), self.weights, out=x)

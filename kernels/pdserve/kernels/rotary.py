@@ -20,10 +20,10 @@ def rotate_heads(x: Tensor, phases: Tensor) -> None:
     x `[T, heads, D]` (a head's numbers adjacent), phases `[T, 1, D / 2]`. Pairs are neighbours: see `pair_neighbours`.
     """
     if x.dtype is torch.float32:
-        torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(phases)
+        torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(phases)
         return
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
-    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(phases)
+    torch.view_as_complex(wide.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(phases)
     x.copy_(wide)
 
 

@@ -60,6 +60,8 @@ class TorchAttentionPlan:
     """Implements `AttentionPlan`."""
 
     def __init__(self, step: _Step, pages: KvPages, spec: AttentionSpec) -> None:
+        self.kv_cache = pages.kv_cache
+        self.slot_mapping = step.batch.slot_mapping
         self._pages = pages
         self._spec = spec
         self._num_decodes = step.batch.num_decodes

@@ -42,6 +42,8 @@ class EngineOptions(TypedDict, total=False):
     """Threads that compute."""
     attention_backend: str
     """Attention back end; default: the fastest on the device."""
+    kernels: str
+    """`torch` or `triton`; default: the fastest on the device."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
 

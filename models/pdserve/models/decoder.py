@@ -34,7 +34,7 @@ class Decoder:
         self.config = config
         self._embedding = embedding
         self._layers = tuple(layers)
-        self._final_norm = final_norm
+        self._norms = (*(layer.input_norm for layer in self._layers), final_norm)
         self._lm_head = lm_head
         device = embedding.device
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
@@ -63,12 +63,13 @@ class Decoder:
         """
         plans = [inputs.plans[spec] for spec in self._specs]
         phases = rotary_phases(inputs.positions, self._inverse_frequencies, self._magnitude)
-        x = inputs.embedded(self.embed_input_ids)
-        for layer, spec_index in zip(self._layers, self._spec_indices, strict=True):
+        residual = inputs.embedded(self.embed_input_ids)
+        x = self._norms[0](residual)
+        for layer, next_norm, spec_index in zip(self._layers, self._norms[1:], self._spec_indices, strict=True):
             if inputs.before_layer is not None:
                 inputs.before_layer()
-            x = layer.forward(x, phases, plans[spec_index])
-        return self._final_norm(x)
+            residual, x = layer.forward(residual, x, next_norm, phases, plans[spec_index], inputs.ops)
+        return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32."""

@@ -10,6 +10,10 @@ from torch import Tensor
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.torch_layer_ops import TorchLayerOps
+
+_TORCH_OPS: LayerOps = TorchLayerOps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class ModelInputs:
     """`[T, H]`, in the dtype of the weights; may be overwritten."""
     before_layer: Callable[[], None] | None = None
     """Called before each layer, so that a caller can distinguish a long step from one that hangs."""
+    ops: LayerOps = _TORCH_OPS
+    """Computes what lies between matrix products and attention."""
 
     @property
     def positions(self) -> Tensor:

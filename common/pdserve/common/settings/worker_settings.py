@@ -15,6 +15,7 @@ CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """Tokens per step on a GPU, which needs more to be busy."""
 MAX_STREAM_INTERVAL = 1024
+KERNELS = ("auto", "torch", "triton")
 
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
 
@@ -61,6 +62,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     """Implementation of attention: `auto` chooses by the device, `torch` runs on every device; any other name is an entry point of
     the group `pdserve.attention_backends`, imported only when this setting names it."""
+    kernels: str = "auto"
+    """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
+    `triton` on a GPU where it is installed."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -150,6 +154,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, or a plug-in's"
             )
+        if self.kernels not in KERNELS:
+            raise ConfigError(f"kernels is {self.kernels[:200]!r}, one of {', '.join(KERNELS)} is needed")
         self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")

@@ -75,6 +75,7 @@ class LoadedModel:
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             run_ahead_share=settings.run_ahead_share,
             attention_backend=settings.attention_backend,
+            kernels=settings.kernels,
             grammar_timeout_s=settings.grammar_timeout_s,
         )
 

@@ -22,7 +22,7 @@ from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, Re
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.block_copies import copy_blocks
+from pdserve.kernels.layer_ops import LayerOps
 from pdserve.models.model_inputs import ModelInputs
 
 
@@ -64,6 +64,7 @@ class ModelRunner:
         config: EngineConfig,
         model: DecoderModel,
         attention: Sequence[AttentionBackend],
+        ops: LayerOps,
         kv_caches: Sequence[Tensor],
         vocab_size: int,
         before_layer: Callable[[], None] | None = None,
@@ -72,11 +73,12 @@ class ModelRunner:
         """kv_caches: by KV cache group, at least one. attention: made over each of them."""
         self._model = model
         self._attention = attention
+        self._ops = ops
         self._kv_caches = kv_caches
         self._device = kv_caches[0].device
         self._dtype = kv_caches[0].dtype
         self._before_layer = before_layer
-        self._sampler = Sampler()
+        self._sampler = Sampler(ops.sample)
         self._step: _Step | None = None
         self.kv_written: torch.cuda.Event | None = None
         """On a GPU, recorded after the last kernel that writes KV; None on a processor."""
@@ -93,7 +95,7 @@ class ModelRunner:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         for kv_cache, copies in zip(self._kv_caches, scheduled.block_copies, strict=False):
             if copies:
-                copy_blocks(kv_cache, copies)
+                self._ops.move_blocks(kv_cache, kv_cache, copies)
         self._update_batch(scheduled)
         rows, counts = self._decodes_first(scheduled)
         hidden = self._model.forward(self._inputs(rows, counts))
@@ -255,6 +257,7 @@ class ModelRunner:
             plans={spec: attention.plan(of_group, spec) for attention, of_group, specs in groups for spec in specs},
             token_ids=self._tensor(batch.token_ids[row_of_token, positions]),
             before_layer=self._before_layer,
+            ops=self._ops,
         )
 
     def _tensor(self, array: IntArray) -> Tensor:

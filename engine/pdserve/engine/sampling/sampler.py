@@ -36,6 +36,7 @@ from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw
 from pdserve.engine.sampling.token_mask import TokenMask
 from pdserve.engine.scheduler_output import NO_TOKEN
+from pdserve.kernels.layer_ops import SampleTokens
 
 SAMPLER_VERSION = 2
 """Part of a worker's identity: workers of one version sample the same tokens. Raise it with any change of stages 7 to 9."""
@@ -80,8 +81,10 @@ class SamplerOutput:
 class Sampler:
     """Samples once per step. Keeps scratch memory between calls, and no other state."""
 
-    def __init__(self) -> None:
+    def __init__(self, sample: SampleTokens | None = None) -> None:
+        """sample: computes stages 7 to 9; None: numpy on a processor, torch on a device."""
         self._scratch = Scratch()
+        self._sample_tokens = sample
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """logits `[N, V]` float32; changed in place."""
@@ -98,8 +101,16 @@ class Sampler:
 
     def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> IntArray:
         """`[N]` token ids: stages 7 to 9."""
-        on_host = logits.device.type == "cpu"
-        values = logits.numpy() if on_host else None
+        sampled, highest = self._drawn(logits, metadata)
+        if metadata.token_rules is not None or metadata.plugins is not None or metadata.grammar_mask is not None:
+            sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
+        return sampled
+
+    def _drawn(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[IntArray, FloatArray]:
+        """`[N]` token ids, and each row's highest logit."""
+        if self._sample_tokens is not None:
+            return self._sample_tokens(logits, metadata)
+        values = logits.numpy() if logits.device.type == "cpu" else None
         sampled, highest = device_draw.most_likely(logits) if values is None else _most_likely(values)
         # a row whose highest logit is NaN or infinite has no distribution, so it gets the most likely token
         rows = np.flatnonzero((metadata.temperature > 0) & np.isfinite(highest))
@@ -110,9 +121,7 @@ class Sampler:
                 sampled[rows] = device_draw.draw(logits, rows, highest[rows], cut, noise)
             else:
                 sampled[rows] = self._draw(values, rows, highest[rows], cut, noise)
-        if metadata.token_rules is not None or metadata.plugins is not None or metadata.grammar_mask is not None:
-            sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
-        return sampled
+        return sampled, highest
 
     def _draw(self, logits: FloatArray, rows: IntArray, highest: FloatArray, cut: Cut, noise: NoiseRows) -> IntArray:
         """`[R]` token ids of these rows of the logits. logits `[N, V]`, the others `[R]` or of R rows."""

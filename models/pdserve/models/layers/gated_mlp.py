@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear, swiglu
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.linear import Linear
+from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -26,6 +28,6 @@ class GatedMlp:
             down=weights.linear([f"{prefix}.down_proj"], hidden_size, inner_size, bias=bias),
         )
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + mlp(x)`, both `[T, H]`. The residual may be overwritten."""
-        return self.down.add_to(residual, swiglu(self.gate_up(x)))
+    def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """`s = residual + mlp(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
+        return ops.add_norm(residual, ops.swiglu(self.gate_up(x)), self.down, norm)

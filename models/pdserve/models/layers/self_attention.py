@@ -9,9 +9,10 @@ from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
-from pdserve.kernels.rms_norm import HeadNorm
-from pdserve.kernels.rotary import pair_neighbours, rotate_heads
+from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.rotary import pair_neighbours
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -54,18 +55,13 @@ class SelfAttention:
             output=weights.linear([f"{prefix}.o_proj"], hidden_size, spec.num_heads * spec.head_dim, bias=output_bias),
         )
 
-    def add_to(self, residual: Tensor, x: Tensor, phases: Tensor, plan: AttentionPlan) -> Tensor:
-        """`residual + attention(x)`; residual and x `[T, H]`, phases `[T, 1, D / 2]`. The residual may be overwritten."""
-        spec = self.spec
-        qkv = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        # queries and keys are adjacent, so one call normalises both and one rotates both
-        qk = qkv[:, : spec.num_heads + spec.num_kv_heads]
-        if self.qk_norm is not None:
-            self.qk_norm(qk)
-        rotate_heads(qk, phases)
-        q, k, v = qkv.split_with_sizes((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
-        plan.store(self.index, k, v)
-        return self.output.add_to(residual, plan.attend(self.index, q, k, v))
+    def add_norm(
+        self, residual: Tensor, x: Tensor, norm: RmsNorm, phases: Tensor, plan: AttentionPlan, ops: LayerOps
+    ) -> tuple[Tensor, Tensor]:
+        """`s = residual + attention(x)` -> s and `norm(s)`; all `[T, H]`, phases `[T, 1, D / 2]`. May overwrite the residual."""
+        qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+        q, k, v = ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
+        return ops.add_norm(residual, plan.attend(self.index, q, k, v), self.output, norm)
 
 
 def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, eps: float) -> HeadNorm:

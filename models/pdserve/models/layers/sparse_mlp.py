@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.experts import Experts, ExpertWeights, make_experts, route_top_k
+from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear
+from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -51,7 +53,7 @@ class SparseMlp:
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         return cls(router, make_experts(expert(index) for index in range(num_experts)), top_k, normalise)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + experts(x)`, both `[T, H]`. The residual may be overwritten."""
+    def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """`s = residual + experts(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
         routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
-        return residual.add_(self.experts(x, routing_weights, chosen))
+        return ops.add_norm(residual, self.experts(x, routing_weights, chosen, ops.swiglu), None, norm)

@@ -1,0 +1,130 @@
+"""`LayerOps`: the operations between the matrix products and attention of a step.
+
+There is one implementation in torch operations (`torch_layer_ops.py`: processors, and the reference) and one in Triton kernels
+(`triton/layer_ops.py`). `make_layer_ops.py` chooses. `tests/kernels/layer_ops_contract.py` is the contract suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.kernels.attention_backend import AttentionPlan
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.linear import Linear
+from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+
+Block = tuple[int, int]
+"""Numbers of a source block and of a target block."""
+
+
+class SampledRows(Protocol):
+    """The sampling parameters of N rows, `[N]` each, on the host."""
+
+    @property
+    def temperature(self) -> NDArray[np.float32]:
+        """0 for the most likely token."""
+
+    @property
+    def top_p(self) -> NDArray[np.float32]: ...
+
+    @property
+    def top_k(self) -> NDArray[np.int64]:
+        """Vocabulary size: no limit."""
+
+    @property
+    def min_p(self) -> NDArray[np.float32]: ...
+
+    @property
+    def seeds(self) -> NDArray[np.int64]: ...
+
+    @property
+    def indexes(self) -> NDArray[np.int64]: ...
+
+    @property
+    def positions(self) -> NDArray[np.int64]: ...
+
+
+SampleTokens = Callable[[Tensor, SampledRows], tuple[NDArray[np.int64], NDArray[np.float32]]]
+"""logits `[N, V]` float32 and their rows' parameters -> token ids `[N]` and highest logits `[N]`, on the host. A row whose highest
+logit is infinite gets its most likely token; a row with NaN gets any token."""
+
+
+class LayerOps(Protocol):
+    """Keeps no state of a step. All tensors of a call lie on one device; results are in the device's stream order."""
+
+    @property
+    def sample(self) -> SampleTokens | None:
+        """Draws by the rules of `engine/sampling/kept_tokens.py`, `token_draw.py` and `seeded_uniform.py`, and waits for the
+        device once; None: the engine does it."""
+
+    def add_norm(self, residual: Tensor, x: Tensor, linear: Linear | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        """`s = residual + linear(x)`, or `residual + x` without a linear layer -> s and `norm(s)`.
+
+        residual `[T, H]`, may be overwritten; x `[T, in]`, or `[T, H]` without a linear layer -> `[T, H]` twice.
+        """
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        spec: AttentionSpec,
+        qk_norm: HeadNorm | None,
+        phases: Tensor,
+        plan: AttentionPlan,
+        layer: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise and rotate queries and keys, and write keys and values to their slots.
+
+        qkv `[T, Hq + 2 * Hkv, D]`, overwritten; qk_norm: None for no norm; phases `[T, 1, D / 2]` complex64 -> q `[T, Hq, D]`, k
+        and v `[T, Hkv, D]`, views of qkv. Writes the pages of the plan's slots and no other byte of the cache.
+        """
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of `[T, 2 * I]`, which may be overwritten -> `[T, I]`, maybe a view."""
+
+    def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
+        """`target[b] = source[a]` for each pair (a, b). All sources are read before any target is written.
+
+        source `[*, ...]` and target `[*, ...]`: pools, or a pool and a ring of blocks, contiguous, with equal blocks; they may be
+        the same tensor. Raises: ValueError for a target that is listed twice, a number outside its tensor, or unequal blocks.
+        """
+
+    def digests(self, pool: Tensor, blocks: Sequence[int]) -> Tensor:
+        """xxh3_64 of the bytes of these blocks -> `[n]` int64, the bits of the unsigned numbers, on the pool's device.
+
+        pool `[num_blocks, ...]`, contiguous; a block has a multiple of 8 bytes, and more than 240. Raises: ValueError for other
+        sizes, and for a number outside the pool.
+        """
+
+
+def check_pairs(source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
+    """Check the arguments of `LayerOps.move_blocks`. Raises: ValueError."""
+    if source.shape[1:] != target.shape[1:] or source.dtype is not target.dtype:
+        raise ValueError(
+            f"blocks {tuple(source.shape[1:])} {source.dtype} do not fit {tuple(target.shape[1:])} {target.dtype}"
+        )
+    if not (source.is_contiguous() and target.is_contiguous()):
+        raise ValueError("blocks must be contiguous")
+    if len({written for _, written in pairs}) < len(pairs):
+        raise ValueError(f"a block is copied to twice: {list(pairs)}")
+    check_numbers(source, [read for read, _ in pairs])
+    check_numbers(target, [written for _, written in pairs])
+
+
+def check_numbers(pool: Tensor, blocks: Sequence[int]) -> None:
+    """Raises: ValueError for a block number that the pool does not have."""
+    if blocks and not 0 <= min(blocks) <= max(blocks) < len(pool):
+        raise ValueError(f"blocks {min(blocks)} to {max(blocks)} of a pool of {len(pool)}")
+
+
+def check_digested(pool: Tensor, blocks: Sequence[int]) -> int:
+    """Check the arguments of `LayerOps.digests` and return a block's size in bytes. Raises: ValueError."""
+    size = pool[:1].numel() * pool.element_size()
+    if size % 8 or size <= 240 or not pool.is_contiguous():
+        raise ValueError(f"a contiguous pool whose blocks have a multiple of 8 bytes above 240 is needed, not {size}")
+    check_numbers(pool, blocks)
+    return size

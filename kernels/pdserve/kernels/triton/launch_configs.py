@@ -1,0 +1,100 @@
+"""Tile sizes and warps of each kernel by GPU architecture: a table instead of autotuning.
+
+A captured CUDA graph cannot contain measurements, and a worker that tunes itself starts slowly and not reproducibly. No value has
+been measured on a GPU yet: they give each thread 16 bytes per load and compile without spills (`tests/kernels/compiled/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfigs:
+    """One architecture's table."""
+
+    add_in_product: bool = True
+    """True: `add_norm` adds in the matrix product (beta = 1) and then normalises; False: one kernel adds and normalises."""
+    norm_numbers_per_warp: int = 512
+    rotate_numbers: int = 1024
+    """Numbers of heads per program of `rotate_and_store`."""
+    rotate_warps: int = 4
+    swiglu_block: int = 1024
+    swiglu_warps: int = 4
+    move_words: int = 2048
+    """Words per program of `move_blocks`."""
+    move_warps: int = 8
+    digest_kibibytes: int = 16
+    """Kibibytes per program of `digests`."""
+    digest_warps: int = 4
+    digest_unroll: int = 16
+    """Steps of the chain whose sums are loaded ahead."""
+    sample_tile: int = 1024
+    """Tokens that a program of `sample` holds at once, a multiple of 16."""
+    sample_warps: int = 4
+    sample_programs: int = 1024
+    """Programs per launch of `sample`, about: a row is divided into `sample_programs / N` parts."""
+    sample_list: int = 8192
+    """Tokens of one bin that are listed; the border in a bin with more is searched in the whole row."""
+
+    def norm_warps(self, block: int) -> int:
+        """Warps for rows of `block` numbers, a power of two up to 16."""
+        return min(16, max(1, block // self.norm_numbers_per_warp))
+
+
+_HOPPER = LaunchConfigs()
+TABLE = {
+    "sm_80": replace(_HOPPER, sample_programs=864),
+    "sm_90": _HOPPER,
+    "sm_100": replace(_HOPPER, sample_programs=1184),
+    "sm_120": replace(_HOPPER, sample_programs=1360),
+    # a warp of AMD's data-centre GPUs has 64 threads
+    "gfx942": replace(
+        _HOPPER,
+        norm_numbers_per_warp=1024,
+        rotate_warps=2,
+        swiglu_warps=2,
+        move_warps=4,
+        digest_warps=2,
+        sample_warps=2,
+        sample_programs=2432,
+    ),
+    # tiles so small that tests with few numbers need several
+    INTERPRETER: LaunchConfigs(
+        rotate_numbers=128,
+        swiglu_block=64,
+        move_words=64,
+        digest_kibibytes=2,
+        digest_unroll=2,
+        sample_tile=256,
+        sample_programs=8,
+        sample_list=128,
+    ),
+}
+
+
+def architecture(device: torch.device) -> str:
+    """A key of `TABLE`: the device's own, or the nearest older one of its maker."""
+    if device.type != "cuda":
+        return INTERPRETER
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return max(
+        (name for name in ("sm_80", "sm_90", "sm_100", "sm_120") if int(name[3:]) <= 10 * major),
+        key=_number,
+        default="sm_80",
+    )
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("sm_"))
+
+
+def launch_configs(device: torch.device) -> LaunchConfigs:
+    """The table of this device."""
+    return TABLE[architecture(device)]

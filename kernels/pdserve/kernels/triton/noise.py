@@ -1,0 +1,62 @@
+"""The noise of sampling on a device, by the formula of `engine/sampling/seeded_uniform.py`, whose letters are used here."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-7; counters and key are uint32, or arrays of uint32 of one shape."""
+    for _ in tl.static_range(7):
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def noise_bits(first, seed, index, position, TILE: tl.constexpr):
+    """`h` `[TILE]` uint64 of tokens first to first + TILE - 1; first and TILE are multiples of 16."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    index, position = index.to(tl.uint32), position.to(tl.uint32)
+    call = (first // 16 + tl.arange(0, TILE // 16)).to(tl.uint32)
+    none = call * 0
+    w0, w1, w2, w3 = philox(call, none + position, none + index, none, k0, k1)
+    # words in order: pairs (0, 2) and (1, 3) are joined to [.., k, j] = word 2 k + j
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
+    leads = (tl.reshape(words, (TILE // 16, 4))[:, :, None] >> shifts[None, None, :]) & 0xFF
+    token = (first + tl.arange(0, TILE)).to(tl.uint32)
+    zero = token * 0
+    t0, t1, _, _ = philox(token, zero + position, zero + index, zero + 1, k0, k1)
+    lead = tl.reshape(leads, (TILE,)).to(tl.uint64)
+    return (lead << 56) | (t1.to(tl.uint64) << 24) | (t0.to(tl.uint64) >> 8)
+
+
+@triton.jit
+def rough_gumbel(bits):
+    """The noise of `h` to within 1e-4, in float32."""
+    is_upper = bits >= 0x8000000000000000
+    small = (tl.where(is_upper, ~bits, bits).to(tl.float32) + 0.5) * 5.421010862427522e-20
+    # near 0 the logarithm of 1 - v loses all digits, so its series is taken
+    lower = tl.where(small < 0.015625, small * (1.0 + small * (0.5 + small * 0.33333333)), -tl.log(1.0 - small))
+    return -tl.log(tl.where(is_upper, -tl.log(small), lower))
+
+
+@triton.jit
+def exact_gumbel(bits):
+    """The noise of `h`, computed in float64 and rounded to float32, as on a processor.
+
+    `ln(1 - v)` is computed as `ln(u) v / (1 - u)` with u = 1 - v rounded, which is exact to some units in the last place of float64
+    (Kahan); libraries have `log1p` for it, which Triton's interpreter lacks.
+    """
+    is_upper = bits >= 0x8000000000000000
+    small = (tl.where(is_upper, ~bits, bits).to(tl.float64) + 0.5) * 5.421010862427522e-20
+    rest = 1.0 - small
+    is_tiny = rest == 1.0
+    lower = tl.where(is_tiny, small, -tl.log(rest) * (small / tl.where(is_tiny, 1.0, 1.0 - rest)))
+    return (-tl.log(tl.where(is_upper, -tl.log(small), lower))).to(tl.float32)

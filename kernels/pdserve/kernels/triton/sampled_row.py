@@ -1,0 +1,55 @@
+"""Numbers that the kernels of sampling share: a row's parameters, its highest logit, scaled logits, the order of tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PARAMETERS = 7
+"""Numbers per row, see `sample_tokens.packed`."""
+LOWEST_Y = -50.0
+"""Tokens with a lower y are dropped: noise lies between -3.81 and 45.06, so they lose against the most likely token, whose y is 0.
+Their mass is 0, and in the order they follow all others, so no border changes which of the others are kept."""
+
+
+@triton.jit
+def row_parameter(parameters, which, row, N):
+    """int64"""
+    return tl.load(parameters + which * N + row)
+
+
+@triton.jit
+def float_parameter(parameters, which, row, N):
+    return row_parameter(parameters, which, row, N).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def top_of_row(values, ids, row, parts, PARTS: tl.constexpr):
+    """The highest value of the row's parts, and the lowest id that has it; both `[N, S]`."""
+    part = tl.arange(0, PARTS)
+    mask = part < parts
+    held = tl.load(values + row * parts + part, mask=mask, other=float("-inf"))
+    top = tl.max(held, 0)
+    # parts are in the order of ids
+    first = tl.min(tl.where((held == top) & mask, part, PARTS - 1), 0)
+    return top, tl.load(ids + row * parts + tl.minimum(first, parts - 1))
+
+
+@triton.jit
+def is_drawn(top, temperature):
+    """A row whose highest logit is infinite has no distribution: it gets its most likely token."""
+    return (temperature > 0) & (tl.abs(top) < float("inf"))
+
+
+@triton.jit
+def scaled_logits(values, top, temperature):
+    """y; a division that is rounded as the processor's, unlike `/`."""
+    return tl.div_rn(values - top, tl.where(temperature > 0, temperature, 1.0))
+
+
+@triton.jit
+def ordered(values, ids):
+    """uint64 numbers in the order of tokens: a higher logit is higher, of equal logits the lower id; -0 equals 0."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+    return (key.to(tl.uint64) << 32) | (0xFFFFFFFF - ids.to(tl.uint32)).to(tl.uint64)

@@ -1,0 +1,171 @@
+"""Sampling in kernels draws the tokens that the engine draws on a processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
+from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits
+from pdserve.kernels.triton.launch_configs import TABLE, launch_configs
+from pdserve.kernels.triton.layer_ops import TritonLayerOps
+from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
+from tests.support.sampled_rows import coordinates, metadata, rows_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 1.1e-5},
+    {"temperature": 0.4, "top_p": 0.95},
+    {"temperature": 100.0},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"top_k": 1},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    {"top_k": 300, "top_p": 0.999},
+    {"temperature": 0.05, "top_k": 500},
+]
+
+
+def ops(**configs: Any) -> TritonLayerOps:
+    return TritonLayerOps(DEVICE, replace(launch_configs(DEVICE), **configs))
+
+
+def mixed(vocab_size: int, first: int = 0) -> SamplingMetadata:
+    """A row for each of `FIELDS`. first: where the rows' coordinates begin."""
+    asked = metadata(len(FIELDS), vocab_size)
+    for row, fields in enumerate(FIELDS):
+        for name, value in fields.items():
+            getattr(asked, name)[row] = value
+    noise = coordinates(len(FIELDS), first)
+    return replace(asked, seeds=noise.seeds, indexes=noise.indexes, positions=noise.positions)
+
+
+def check(logits: NDArray[np.float32], asked: SamplingMetadata, **configs: Any) -> None:
+    here = Sampler()(torch.from_numpy(logits.copy()), asked).sampled_token_ids
+    # rows lie apart, and what lies between them is NaN
+    held = torch.full((logits.shape[0], logits.shape[1] + 5), torch.nan)
+    held[:, : logits.shape[1]] = torch.from_numpy(logits)
+    there, highest = ops(**configs).sample(held.to(DEVICE)[:, : logits.shape[1]], asked)
+    np.testing.assert_array_equal(highest, logits.max(-1))
+    np.testing.assert_array_equal(there, here)
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "steep", "equal", "two", "one", "masked"])
+def test_rows_of_every_kind(kind: str) -> None:
+    check(rows_of(kind, len(FIELDS), 500), mixed(500))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 257])
+def test_small_vocabularies(vocab_size: int) -> None:
+    check(rows_of("flat", len(FIELDS), vocab_size), mixed(vocab_size))
+
+
+@pytest.mark.parametrize("limit", [16, 1024])
+def test_ties_are_cut_by_their_ids(limit: int) -> None:
+    """As logits in bfloat16 have them; among them both zeros, which are equal."""
+    logits = torch.from_numpy(rows_of("flat", len(FIELDS), 500)).bfloat16().mul_(4).round_().float().numpy()
+    logits[:, ::50], logits[:, 1::50] = 0.0, -0.0
+    check(logits, mixed(500), sample_list=limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_many_seeds(first: int) -> None:
+    check(rows_of("peaked", len(FIELDS), 2000), mixed(2000, first))
+
+
+@pytest.mark.parametrize("programs", [1, 10_000])
+def test_the_number_of_parts_changes_nothing(programs: int) -> None:
+    """One part per row, and a part per tile."""
+    check(rows_of("peaked", len(FIELDS), 600), mixed(600), sample_programs=programs)
+
+
+def test_rows_without_a_distribution_get_their_most_likely_token() -> None:
+    logits = rows_of("flat", 4, 300)
+    logits[0, 123], logits[1] = np.inf, -np.inf
+    logits[2, 40], logits[2, 200] = np.inf, np.inf
+    logits[3, 77] = np.nan
+    sampled, highest = ops().sample(torch.from_numpy(logits).to(DEVICE), metadata(4, 300, top_p=0.9, top_k=50))
+    assert sampled[:3].tolist() == [123, 0, 40]
+    assert highest[:3].tolist() == [np.inf, -np.inf, np.inf]
+    assert 0 <= sampled[3] < 300
+
+
+def test_no_rows_and_rows_that_do_not_fit() -> None:
+    sampled, highest = ops().sample(torch.zeros(0, 300, device=DEVICE), metadata(0, 300))
+    assert sampled.shape == highest.shape == (0,)
+    with pytest.raises(ValueError, match="for 2 rows"):
+        ops().sample(torch.zeros(3, 300, device=DEVICE), metadata(2, 300))
+    with pytest.raises(ValueError, match="float16"):
+        ops().sample(torch.zeros(2, 300, dtype=torch.float16, device=DEVICE), metadata(2, 300))
+
+
+@triton.jit
+def noise_of_tokens(coordinates, bits, V, TILE: tl.constexpr):
+    row, first = tl.program_id(0), tl.program_id(1) * TILE
+    seed, index, position = (
+        tl.load(coordinates + row * 3),
+        tl.load(coordinates + row * 3 + 1),
+        tl.load(coordinates + row * 3 + 2),
+    )
+    at = first + tl.arange(0, TILE)
+    found = noise_bits(first, seed, index, position, TILE)
+    tl.store(bits + row * V + at, found.to(tl.int64, bitcast=True), mask=at < V)
+
+
+@triton.jit
+def gumbels_of_bits(bits, exact, rough, count, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    held = tl.load(bits + at, mask=at < count, other=0).to(tl.uint64, bitcast=True)
+    tl.store(exact + at, exact_gumbel(held), mask=at < count)
+    tl.store(rough + at, rough_gumbel(held), mask=at < count)
+
+
+def gumbels(bits: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Exact and rough."""
+    exact, rough = torch.empty(2, len(bits), device=DEVICE)
+    held = torch.from_numpy(bits.view(np.int64)).to(DEVICE)
+    gumbels_of_bits[(triton.cdiv(len(bits), 4096),)](held, exact, rough, len(bits), TILE=4096)
+    return exact.cpu().numpy(), rough.cpu().numpy()
+
+
+def test_noise_is_the_processors_bit_by_bit() -> None:
+    seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32), 0x0123456789ABCDEF])
+    indexes, positions = np.arange(8) % 4, np.array([0, 1, 2**32 - 1, 2**31, 5, 6, 7, 70_000])
+    given = torch.from_numpy(np.stack([seeds, indexes, positions], 1).copy()).to(DEVICE)
+    bits = torch.empty(8, 1000, dtype=torch.int64, device=DEVICE)
+    noise_of_tokens[(8, 4)](given, bits, 1000, TILE=256)
+    token_ids = np.arange(1000)
+    for row, held in enumerate(bits.cpu().numpy().view(np.uint64)):
+        seed, index, position = (np.full(1000, of[row]) for of in (seeds, indexes, positions))
+        expected = gumbel(seed, index, position, token_ids)
+        np.testing.assert_array_equal(gumbel_of_bits(held), expected)
+
+
+def test_logarithms_of_the_noise_differ_by_a_bound() -> None:
+    """Exact: one unit in the last place, in fewer than 1 of 10,000 numbers here. Rough: a tenth of the slack."""
+    random = np.random.default_rng(4)
+    ends = np.array([0, 1, 2, 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1], np.uint64)
+    small = random.integers(0, 2**40, 2000, np.uint64)
+    bits = np.concatenate([ends, small, ~small, random.integers(0, 2**64 - 1, 30_000, np.uint64, endpoint=True)])
+    exact, rough = gumbels(bits)
+    expected = gumbel_of_bits(bits)
+    off = exact != expected
+    assert off.mean() < 1e-4
+    np.testing.assert_array_max_ulp(exact, expected, 1)
+    np.testing.assert_allclose(rough, expected, atol=1e-4, rtol=0)
+
+
+def test_tiles_hold_whole_calls_of_the_generator() -> None:
+    assert all(configs.sample_tile % 16 == 0 for configs in TABLE.values())
