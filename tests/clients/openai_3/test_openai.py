@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 from tests.clients.forms import City
 
@@ -106,6 +107,19 @@ def test_parse_of_a_bounded_form(client: OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, City)
     assert choice.message.parsed == City.model_validate_json(choice.message.content or "")
+
+
+def test_parse_of_a_form_without_limits_ends_too(client: OpenAI) -> None:
+    """The bundled model ends no string by itself; its workers' `grammar_string_chars` do."""
+
+    class Place(BaseModel):
+        city: str
+        country: str | None
+
+    done = client.chat.completions.parse(model="demo", messages=QUESTION, temperature=0, response_format=Place)
+    place = done.choices[0].message.parsed
+    assert isinstance(place, Place)
+    assert max(len(place.city), len(place.country or "")) <= 64
 
 
 def test_a_form_that_the_limit_cuts_off_is_told(client: OpenAI) -> None:

@@ -86,6 +86,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Address space that the process of a grammar may take in addition to its initial one."""
     grammar_whitespace_chars: int = 16
     """White space characters in a row that JSON of a grammar may have; 0: no limit. Equal on all workers."""
+    grammar_string_chars: int | None = None
+    """Characters of a string in JSON of a grammar whose schema has no limit; 0: no limit. Equal on all workers. Default: 64 for the
+    bundled model, else 0."""
     engine_stuck_exit_s: float = 60.0
     """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
     attach_timeout_s: float = 10.0
@@ -156,7 +159,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels is {self.kernels[:200]!r}, one of {', '.join(KERNELS)} is needed")
-        self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars")
+        self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")

@@ -20,9 +20,11 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import KVCacheConfig, make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
-from pdserve.models.model_folder import model_folder
+from pdserve.models.model_folder import DEMO, model_folder
 
 __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
+
+_DEMO_STRING_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class LoadedModel:
             request_s=settings.grammar_request_s,
             memory_mib=settings.grammar_memory_mib,
             whitespace_chars=settings.grammar_whitespace_chars,
+            string_chars=string_chars(settings, self.folder),
         )
         vocab_size = self.decoder.config.vocab_size
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
@@ -136,3 +139,11 @@ def _check_device(name: str) -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {num_gpus} CUDA devices here")
+
+
+def string_chars(settings: WorkerSettings, folder: Path) -> int:
+    """`grammar_string_chars`, or its default for the model in this folder."""
+    if settings.grammar_string_chars is not None:
+        return settings.grammar_string_chars
+    # it was trained on sentences, and ends no string by itself
+    return _DEMO_STRING_CHARS if folder == model_folder(DEMO) else 0

@@ -63,7 +63,7 @@ class GrammarForkServer:
         self._socket, theirs = packet_socket_pair()
         module = "pdserve.engine.structured_outputs.grammar_process"
         with theirs:
-            arguments = (theirs.fileno(), folder, vocab_size, limits.whitespace_chars)
+            arguments = (theirs.fileno(), folder, vocab_size, limits.whitespace_chars, limits.string_chars)
             self._program = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,

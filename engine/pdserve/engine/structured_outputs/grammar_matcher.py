@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
+from pdserve.engine.structured_outputs.bounded_strings import with_bounded_strings
 from pdserve.engine.structured_outputs.grammar_messages import WHITESPACE_CHARS
 from pdserve.engine.structured_outputs.schema_support import verify_enforced
 
@@ -95,14 +96,17 @@ class GrammarMatcher:
 class Vocabulary:
     """The tokens of a model folder as bytes, and a compiler over them. Any thread may use it."""
 
-    def __init__(self, folder: Path, vocab_size: int, whitespace_chars: int = WHITESPACE_CHARS) -> None:
-        """vocab_size: length of the model's logits. whitespace_chars: white space in a row in JSON, at most; 0: no limit.
+    def __init__(
+        self, folder: Path, vocab_size: int, whitespace_chars: int = WHITESPACE_CHARS, string_chars: int = 0
+    ) -> None:
+        """vocab_size: length of the model's logits. whitespace_chars, string_chars: as in `GrammarLimits`.
 
         Special tokens have no text in a grammar, so that they do not match the characters of their names.
         """
         self.size = vocab_size
         self.max_whitespace_cnt = whitespace_chars or None
         """xgrammar's name of the limit; None: no limit."""
+        self.string_chars = string_chars
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         described = xgrammar.TokenizerInfo.from_huggingface(
             PreTrainedTokenizerFast(tokenizer_object=backend), vocab_size=vocab_size, stop_token_ids=[0]
@@ -158,9 +162,9 @@ def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgramm
     any_whitespace = not params.disable_any_whitespace
     compiler = vocabulary.plain
     if params.json is not None:
-        verify_enforced(json.loads(params.json_schema))
-        compiler = _compiler_for(vocabulary, params.json_schema)
-        return _compile_json(vocabulary, compiler, params.json_schema, any_whitespace=any_whitespace)
+        verify_enforced(schema := json.loads(params.json_schema))
+        text = json.dumps(_bounded(vocabulary, schema)) if vocabulary.string_chars else params.json_schema
+        return _compile_json(vocabulary, _compiler_for(vocabulary, text), text, any_whitespace=any_whitespace)
     if params.json_object:
         return _compile_json(vocabulary, compiler, _JSON_OBJECT, any_whitespace=any_whitespace)
     if params.regex is not None:
@@ -174,9 +178,7 @@ def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgramm
         verify_enforced(schema)
     if "structures" in tag:
         tag = _from_older_form(tag)
-    if (limit := vocabulary.max_whitespace_cnt if any_whitespace else 1) is not None:
-        tag = _with_limited_whitespace(tag, limit)
-    text = json.dumps(tag)
+    text = json.dumps(_with_limits(vocabulary, tag, vocabulary.max_whitespace_cnt if any_whitespace else 1))
     return _compiler_for(vocabulary, text).compile_structural_tag(text)
 
 
@@ -205,15 +207,22 @@ def _schemas_in(tag: Any) -> Iterator[Any]:
             yield from _schemas_in(value)
 
 
-def _with_limited_whitespace(tag: Any, limit: int) -> Any:
-    """A structural tag whose JSON has at most `limit` characters of white space in a row, where the tag itself has no limit."""
+def _bounded(vocabulary: Vocabulary, schema: Any) -> Any:
+    return with_bounded_strings(schema, vocabulary.string_chars) if vocabulary.string_chars else schema
+
+
+def _with_limits(vocabulary: Vocabulary, tag: Any, max_whitespace_cnt: int | None) -> Any:
+    """A structural tag whose JSON has the limits of white space, where the tag itself has none, and of strings."""
     if isinstance(tag, list):
-        return [_with_limited_whitespace(value, limit) for value in tag]
+        return [_with_limits(vocabulary, value, max_whitespace_cnt) for value in tag]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_schema":
-        return tag if tag.get("max_whitespace_cnt") is not None else tag | {"max_whitespace_cnt": limit}
-    return {name: _with_limited_whitespace(value, limit) for name, value in tag.items()}
+        limited = tag | {"json_schema": _bounded(vocabulary, tag.get("json_schema"))}
+        if limited.get("max_whitespace_cnt") is None and max_whitespace_cnt is not None:
+            limited["max_whitespace_cnt"] = max_whitespace_cnt
+        return limited
+    return {name: _with_limits(vocabulary, value, max_whitespace_cnt) for name, value in tag.items()}
 
 
 def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
     """Address space of the process in addition to its initial one."""
     whitespace_chars: int = WHITESPACE_CHARS
     """White space in a row in JSON; 0: no limit."""
+    string_chars: int = 0
+    """Characters of a string in JSON whose schema has no limit; 0: no limit."""
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):

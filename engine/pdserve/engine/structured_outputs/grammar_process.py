@@ -47,12 +47,12 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 def main() -> None:
-    descriptor, folder, vocab_size, whitespace_chars = sys.argv[1:5]
+    descriptor, folder, *numbers = sys.argv[1:]
     # Ctrl-C signals the whole process group; the worker decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(descriptor))
     try:
-        vocabulary = Vocabulary(Path(folder), int(vocab_size), int(whitespace_chars))
+        vocabulary = Vocabulary(Path(folder), *map(int, numbers))
         warm_up(vocabulary)
     except Exception as error:
         control.send(encode(Broken(f"{type(error).__name__}: {error}"[:500])))

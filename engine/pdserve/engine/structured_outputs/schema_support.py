@@ -72,27 +72,27 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 def verify_enforced(schema: Any) -> None:
     """Raises: InvalidRequest naming the keyword and its path."""
-    for path, part in _parts(schema, "#"):
+    for path, part in parts_of(schema, "#"):
         _verify_part(path, part)
 
 
-def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def parts_of(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema in a schema, with its path."""
     if not isinstance(schema, dict):
         return
     yield path, schema
     for name in _SCHEMAS:
-        yield from _parts(schema.get(name), f"{path}/{name}")
+        yield from parts_of(schema.get(name), f"{path}/{name}")
     if isinstance(names := schema.get("propertyNames"), dict):
-        yield from _parts({"type": "string", **names}, f"{path}/propertyNames")
+        yield from parts_of({"type": "string", **names}, f"{path}/propertyNames")
     for name in _LISTS:
         if isinstance(entries := schema.get(name), list):
             for place, entry in enumerate(entries):
-                yield from _parts(entry, f"{path}/{name}/{place}")
+                yield from parts_of(entry, f"{path}/{name}/{place}")
     for name in _MAPS:
         if isinstance(named := schema.get(name), dict):
             for key, entry in named.items():
-                yield from _parts(entry, f"{path}/{name}/{key}")
+                yield from parts_of(entry, f"{path}/{name}/{key}")
 
 
 def _verify_part(path: str, schema: dict[str, Any]) -> None:
