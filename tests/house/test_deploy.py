@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from pdserve.cli.development_certificates import write_certificates
+from pdserve.cli.main import app
 from pdserve.common.errors import PdServeError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
@@ -133,6 +135,32 @@ def test_every_service_is_hardened_and_limited(name: str) -> None:
     assert service["ulimits"]["core"] == 0, "a core has prompts and keys in it"
     assert service["restart"] == ("no" if name == "certs" else "unless-stopped")
     assert all(volume.endswith(":ro") for volume in service.get("volumes", []) if volume.startswith((".", "$")))
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_health_checks_leave_python_time_to_start(name: str) -> None:
+    check = COMPOSE["services"][name]["healthcheck"]
+    [inner] = re.findall(r"timeout=(\d+)", check["test"][-1])
+    interval, timeout = (int(check[key].removesuffix("s")) for key in ("interval", "timeout"))
+    assert interval >= timeout > int(inner) >= 5
+
+
+def test_the_systemd_unit_starts_each_service_and_lets_it_drain() -> None:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "deploy/systemd/pdserve@.service")
+    service = unit["Service"]
+    program, role, *options = service["ExecStart"].split()
+    assert (Path(program).name, role, options) == ("pdserve", "%i", ["--config", "/etc/pdserve/pdserve.toml"])
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert set(SETTINGS) <= commands
+    for kind in SETTINGS.values():
+        assert int(service["TimeoutStopSec"]) >= kind().drain_s + 15
+    # a second signal to the processes of a service would cut its drain short
+    assert service["KillMode"] == "mixed"
+    assert service["NoNewPrivileges"] == "yes"
+    assert service["CapabilityBoundingSet"] == ""
+    assert service["LimitCORE"] == "0", "a core has prompts and keys in it"
 
 
 def test_no_service_has_the_key_of_another() -> None:
