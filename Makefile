@@ -19,7 +19,7 @@ demo: $(VENV)/.runtime  ## the same, one question, then stop
 test: $(VENV)/.dev  ## the whole test suite, in three processes: on two cores, two wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-all: $(VENV)/.helm  ## every test but those of make faults and make soak, then make clients and five minutes of make fuzz
+test-all: $(VENV)/.all  ## every test but those of make faults and make soak, then make clients and five minutes of make fuzz
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not faults and not soak"
 	$(MAKE) clients
 	FUZZ_S=300 $(BIN)/python -m pytest -q -s -m fuzz
@@ -106,6 +106,6 @@ $(VENV)/.dev: $(VENV)/bin/python $(LOCKS)
 	$(INSTALL) nixl bench dev
 	touch $@ $(VENV)/.runtime
 
-$(VENV)/.helm: $(VENV)/bin/python $(LOCKS)
-	$(INSTALL) nixl bench dev helm
+$(VENV)/.all: $(VENV)/bin/python $(LOCKS)
+	$(INSTALL) nixl bench ray dev helm
 	touch $@ $(VENV)/.dev $(VENV)/.runtime

@@ -22,7 +22,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 LOCKS = Path("locks")
-EXTRAS = ("nixl", "bench", "dev", "helm")
+EXTRAS = ("nixl", "bench", "ray", "dev", "helm")
 ON_GPUS_ONLY = "triton"
 WHEELS = ("--only-binary", ":all:")
 

@@ -1,6 +1,7 @@
 """`make lock`: resolve what pyproject.toml asks for, once, and write `locks/*.txt` with a hash of every file.
 
-One resolution, split by what asks for a package, so that no two files disagree and none names a package of another:
+One resolution, split by what asks for a package, so that no two files disagree. Only ray.txt and dev.txt share packages, since
+users may install either alone:
 
     torch.txt       torch alone: PyPI's build, which is CUDA's
     torch-cpu.txt   torch alone: the processor's build, which other indexes serve
@@ -8,6 +9,7 @@ One resolution, split by what asks for a package, so that no two files disagree 
     runtime.txt     what else pdserve needs
     nixl.txt        what the extra `nixl` adds
     bench.txt       what the extra `bench` adds
+    ray.txt         what the extra `ray` adds
     dev.txt         what the extra `dev` adds to both
     helm.txt        what the extra `helm` adds to `dev`
     build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
@@ -32,8 +34,8 @@ from pathlib import Path
 
 INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
-EXTRAS = ["nixl", "bench"]
-"""Those that users install; no package is in two of them."""
+EXTRAS = ["nixl", "bench", "ray"]
+"""Those that users install; no package is in two of them, and `dev` has none of nixl and bench."""
 CLIENTS = Path("tests/clients/requirements")
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""
@@ -101,8 +103,8 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
         "torch-cuda": cuda,
         "runtime": runtime,
         **extras,
-        "dev": closures["dev"] - cuda - {"torch"} - runtime - closures["build"] - set().union(*extras.values()),
-        "helm": full.keys() - closures["dev"] - closures["build"] - cuda - {"torch"},
+        "dev": closures["dev"] - cuda - {"torch"} - runtime - closures["build"] - extras["nixl"] - extras["bench"],
+        "helm": full.keys() - closures["dev"] - closures["build"] - cuda - {"torch"} - extras["ray"],
     }
     return {name: sorted(part) for name, part in parts.items()}
 

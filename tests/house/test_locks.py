@@ -71,16 +71,22 @@ def test_no_two_files_disagree() -> None:
     versions = locked()
     assert versions.pop("torch") == {"2.13.0", "2.13.0+cpu"}
     assert {name: found for name, found in versions.items() if len(found) > 1} == {}
+    shared = entries("ray").keys() & entries("dev").keys()
+    assert all(entries("ray")[name] == entries("dev")[name] for name in shared)
     parts = [name for lock in LOCKS if lock != "build" for name in entries(lock)]
-    assert sorted(parts) == sorted([*set(parts), "torch"]), "a package other than torch stands in two files"
+    assert sorted(parts) == sorted([*set(parts), *shared, "torch"]), "a package other than torch stands in two files"
 
 
 @pytest.mark.parametrize("extra", [None, *PROJECT["optional-dependencies"]])
 def test_what_pyproject_asks_for_is_locked(extra: str | None) -> None:
     versions = locked()
-    parts = {None: ["build", "torch", "runtime"], "nixl": ["nixl"], "bench": ["bench", "runtime"]}.get(
-        extra, list(LOCKS)
-    )
+    of_users = {
+        None: ["build", "torch", "runtime"],
+        "nixl": ["nixl"],
+        "bench": ["bench", "runtime"],
+        "ray": ["ray", "runtime"],
+    }
+    parts = of_users.get(extra, list(LOCKS))
     installed = {name for part in parts for name in entries(part)}
     for line in PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]:
         asked = Requirement(line)
@@ -142,7 +148,9 @@ def pip_calls(
 
 
 @pytest.mark.parametrize("torch_cpu", ["", "ERROR: No matching distribution found for torch==2.13.0+cpu"])
-@pytest.mark.parametrize("extras", [[], ["nixl"], ["nixl", "bench", "dev"]])
+@pytest.mark.parametrize(
+    "extras", [[], ["nixl"], ["ray"], ["nixl", "bench", "dev"], ["nixl", "bench", "ray", "dev", "helm"]]
+)
 def test_pip_fetches_nothing_without_a_hash(tmp_path: Path, torch_cpu: str, extras: list[str]) -> None:
     done, calls = pip_calls(tmp_path, *extras, "--torch-index", "https://example.org/torch", torch_cpu=torch_cpu)
     assert done.returncode == 0, done.stderr

@@ -152,7 +152,8 @@ class Router:
         if world.has_redis and finds:
             settings = RouterSettings(redis=world.redis.url, redis_namespace=world.namespace)
             self._directory = make_directory(settings, self.index, DEVELOPMENT_KEY)
-        self.fleet = Fleet(prefill, decode, EXPECTED, self.index, self._directory)
+        held = self.index if self._directory is None else None
+        self.fleet = Fleet(prefill, decode, EXPECTED, held, self._directory)
 
     @property
     def directory(self) -> RedisDirectory:

@@ -1,4 +1,4 @@
-"""`pdserve up`: router, prefill and decode workers on this machine; the router runs in this process."""
+"""`pdserve up`: router, prefill and decode workers, on this machine or a Ray cluster; the router runs in this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
@@ -16,6 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from pdserve.cli.child_report import LoadReport
 from pdserve.cli.cluster_plan import ClusterPlan
+from pdserve.cli.ray_cluster.connection import ray_workers
+from pdserve.cli.ray_cluster.ray_directory import RayDirectory
 from pdserve.cli.reserved_ports import reserved_ports
 from pdserve.cli.worker_child import WorkerChild
 from pdserve.common.address.descriptors import raise_descriptor_limit
@@ -24,6 +27,10 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.shutdown import Shutdown
 from pdserve.models.model_folder import model_folder
 from pdserve.router.service import run_router
+from pdserve.router.workers.fleet import Directory
+
+if TYPE_CHECKING:
+    from pdserve.cli.ray_cluster.ray_worker import RayWorker
 
 CHILD_DRAIN_S = 35.0
 JOIN_S = 10.0
@@ -50,17 +57,34 @@ class Addresses:
 
 WhenReady = Callable[[Addresses], Awaitable[bool]]
 """Called once the cluster serves; False stops it again."""
+Workers = Sequence["WorkerChild | RayWorker"]
 
 
-def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady) -> None:
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """The place of the workers with `--ray`."""
+
+    address: str
+    timeout_s: float
+    """Limit of the connection, and of the wait for resources."""
+    verbose: bool
+    """Print what workers write at their nodes."""
+
+
+def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady, on_ray: RayCluster | None = None) -> None:
     """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain; a second signal ends everything at once.
 
-    Raises: ConfigError, before anything is loaded if a port is in use or the model is not found.
+    on_ray: for a plan with workers on a Ray cluster. Raises: ConfigError, before anything is loaded if a port is in use, the
+    model is not found, or Ray has no place for the workers.
     """
     raise_descriptor_limit()
     with reserved_ports(plan.ports()) as (port, grpc_port, metrics_port, *ports_of_workers):
         folder = model_folder(plan.router.model)
         router = msgspec.structs.replace(plan.router, port=port, grpc_port=grpc_port, metrics_port=metrics_port)
+        if on_ray is not None:
+            with ray_workers(on_ray.address, on_ray.timeout_s, plan.children, verbose=on_ray.verbose) as placed:
+                asyncio.run(_run(router, folder, placed, console, when_ready, RayDirectory(placed)))
+            return
         workers = [
             WorkerChild(child, folder, number) for child, number in zip(plan.children, ports_of_workers, strict=True)
         ]
@@ -68,8 +92,14 @@ def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady) -> N
 
 
 async def _run(
-    settings: RouterSettings, folder: Path, workers: Sequence[WorkerChild], console: Console, when_ready: WhenReady
+    settings: RouterSettings,
+    folder: Path,
+    workers: Workers,
+    console: Console,
+    when_ready: WhenReady,
+    directory: Directory | None = None,
 ) -> None:
+    """directory: of workers whose addresses change."""
     shutdown = Shutdown(announce=console.print)
     watchers: list[asyncio.Task[None]] = []
     with shutdown.on_signals():
@@ -80,10 +110,11 @@ async def _run(
                 return
             watchers = [asyncio.create_task(worker.watch(), name=worker.plan.name) for worker in workers]
             addresses = addresses_of(settings, workers)
-            settings = msgspec.structs.replace(
-                settings, prefill=tuple(addresses.prefill), decode=tuple(addresses.decode)
-            )
-            await route(settings, folder, addresses, when_ready, shutdown)
+            if directory is None:
+                settings = msgspec.structs.replace(
+                    settings, prefill=tuple(addresses.prefill), decode=tuple(addresses.decode)
+                )
+            await route(settings, folder, addresses, when_ready, shutdown, directory)
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -91,7 +122,7 @@ async def _run(
             await asyncio.gather(*(worker.stop(CHILD_DRAIN_S, shutdown.hurry) for worker in workers))
 
 
-def addresses_of(settings: RouterSettings, workers: Sequence[WorkerChild]) -> Addresses:
+def addresses_of(settings: RouterSettings, workers: Workers) -> Addresses:
     api_key = settings.api_keys[0] if settings.api_keys else os.environ.get("PDSERVE_API_KEY")
     why_silent = ""
     if settings.front_tls_cert_file is not None:
@@ -112,7 +143,12 @@ def addresses_of(settings: RouterSettings, workers: Sequence[WorkerChild]) -> Ad
 
 
 async def route(
-    settings: RouterSettings, folder: Path, addresses: Addresses, when_ready: WhenReady, shutdown: Shutdown
+    settings: RouterSettings,
+    folder: Path,
+    addresses: Addresses,
+    when_ready: WhenReady,
+    shutdown: Shutdown,
+    directory: Directory | None = None,
 ) -> None:
     """Run the router until `shutdown`, and `when_ready` once it listens. Raises: ConfigError."""
     listening = asyncio.Event()
@@ -124,7 +160,13 @@ async def route(
         return await when_ready(addresses)
 
     routing = asyncio.create_task(
-        run_router(settings, model_folder=folder, ready=lambda http, grpc: listening.set(), shutdown=shutdown)
+        run_router(
+            settings,
+            model_folder=folder,
+            ready=lambda http, grpc: listening.set(),
+            shutdown=shutdown,
+            addresses=directory,
+        )
     )
     greeting = asyncio.create_task(greet())
     try:
@@ -169,7 +211,7 @@ async def _until(leave: asyncio.Event, work: asyncio.Future[list[None]]) -> None
 
 
 @contextlib.contextmanager
-def _progress_bars(console: Console, workers: Sequence[WorkerChild]) -> Iterator[None]:
+def _progress_bars(console: Console, workers: Workers) -> Iterator[None]:
     """One progress bar per worker while weights load."""
     columns = (TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=console) as progress:

@@ -51,9 +51,13 @@ class ClusterPlan:
 
     router: RouterSettings
     children: tuple[ChildPlan, ...]
+    on_ray: bool = False
+    """True if workers run on nodes of a Ray cluster."""
 
     def ports(self) -> list[Port]:
-        """The router's three ports, then the port of metrics of each worker."""
+        """The ports on this machine: the router's three, then the port of metrics of each worker."""
+        if self.on_ray:
+            return ports_of(self.router)
         workers = [
             Port("metrics_port", f"metrics of {child.name}", child.settings.metrics_at, child.settings.metrics_port)
             for child in self.children
@@ -66,8 +70,11 @@ def make_plan(
     config: Path | None,
     num_workers: Mapping[WorkerRole, int],
     environ: Mapping[str, str] | None = None,
+    *,
+    on_ray: bool = False,
 ) -> ClusterPlan:
     """The services with the settings that each has. given: settings of the command line; None counts as not given.
+    on_ray: workers run on nodes of a Ray cluster, which read neither the file nor the environment of this machine.
 
     Every service reads the environment (default: this process's) and the file, too. Raises: ConfigError naming the
     setting and what is wrong with it.
@@ -86,18 +93,20 @@ def make_plan(
     for place, (role, name) in enumerate(names):
         # the environment overrides the file, so `up` sets no default that either sets
         known = names_given(_WORKERS[role], config, environ)
-        settings = {key: value for key, value in _defaults(place, len(names)).items() if key not in known}
+        defaults = {"log_level": "warning"} if on_ray else _defaults(place, len(names))
+        settings = {key: value for key, value in defaults.items() if key not in known}
         settings |= by_role[role] | _ON_LOOPBACK | {"worker_id": name}
         settings["metrics_port"] = router.metrics_port and router.metrics_port + 1 + place
         settings["deployment_key"] = router.deployment_key
         if router.deployment_key_file is not None:
             settings["deployment_key_file"] = router.deployment_key_file
-        children.append(_child(role, name, settings, config, environ))
+        child = _child(role, name, settings, config, environ)
+        children.append(_for_another_machine(child) if on_ray else child)
         if children[-1].settings.key() != router.key():
             raise ConfigError(
                 f"deployment_key_file in [{role}] has another key than the router: give one key for all services"
             )
-    return ClusterPlan(router, tuple(children))
+    return ClusterPlan(router, tuple(children), on_ray)
 
 
 def _child(
@@ -109,6 +118,29 @@ def _child(
     # the port of the environment is the router's
     loaded = load_settings(_WORKERS[role], flags={**settings, "port": 0}, toml=config, environ=environ)
     return ChildPlan(role, name, flags, own, loaded)
+
+
+def _for_another_machine(child: ChildPlan) -> ChildPlan:
+    """The plan with every setting in its environment, and nothing else of this machine in it.
+
+    A relative folder of the model becomes an absolute one. Raises: ConfigError for a device that Ray does not assign.
+    """
+    settings = child.settings
+    if settings.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {settings.device!r}: Ray assigns the GPU, so that cpu or cuda is needed")
+    # a key's file is read here; files of certificates are those of the nodes
+    settings = msgspec.structs.replace(
+        settings, deployment_key=settings.key()[0].secret.decode(), deployment_key_file=None
+    )
+    if (folder := Path(settings.model)).is_dir():
+        settings = msgspec.structs.replace(settings, model=str(folder.resolve()))
+    defaults = _WORKERS[child.role]()
+    environ = {
+        f"{ENV_PREFIX}{name.upper()}": ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in msgspec.structs.asdict(settings).items()
+        if value is not None and value != getattr(defaults, name)
+    }
+    return ChildPlan(child.role, child.name, (), environ, settings)
 
 
 def _defaults(place: int, num_workers: int) -> dict[str, object]:

@@ -29,6 +29,8 @@ from pdserve.cli.options import (
     Otlp,
     Policy,
     Port,
+    Ray,
+    RayTimeout,
     RedisUrl,
     ServedModelName,
     Set,
@@ -88,6 +90,8 @@ def up(
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
     redis: RedisUrl = None,
+    ray: Ray = None,
+    ray_timeout_s: RayTimeout = 30.0,
     otlp: Otlp = None,
     insecure: Insecure = None,
     no_auth: NoAuth = None,
@@ -98,7 +102,8 @@ def up(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show INFO lines of all services.")] = False,
     set_: Set = None,
 ) -> None:
-    """The whole cluster on this machine: a router, prefill and decode workers, one process each."""
+    """The whole cluster: a router on this machine, prefill and decode workers here or on a Ray cluster, one process each."""
+    from pdserve.cli.cluster import RayCluster
     from pdserve.cli.up_command import run_up
 
     if model_argument is not None and model is not None:
@@ -110,7 +115,9 @@ def up(
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
         "log_level": "info" if verbose else None,
     }  # fmt: skip
-    answered = run_up(given, set_ or [], config, {"prefill": prefill, "decode": decode}, ask, once=once)
+    on_ray = None if ray is None else RayCluster(ray, ray_timeout_s, verbose)
+    num_workers: dict[Literal["prefill", "decode"], int] = {"prefill": prefill, "decode": decode}
+    answered = run_up(given, set_ or [], config, num_workers, ask, once=once, on_ray=on_ray)
     if once and not answered:
         raise typer.Exit(EXIT_FAILED)
 

@@ -34,6 +34,16 @@ NoAuth = Annotated[bool | None, typer.Option("--no-auth", help="Listen beyond lo
 RedisUrl = Annotated[
     str | None, typer.Option(help="redis://host:port/db of the registry of workers and their cached blocks.")
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Run workers on this Ray cluster: auto, host:port or ray://host:port. Needs the extra 'ray'.",
+    ),
+]
+RayTimeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="Limit of the connection to Ray, and of the wait for resources.")
+]
 KeyFile = Annotated[str | None, typer.Option(help="File with the secret that all services share.")]
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting, as name=value; may be repeated.")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pdserve.cli.client_options import DEFAULT_URL
-from pdserve.cli.cluster import run_cluster
+from pdserve.cli.cluster import RayCluster, run_cluster
 from pdserve.cli.cluster_plan import WorkerRole, make_plan
 from pdserve.cli.greeting import Greeting
 from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
@@ -23,17 +23,18 @@ def run_up(
     question: str,
     *,
     once: bool,
+    on_ray: RayCluster | None = None,
 ) -> bool:
     """Run a cluster until it is stopped; True if the question was answered.
 
     flags: settings that have an option of their own; None counts as not given. assignments: of `--set`. question: empty
-    for none. once: stop after the answer. Raises: ConfigError.
+    for none. once: stop after the answer. on_ray: the cluster for the workers. Raises: ConfigError.
     """
     given = parse_assignments(assignments) | {name: value for name, value in flags.items() if value is not None}
     warn_of_secrets(given)
-    plan = make_plan(given, config, num_workers)
+    plan = make_plan(given, config, num_workers, on_ray=on_ray is not None)
     configure_logging("router", plan.router.log_level, plan.router.log_format)
     console = Console()
     greeting = Greeting(console, question, once, DEFAULT_URL)
-    run_cluster(plan, console, greeting)
+    run_cluster(plan, console, greeting, on_ray)
     return greeting.answered

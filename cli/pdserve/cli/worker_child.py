@@ -29,13 +29,13 @@ HURRY_S = 3.0
 class WorkerChild:
     """One worker process. `start` waits until it is ready; `watch` then restarts it at the same address."""
 
-    def __init__(self, plan: ChildPlan, folder: Path, metrics_port: int) -> None:
-        """folder: of the model."""
+    def __init__(self, plan: ChildPlan, model: Path | str, metrics_port: int) -> None:
+        """model: its folder, or another name of it that the worker resolves."""
         self.plan = plan
         self.address = ""
         self.metrics = host_and_port(plan.settings.metrics_at, metrics_port)
         """host:port of `/metrics`."""
-        self._flags = ("--model", str(folder), "--set", f"metrics_port={metrics_port}")
+        self._flags = ("--model", str(model), "--set", f"metrics_port={metrics_port}")
         self.on_load: Callable[[str, LoadReport], None] = lambda name, load: None
         """Called with the worker's name and the report while weights load."""
         self._process: asyncio.subprocess.Process | None = None
@@ -96,12 +96,18 @@ class WorkerChild:
         finally:
             transport.close()
 
+    async def ended(self) -> int:
+        """Wait until the process that `start` started has ended; returns its status."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self._cut_lifeline()
+        return code
+
     async def watch(self) -> None:
         """Restart the process whenever it ends; runs until cancelled."""
         while True:
             if self._process is not None:
-                code = await self._process.wait()
-                self._cut_lifeline()
+                code = await self.ended()
                 log.warning("%s ended with status %d; restarting", self.plan.name, code)
             await asyncio.sleep(RESTART_AFTER_S)
             try:

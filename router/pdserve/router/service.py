@@ -32,7 +32,7 @@ from pdserve.router.requests.preparation import Preparation
 from pdserve.router.responses.redis_response_store import make_response_store
 from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
-from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.fleet import Directory, Fleet
 from pdserve.router.workers.redis_discovery import make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.text.tokenizer import Tokenizer
@@ -50,11 +50,13 @@ async def run_router(
     model_folder: Path,
     ready: Callable[[str, str], None] | None = None,
     shutdown: Shutdown | None = None,
+    addresses: Directory | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then wait for open streams, at most `drain_s`, or until a second signal.
 
     ready: called once with the HTTP and the gRPC address (host:port) when both front ends listen. Workers may start
-    later. shutdown: if given, the caller handles signals, and its events take their place.
+    later. shutdown: if given, the caller handles signals, and its events take their place. addresses: finds workers in
+    place of Redis, which finds them if it is in the settings.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
     log.info("settings: %s", describe(settings))
@@ -72,9 +74,11 @@ async def run_router(
         directory = make_directory(settings, index, key)
         tls = settings.tls()
         client_tls = tls.client if tls is not None else None
+        held = index if directory is None else None
         async with Fleet(
-            settings.prefill, settings.decode, expected, index, directory, client_tls, insecure=settings.insecure
-        ) as fleet:
+            settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
+            insecure=settings.insecure,
+        ) as fleet:  # fmt: skip
             inference = Inference(models, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)

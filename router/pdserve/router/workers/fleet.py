@@ -42,10 +42,10 @@ class Discovery(Protocol):
 
 
 class Directory(Protocol):
-    """A source of addresses and blocks of workers, which runs beside a fleet."""
+    """A source of addresses of workers, and of their blocks unless the fleet reads these itself, which runs beside a fleet."""
 
     async def run(self, fleet: Discovery) -> None:
-        """Register workers, and keep the prefix index equal to the blocks of live workers, until cancelled."""
+        """Register workers until cancelled; one that reads blocks keeps the prefix index equal to those of live workers."""
 
 
 class Fleet:
@@ -62,7 +62,7 @@ class Fleet:
         *,
         insecure: bool = False,
     ) -> None:
-        """held: receives the workers' blocks, from the directory if there is one.
+        """held: receives the workers' blocks; None if the directory reads them.
 
         insecure: connect without TLS also to addresses of the directory beyond loopback.
         """
@@ -71,7 +71,7 @@ class Fleet:
         self._may_leave_machine = insecure or tls is not None
         self._passed_over: set[str] = set()
         """Addresses that were logged because they would need an unencrypted connection; limited in number."""
-        self._held = held if directory is None else None
+        self._held = held
         self._directory = directory
         self._watched = [
             self._watch_address(address, role)

@@ -1,0 +1,1 @@
+"""Workers of `pdserve up --ray` on the nodes of a Ray cluster."""

@@ -1,0 +1,31 @@
+"""`RayDirectory`: gives a router the addresses of workers that Ray moves from node to node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.router.workers.fleet import Discovery
+
+if TYPE_CHECKING:
+    from pdserve.cli.ray_cluster.ray_worker import RayWorker
+
+LOOK_S = 0.25
+
+
+class RayDirectory:
+    """The `Directory` of a router without Redis, in which workers register themselves, beside the driver's workers."""
+
+    def __init__(self, workers: Sequence[RayWorker]) -> None:
+        self._workers = workers
+
+    async def run(self, fleet: Discovery) -> None:
+        """Register workers where they are, and forget addresses that they left."""
+        while True:
+            found = {worker.address: WorkerRole(worker.plan.role) for worker in self._workers if worker.address}
+            for address, role in found.items():
+                fleet.register(address, role)
+            fleet.forget([address for address in fleet.introduced() if address not in found])
+            await asyncio.sleep(LOOK_S)
