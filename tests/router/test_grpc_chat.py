@@ -17,6 +17,7 @@ from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.fake_worker import ADMITTED, EOS, decode_outputs
 
 USER = {"role": "user", "content": "x"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -168,3 +169,51 @@ def test_values_in_json_are_counted_over_all_fields_before_they_are_built() -> N
     many = with_tools(*({"name": f"f{n}", "parameters": half} for n in range(4)))
     with pytest.raises(InvalidRequest, match="at most 65536 objects and arrays"):
         verify_chat_counts(many, 0)
+
+
+THOUGHT = "<think>So.</think>Well.\n"
+SAID = THOUGHT + '<tool_call>{"name":"sum","arguments":{"a":[1]}}</tool_call>\n<tool_call>{"name":"f"}</tool_call>'
+
+
+async def speak(worker: Any, call: Any) -> Any:
+    yield ADMITTED
+    for place, char in enumerate(SAID):
+        yield decode_outputs(place, {" ": "Ġ", "\n": "Ċ"}.get(char, char))
+    yield decode_outputs(len(SAID), "", "stop", token_ids=[EOS])
+
+
+def parts_of(answers: list[inference_pb2.GenerateResponse]) -> tuple[str, str, list[tuple[str, str, str]]]:
+    """Text, reasoning, and (id, name, arguments) of each call."""
+    calls: dict[int, tuple[str, str, str]] = {}
+    for delta in (delta for answer in answers for delta in answer.tool_calls):
+        known = calls.get(delta.index, ("", "", ""))
+        assert not (known[1] and delta.name), "named once"
+        calls[delta.index] = (known[0] + delta.id, known[1] + delta.name, known[2] + delta.arguments)
+    text, reasoning = ("".join(getattr(answer, name) for answer in answers) for name in ("text", "reasoning"))
+    return text, reasoning, [calls[index] for index in sorted(calls)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "kind"),
+    [(False, 0), (True, request_pb2.OUTPUT_KIND_DELTA), (True, request_pb2.OUTPUT_KIND_CUMULATIVE)],
+)
+async def test_the_parts_of_an_answer(cluster: Any, stream: bool, kind: Any) -> None:
+    await cluster.worker("decode", max_model_len=2048).start()
+    await cluster.start(prefill=0, decode=0, reasoning_parser="<think>")
+    cluster.of("decode").script = speak
+    chat = chat_prompt(messages=[USER], tools=[SUM, PLAIN])
+    sampling = request_pb2.SamplingParams(max_tokens=300, output_kind=kind)
+    request = inference_pb2.GenerateRequest(chat=chat, sampling=sampling, stream=stream)
+    raw = [answer async for answer in cluster.grpc.Generate(request)]
+    last = raw[-1:] if kind == request_pb2.OUTPUT_KIND_CUMULATIVE else raw
+    assert parts_of(last) == (SAID, "", [])
+    request.chat.parse_answer = True
+    answers = [answer async for answer in cluster.grpc.Generate(request)]
+    last = answers[-1:] if kind == request_pb2.OUTPUT_KIND_CUMULATIVE else answers
+    text, reasoning, calls = parts_of(last)
+    assert (text, reasoning) == ("Well.", "So.")
+    assert [call[1:] for call in calls] == [("sum", '{"a":[1]}'), ("f", "{}")]
+    assert len({call[0] for call in calls}) == 2
+    assert all("<" not in answer.text + answer.reasoning for answer in answers)
+    assert sum(len(answer.token_ids) for answer in last) == len(SAID) + 1
+    assert answers[-1].finish_reason == request_pb2.FINISH_REASON_STOP

@@ -77,7 +77,7 @@ async def test_an_answer_too_long_for_a_message_is_refused_as_such(served, monke
         )
 
     with monkeypatch.context() as smaller:
-        smaller.setattr("pdserve.router.grpc_front.front_grpc.MAX_MESSAGE_BYTES", 200)
+        smaller.setattr("pdserve.router.grpc_front.generate_response.MAX_MESSAGE_BYTES", 200)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             _ = [response async for response in ask()]
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -119,6 +119,37 @@ class ToolCall(google.protobuf.message.Message):
 Global___ToolCall: typing_extensions.TypeAlias = ToolCall
 
 @typing.final
+class ToolCallDelta(google.protobuf.message.Message):
+    """New output of one call; a message may have several of one call, in order."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """index of the call in the sequence"""
+    id: builtins.str
+    """only in the call's first delta"""
+    name: builtins.str
+    """likewise"""
+    arguments: builtins.str
+    """a piece of the arguments' JSON"""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ToolCallDelta: typing_extensions.TypeAlias = ToolCallDelta
+
+@typing.final
 class FunctionCall(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -252,6 +283,7 @@ class ChatPrompt(google.protobuf.message.Message):
     REASONING_EFFORT_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
+    PARSE_ANSWER_FIELD_NUMBER: builtins.int
     parallel_tool_calls: builtins.bool
     """default true"""
     chat_template_kwargs: builtins.str
@@ -268,6 +300,8 @@ class ChatPrompt(google.protobuf.message.Message):
     """add special tokens beside those of the chat template"""
     chat_template: builtins.str
     """in place of the model's, if the router's trust_request_chat_template allows it"""
+    parse_answer: builtins.bool
+    """true: reasoning and calls in the answer have fields of their own, and `text` has the rest"""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @property
@@ -292,10 +326,11 @@ class ChatPrompt(google.protobuf.message.Message):
         reasoning_effort: builtins.str | None = ...,
         add_special_tokens: builtins.bool = ...,
         chat_template: builtins.str | None = ...,
+        parse_answer: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template", b"_chat_template", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "documents", b"documents", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template", b"_chat_template", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice", "tools", b"tools"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template", b"_chat_template", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "parse_answer", b"parse_answer", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice", "tools", b"tools"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["add_generation_prompt"]
     _WhichOneofArgType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]
@@ -447,6 +482,8 @@ class GenerateResponse(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    REASONING_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     index: builtins.int
     """index of the sequence, below n; with best_of 0 is the most likely"""
@@ -458,6 +495,8 @@ class GenerateResponse(google.protobuf.message.Message):
     """the stop string, or the stop token id in decimal"""
     cumulative_logprob: builtins.float
     """likewise, in the last message of a sequence: the sum over its tokens"""
+    reasoning: builtins.str
+    """with parse_answer: what is new of the reasoning"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """likewise"""
@@ -478,6 +517,10 @@ class GenerateResponse(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """in the first message of a sequence: of every prompt token but the first"""
 
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """with parse_answer: what is new of calls"""
+
     def __init__(
         self,
         *,
@@ -492,10 +535,12 @@ class GenerateResponse(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
         cumulative_logprob: builtins.float | None = ...,
         prompt_logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
+        reasoning: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moments", b"moments", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: typing_extensions.TypeAlias = typing.Literal["cumulative_logprob"]
     _WhichOneofArgType__cumulative_logprob: typing_extensions.TypeAlias = typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]

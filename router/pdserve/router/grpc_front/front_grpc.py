@@ -21,23 +21,20 @@ from pdserve.common.method_handler import Context
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.public_server import make_public_server
 from pdserve.common.net.rpc import abort_with, metadata_of
-from pdserve.common.protocol import MAX_MESSAGE_BYTES
-from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
-from pdserve.common.request.wire import finish_reason_to_wire
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,
     EmbedServicer,
     call_fields,
     caller,
-    moment_messages,
     truncation_of,
-    usage_message,
 )
+from pdserve.router.grpc_front.generate_response import generate_response
 from pdserve.router.grpc_front.health_servicer import HealthServicer
 from pdserve.router.grpc_front.request_fields import beam_params, chat_input, verify_chat_counts
+from pdserve.router.requests.answer_reader import AnswerReader, with_visible_markers
 from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
@@ -45,7 +42,7 @@ from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
-from pdserve.text.request_output import CompletionOutput, Logprob
+from pdserve.text.request_output import CompletionOutput
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
@@ -54,7 +51,6 @@ _TOKENS_ON_LOOP = 128
 """Tokens up to which an answer's message is made in the event loop."""
 _TOKEN_BYTES = 1024
 """Cost of a token with log-probabilities in a message, in bytes of a body that take the same time."""
-_FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}
 
 
 class InferenceServicer(EmbedServicer):
@@ -87,7 +83,7 @@ class InferenceServicer(EmbedServicer):
         # a cancelled call ends the worker calls at once, even if this generator is suspended
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
-            async for response in self._answer(generation, request, context):
+            async for response in self._answer(generation, client_request, request, context):
                 yield response
 
     async def Session(
@@ -114,7 +110,7 @@ class InferenceServicer(EmbedServicer):
                 generation.on_stalled = lambda error: self._hang_up(context, error)
                 is_first, turns[:] = not turns, [generation]
                 async with generation:
-                    async for response in self._answer(generation, request, context, headers=is_first):
+                    async for response in self._answer(generation, turn, request, context, headers=is_first):
                         yield response
         finally:
             session.close()
@@ -151,6 +147,7 @@ class InferenceServicer(EmbedServicer):
     async def _answer(
         self,
         generation: Generation,
+        asked: ClientRequest,
         request: inference_pb2.GenerateRequest,
         context: Context,
         *,
@@ -160,6 +157,7 @@ class InferenceServicer(EmbedServicer):
         kind = _output_kind(request)
         take = generation.stream.take_all if kind is RequestOutputKind.FINAL_ONLY else generation.stream.take
         so_far: list[CompletionOutput] = []
+        reader = self._reader(asked, request)
         outputs = await take()
         if headers:
             # not before the first token, since a proxy may retry a call that fails without headers
@@ -170,18 +168,24 @@ class InferenceServicer(EmbedServicer):
                 new = {output.index for output in outputs}
                 so_far = merged([*so_far, *outputs])
                 outputs = [output for output in so_far if output.index in new]
+                # each message has the whole answer
+                reader = self._reader(asked, request)
             for output in outputs:
                 num_open -= output.finish_reason is not None
                 last = not num_open
                 num_tokens = len(output.token_ids) + len(output.prompt_logprobs or ())
                 if num_tokens <= _TOKENS_ON_LOOP:
-                    yield _response(generation, output, request.sampling, last=last)
+                    yield generate_response(generation, output, request.sampling, reader, last=last)
                     continue
-                make = partial(_response, generation, output, request.sampling, last=last)
+                make = partial(generate_response, generation, output, request.sampling, reader, last=last)
                 yield await self.inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
             if not num_open:
                 return
             outputs = await take()
+
+    def _reader(self, asked: ClientRequest, request: inference_pb2.GenerateRequest) -> AnswerReader | None:
+        """A reader of the answer; None if the client wants its text as it is."""
+        return AnswerReader.of(asked, self.inference.parsers) if request.chat.parse_answer else None
 
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
@@ -223,7 +227,7 @@ class InferenceServicer(EmbedServicer):
             prompt, form, max_tool_calls = chat_input(request.chat, form, self.inference.parsers.forced_calls)
         form.verify()
         params = msgspec.structs.replace(params, structured_outputs=form.params)
-        return ClientRequest(
+        asked = ClientRequest(
             prompt=prompt,
             field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
             sampling_params=params,
@@ -237,6 +241,7 @@ class InferenceServicer(EmbedServicer):
             truncation=truncation_of(request),
             **call._asdict(),
         )
+        return with_visible_markers(asked, self.inference.parsers) if request.chat.parse_answer else asked
 
     def _verify_counts(self, request: inference_pb2.GenerateRequest) -> None:
         """Raises: InvalidRequest for too many entries of a field, before they are converted."""
@@ -302,56 +307,6 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt | N
             return TokenInput(list(request.tokens.token_ids))
         case _:
             raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
-
-
-def _response(
-    generation: Generation, output: CompletionOutput, sampling: request_pb2.SamplingParams, *, last: bool
-) -> inference_pb2.GenerateResponse:
-    """The message for an output. last: True for the last message of the request. Raises: InvalidRequest."""
-    response = inference_pb2.GenerateResponse(
-        request_id=generation.request_id, index=output.index, text=output.text, token_ids=output.token_ids
-    )
-    for token_id, candidates in zip(output.token_ids, output.logprobs or (), strict=False):
-        response.logprobs.append(_token_logprobs(token_id, candidates, sampling.logprobs))
-    for of_prompt in (output.prompt_logprobs or ())[1:]:
-        if of_prompt is not None:
-            response.prompt_logprobs.append(_token_logprobs(next(iter(of_prompt)), of_prompt, sampling.prompt_logprobs))
-    if output.finish_reason is not None:
-        if output.cumulative_logprob is not None:
-            response.cumulative_logprob = output.cumulative_logprob
-        response.finish_reason = _FINISH[output.finish_reason]
-        response.stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
-    if last:
-        response.usage.CopyFrom(usage_message(generation.usage))
-        response.moments.extend(moment_messages(generation.timeline))
-    _verify_size(response)
-    return response
-
-
-def _verify_size(response: inference_pb2.GenerateResponse) -> None:
-    """Raises: InvalidRequest for a message above the limit, which the channel would report as an overload."""
-    if (num_bytes := response.ByteSize()) <= MAX_MESSAGE_BYTES:
-        return
-    field = "prompt_logprobs" if len(response.prompt_logprobs) > len(response.logprobs) else "logprobs"
-    raise InvalidRequest(
-        f"the answer is a message of {num_bytes} bytes, at most {MAX_MESSAGE_BYTES} are allowed; ask for fewer {field}, "
-        "for a shorter answer, or with stream for what is new alone",
-        f"sampling.{field}",
-    )
-
-
-def _token_logprobs(token_id: int, candidates: dict[int, Logprob], num_top: int) -> inference_pb2.TokenLogprobs:
-    wire = {
-        candidate: inference_pb2.Logprob(
-            token_id=candidate,
-            token=logprob.decoded_bytes,
-            logprob=logprob.logprob,
-            rank=logprob.rank,
-        )
-        for candidate, logprob in candidates.items()
-    }
-    top = sorted((logprob for logprob in wire.values() if logprob.rank <= num_top), key=lambda logprob: logprob.rank)
-    return inference_pb2.TokenLogprobs(sampled=wire[token_id], top=top)
 
 
 class GrpcFront:

@@ -33,11 +33,12 @@ from pdserve.router.http_front.generation_response import (
 from pdserve.router.http_front.openapi import OpenApi
 from pdserve.router.http_front.responses_http import ResponsesHttp
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
-from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, with_visible_markers
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
+from pdserve.router.requests.answer_reader import with_visible_markers
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.responses.response_store import ResponseStore

@@ -23,7 +23,8 @@ from pdserve.router.http_front.generation_response import (
     json_response,
 )
 from pdserve.router.http_front.tokenization_http import authenticated
-from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, with_visible_markers
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
+from pdserve.router.requests.answer_reader import with_visible_markers
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.responses.input_items import as_items, page_of_items
