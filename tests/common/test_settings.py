@@ -46,8 +46,8 @@ def test_flags_win_over_environment_over_toml_over_defaults(tmp_path: Path) -> N
         ("[router]\nnum_blocks = 1", "unknown key 'num_blocks' in .router."),
         ("num_blocks = 'many'", r"Expected `int \| null`"),
         ("[host]\na = 1", "Expected `str`"),
-        ("log_level = 'loud'", "Invalid enum value 'loud'"),
-        ("scheduling_policy = 'lifo'", "Invalid enum value 'lifo'"),
+        ("log_level = 'loud'", "log_level is 'loud', one of debug, info, warning, error is needed"),
+        ("scheduling_policy = 'lifo'", "scheduling_policy is 'lifo', one of fcfs, priority is needed"),
         ("= 3", "Invalid"),
     ],
 )

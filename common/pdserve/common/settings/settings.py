@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -82,7 +82,7 @@ def load_settings(
         try:
             msgspec.convert(values, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"settings from {source}: {_reason(error, values)}") from error
+            raise ConfigError(f"settings from {source}: {_reason(error, values, kind)}") from error
         if "otlp" in values:
             merged.pop("otlp_is_traces_url", None)  # it described the URL that is replaced
         merged |= values
@@ -91,15 +91,23 @@ def load_settings(
     return settings
 
 
-def _reason(error: msgspec.ValidationError, values: Mapping[str, Any]) -> str:
+def _reason(error: msgspec.ValidationError, values: Mapping[str, Any], kind: type[ServiceSettings]) -> str:
     """The setting with its value, unless that may be a secret, and what was expected."""
     found = re.fullmatch(r"(.*) - at `\$\.(\w+).*`", str(error))
     if found is None:
         return str(error)
     what, name = found.groups()
+    if choices := _choices(kind, name):
+        return f"{name} is {str(values[name])[:100]!r}, one of {', '.join(choices)} is needed"
     return (
         f"{name}: {what}" if name in (*SECRETS, "redis", "otlp") else f"{name} is {str(values[name])[:100]!r}: {what}"
     )
+
+
+def _choices(kind: type[ServiceSettings], name: str) -> list[str]:
+    """All values of a setting that has a list of them; empty for others."""
+    hint = get_type_hints(kind)[name]
+    return [str(value) for each in (hint, *get_args(hint)) if get_origin(each) is Literal for value in get_args(each)]
 
 
 def names_given(kind: type[ServiceSettings], toml: Path | None, environ: Mapping[str, str] | None = None) -> set[str]:
