@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from pdserve.kv_transfer.coalesce import coalesce_contiguous
-from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl_agent import ReadStatus, UcxAgent
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress
@@ -25,15 +24,13 @@ _CONNECT_S = 10.0
 class Memcpy:
     """Copies blocks of one pool into another of this process, a run of neighbours at once."""
 
-    def __init__(self, pool: PoolMemory) -> None:
+    def __init__(self, pool: HostPool) -> None:
         self._pool = pool
-        self._origin = PoolMemory(memoryview(bytearray(pool.view)), pool.block_bytes, pool.num_blocks)
+        self._origin = HostPool(memoryview(bytearray(pool.view)), pool.block_bytes, pool.num_blocks)
 
     def read(self, local: Sequence[int], remote: Sequence[int]) -> None:
         if local == remote:  # then both sides have the same runs, most often one
-            for to, origin in zip(
-                coalesce_contiguous(self._pool, local), coalesce_contiguous(self._origin, remote), strict=True
-            ):
+            for to, origin in zip(self._pool.views(local), self._origin.views(remote), strict=True):
                 to[:] = origin
             return
         for number, other in zip(local, remote, strict=True):
@@ -43,7 +40,7 @@ class Memcpy:
 class SocketSource:
     """Sends as many bytes of its pool as it is asked for, from an offset on; a thread for each connection."""
 
-    def __init__(self, pool: PoolMemory) -> None:
+    def __init__(self, pool: HostPool) -> None:
         self._pool = pool
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -64,7 +61,7 @@ class SocketSource:
 class BareSockets:
     """Receives from a `SocketSource` over `count` sockets, each with its thread and an equal part of the bytes."""
 
-    def __init__(self, pool: PoolMemory, port: int, count: int) -> None:
+    def __init__(self, pool: HostPool, port: int, count: int) -> None:
         self._pool = pool
         self._socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
         for sock in self._socks:
@@ -96,7 +93,7 @@ class BareSockets:
 class RawNixl:
     """One agent, one prepared list of all blocks, one posted read of those that are wanted, polled without a pause."""
 
-    def __init__(self, pool: PoolMemory, metadata: bytes) -> None:
+    def __init__(self, pool: HostPool, metadata: bytes) -> None:
         """metadata: of the source's `NixlConnector`."""
         self._peer = NixlPeer(pool, UcxAgent)
         self._peer.connect(NixlAddress.from_metadata(metadata, pool.block_bytes), _CONNECT_S)

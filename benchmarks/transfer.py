@@ -37,7 +37,8 @@ from raw_reads import BareSockets, Memcpy, RawNixl, SocketSource
 from pdserve.common.errors import TransferFailed
 from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
-from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
 from pdserve.kv_transfer.pull import peer_connections
@@ -58,9 +59,9 @@ GMAC = Gmac(bytes(KEY_BYTES))
 Way = Callable[[], None]
 
 
-def make_pool(block_bytes: int) -> PoolMemory:
+def make_pool(block_bytes: int) -> HostPool:
     content = np.arange(POOL_BYTES // 8, dtype=np.uint64)  # every page is there, and no two blocks are alike
-    return PoolMemory(content.data.cast("B"), block_bytes, POOL_BYTES // block_bytes)
+    return HostPool(content.data.cast("B"), block_bytes, POOL_BYTES // block_bytes)
 
 
 def places(num_blocks: int, order: str, seed: int) -> list[int]:

@@ -226,11 +226,13 @@ def test_no_gpu_and_a_torch_that_breaks(make_torch: Callable[..., None], tmp_pat
     assert "SIGABRT" in text(findings)
 
 
-def test_with_a_gpu_pool_and_weights_must_fit_there_and_the_staging_here(make_torch: Callable[..., None]) -> None:
+def test_with_a_gpu_pool_and_weights_must_fit_there_and_what_is_in_transfer_on_both_sides(
+    make_torch: Callable[..., None],
+) -> None:
     make_torch()
     findings = list(check_memory(PrefillSettings(device="cuda")))
     assert verdicts(findings) == ["ok", "ok"]
-    assert "KV staging, as large as the pool 256 MiB" in findings[0].what
+    assert "KV blocks in transfer 320 MiB" in findings[0].what
     make_torch(free=1 << 20)
     findings = list(check_memory(PrefillSettings(device="cuda")))
     assert verdicts(findings) == ["ok", "failed"]

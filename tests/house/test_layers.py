@@ -44,8 +44,8 @@ FLOORS = {
         {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
     ),
     "kv_transfer": (
-        {"control", "make_connectors"}, {"connector_set", "nixl", "host_staging_pool", "tcp"}, {"coalesce", "pull"},
-        {"connector"}, {"block_digest", "event_thread", "totals"},
+        {"control", "make_connectors"}, {"connector_set", "landing_ring", "nixl", "tcp"}, {"pull"}, {"connector"}, {"memory"},
+        {"block_digest", "event_thread", "totals"},
     ),
     "worker": (
         {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"}, {"kv_transfer_manager"},

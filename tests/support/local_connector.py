@@ -6,10 +6,12 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.pull.block_reader import BlockReader, ReadSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
 from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrants, Refusal
@@ -81,10 +83,12 @@ class LocalConnector:
         self._events = EventThread("local-events")
         self._started: tuple[str, LocalSource, BlockReader[str]] | None = None
 
-    def serve(self, pool: PoolMemory) -> None:
-        """As `BlockConnector.serve`."""
+    def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None:
+        """As `BlockConnector.serve`; blocks land in memory of the host."""
         if self._started is not None:
             raise RuntimeError("a connector serves once")
+        into = landing or pool
+        assert isinstance(into, HostPool)
         settings = ReadSettings(
             request_bytes=self._request_bytes,
             longest_request_bytes=self._request_bytes,
@@ -95,9 +99,9 @@ class LocalConnector:
         source = LocalSource(pool, ReadGrants(pool.num_blocks, self._events, _FENCE_AFTER_S))
 
         def connect(address: str) -> _LocalWire:
-            return _LocalWire(self._network, address, pool, self._read_stall_s)
+            return _LocalWire(self._network, address, into, self._read_stall_s)
 
-        reads = BlockReader[str]("local-read", pool, limits, self._events, connect)
+        reads = BlockReader[str]("local-read", into, limits, self._events, connect)
         self._started = (self._network.join(source), source, reads)
 
     @property
@@ -120,9 +124,10 @@ class LocalConnector:
         blocks: Sequence[BlockToRead],
         listener: ReadListener,
         digest: BlockDigest = XXH3,
+        unused: DeviceEvent | None = None,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._require_started()[2].read(lambda: _address(metadata), token, blocks, listener, digest)
+        return self._require_started()[2].read(lambda: _address(metadata), token, blocks, listener, digest, unused)
 
     def close(self) -> None:
         """As `BlockConnector.close`."""
@@ -164,7 +169,7 @@ class LocalConnector:
 class _LocalWire:
     """A `Connection` that copies from a member's pool."""
 
-    def __init__(self, network: LocalNetwork, address: str, pool: PoolMemory, read_stall_s: float) -> None:
+    def __init__(self, network: LocalNetwork, address: str, pool: HostPool, read_stall_s: float) -> None:
         self._network = network
         self._address = address
         self._pool = pool
@@ -183,7 +188,8 @@ class _LocalWire:
             for count, (block, number) in enumerate(zip(blocks, sending.blocks, strict=True), 1):
                 flipped = self._wait_for_block(block.index)
                 target = self._pool.block(block.local_block)
-                target[:] = self._source.pool.block(number)
+                with self._source.pool.lend([number]) as [view]:
+                    target[:] = view
                 target[0] ^= flipped
                 yield count
         finally:

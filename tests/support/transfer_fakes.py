@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import (
     ExpectedTransfer,
@@ -21,6 +22,7 @@ from pdserve.kv_transfer.control.source_transfer import (
 )
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.control.transfer_view import TransferView
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 RECEIVER = PeerId("decode-1", 11)
 DIGEST = b"d" * 16
@@ -94,14 +96,20 @@ class FakeConnector:
         self.reads: list[FakeRead] = []
         self._fence_at_once = fence_at_once
 
-    def serve(self, pool: PoolMemory) -> None: ...
+    def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None: ...
 
     def grant(self, token: bytes) -> FakeGrant:
         grant = self.grants[token] = FakeGrant(self._fence_at_once)
         return grant
 
     def read(
-        self, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead], listener: ReadListener, digest: BlockDigest
+        self,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest,
+        unused: DeviceEvent | None = None,
     ) -> FakeRead:
         read = FakeRead(token, list(blocks), listener, digest)
         self.reads.append(read)

@@ -22,13 +22,15 @@ from pdserve.common.security.role_guard import CallerRoles
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.output_stream import OutputStream
+from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, PeerId, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
-from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
+from pdserve.kv_transfer.landing_ring import RingConnector
+from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -59,13 +61,13 @@ class Node:
         self,
         name: str,
         *connectors: Any,
-        staged: bool = False,
+        on_device: bool = False,
         late: bool = False,
         grace_s: float = HANG_S,
         **fields: Any,
     ) -> None:
-        """staged: as if the engine's pool were on a device, with connectors that reach host memory only. late: steps write the pool
-        as late as on a device. grace_s: the lease's."""
+        """on_device: as if the engine's pool were on a device, with connectors that reach host memory only. late: steps write the
+        pool as late as on a device. grace_s: the lease's."""
         fields = {
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
@@ -75,11 +77,14 @@ class Node:
         self.config = EngineConfig(**fields)
         self.model = HashModel()
         self.cache = make_hash_cache(self.config.num_blocks, BLOCK_SIZE)
-        self.staged = HostStagingPool(self.cache) if staged else None
+        self.device_pool = DevicePool(self.cache, 16, HANG_S) if on_device else None
         self.connector = connectors[0]
         self.connectors = ConnectorSet(connectors)
-        pool = host_memory(self.cache) if self.staged is None else self.staged.memory
-        self.connectors.serve(pool)
+        if self.device_pool is None:
+            self.connectors.serve(host_pool(self.cache))
+        else:
+            self.connectors.serve(self.device_pool, self._with_ring)
+        pool = self.device_pool or host_pool(self.cache)
         outbox = EngineOutbox()
         attention = [HashAttention(self.cache)]
         self.core = make_engine_core(
@@ -93,7 +98,7 @@ class Node:
             self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, HANG_S, grace_s, DIGESTS
         )
         self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
-        self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.peers, receiving, self.staged)
+        self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.peers, receiving)
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(HANG_S, grace_s, 2 * HANG_S), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(
@@ -108,6 +113,11 @@ class Node:
         kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
         self.port = bind(self.server, "127.0.0.1", 0)
         self.must_be_idle = True
+
+    def _with_ring(self, connector: BlockConnector) -> RingConnector:
+        assert self.device_pool is not None
+        ring = self.device_pool.new_ring(16, pinned=True)
+        return RingConnector(connector, self.device_pool, ring, host_pool(ring), HANG_S)
 
     async def start(self) -> None:
         self.engine.start()

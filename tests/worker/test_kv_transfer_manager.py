@@ -19,13 +19,13 @@ from tests.support.waiting import HANG_S, eventually
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
 
 
-@pytest.mark.parametrize("d_staged", [False, True], ids=["d-host", "d-staged"])
-@pytest.mark.parametrize("p_staged", [False, True], ids=["p-host", "p-staged"])
+@pytest.mark.parametrize("d_on_device", [False, True], ids=["d-host", "d-device"])
+@pytest.mark.parametrize("p_on_device", [False, True], ids=["p-host", "p-device"])
 @pytest.mark.parametrize("kind", ["local", "tcp"])
 async def test_i1_requests_through_p_and_d_give_one_engines_answers(
-    make_pair: Any, kind: str, p_staged: bool, d_staged: bool
+    make_pair: Any, kind: str, p_on_device: bool, d_on_device: bool
 ) -> None:
-    pair = await make_pair(kind, p={"staged": p_staged}, d={"num_blocks": 128, "staged": d_staged})
+    pair = await make_pair(kind, p={"on_device": p_on_device}, d={"num_blocks": 128, "on_device": d_on_device})
     asked = [pair.ask(prompt, max_tokens=6) for prompt in PROMPTS]
     answers = await asyncio.wait_for(asyncio.gather(*(one.answer() for one in asked)), HANG_S)
     assert answers == [greedy_answer(prompt, 6) for prompt in PROMPTS]
@@ -86,10 +86,14 @@ async def test_small_pools_on_both_sides_lose_no_request(make_pair: Any) -> None
     assert answers == [greedy_answer(prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("kind", ["local", "tcp"])
-async def test_i7_calls_that_leave_at_any_moment_leave_no_block_behind(make_pair: Any, kind: str, staged: bool) -> None:
-    pair = await make_pair(kind, p={"num_blocks": 48, "staged": staged}, d={"num_blocks": 48, "staged": staged})
+async def test_i7_calls_that_leave_at_any_moment_leave_no_block_behind(
+    make_pair: Any, kind: str, on_device: bool
+) -> None:
+    pair = await make_pair(
+        kind, p={"num_blocks": 48, "on_device": on_device}, d={"num_blocks": 48, "on_device": on_device}
+    )
     draw = random.Random(3)
     for _ in range(4):
         asked = [pair.ask(draw.choice(PROMPTS[3:]), max_tokens=8) for _ in range(8)]

@@ -19,26 +19,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
-
-
-@dataclass(frozen=True, slots=True)
-class PoolMemory:
-    """The bytes of a KV pool: block b is `view[b * block_bytes : (b + 1) * block_bytes]`."""
-
-    view: memoryview
-    """Writable, contiguous, 1 byte per item, `num_blocks * block_bytes` long."""
-    block_bytes: int
-    num_blocks: int
-
-    def block(self, number: int) -> memoryview:
-        """The bytes of one block; raises `IndexError` for a number outside the pool."""
-        if not 0 <= number < self.num_blocks:
-            raise IndexError(f"block {number} is outside the pool of {self.num_blocks} blocks")
-        return self.view[number * self.block_bytes : (number + 1) * self.block_bytes]
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +80,11 @@ class BlockConnector(Protocol):
 
     name: str
 
-    def serve(self, pool: PoolMemory) -> None:
-        """Register the pool and serve peers. Called once, before all other methods.
+    def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None:
+        """Register memory and serve peers. Called once, before all other methods.
 
-        Raises: ConfigError if an address is not available.
+        pool: what peers read. landing: what reads write, if that is not the pool. Raises: ConfigError if an address is not
+        available, or the memory is of a kind that this connector cannot read or write.
         """
 
     @property
@@ -117,11 +104,31 @@ class BlockConnector(Protocol):
         blocks: Sequence[BlockToRead],
         listener: ReadListener,
         digest: BlockDigest,
+        unused: DeviceEvent | None = None,
     ) -> BlockRead:
-        """Start to read blocks from the peer that `metadata` describes; returns at once. digest: verifies the blocks.
+        """Start to read blocks from the peer that `metadata` describes; returns at once.
+
+        digest: verifies the blocks. unused: the event after which no step of an earlier owner writes the blocks; None on a host,
+        where steps are done when their blocks are free.
 
         Every error, malformed metadata included, is reported through `listener.ended`.
         """
 
     def close(self) -> None:
         """End all reads (listeners get CANCELLED), grants and threads, and close all ports. Idempotent."""
+
+
+@runtime_checkable
+class SupportsPeerWarmup(Protocol):
+    """A connector that prepares for peers before the first read."""
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        """Prepare for a peer that has started. Returns at once; may be repeated."""
+
+
+@runtime_checkable
+class SupportsPeerEviction(Protocol):
+    """A connector that keeps resources per peer."""
+
+    def forget(self, metadata: bytes) -> None:
+        """Free the resources of an ended peer. Returns at once; if the peer still runs, later reads make them again."""

@@ -12,10 +12,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from pdserve.common.errors import ConfigError
-from pdserve.kv_transfer.connector import BlockConnector, Grant, PoolMemory
+from pdserve.kv_transfer.connector import BlockConnector, Grant, SupportsPeerEviction, SupportsPeerWarmup
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +30,6 @@ class GrantsReads(Protocol):
 
     def grant(self, token: bytes) -> Grant:
         """As `BlockConnector.grant`."""
-
-
-@runtime_checkable
-class SupportsPeerWarmup(Protocol):
-    """A connector that prepares for peers before the first read."""
-
-    def meet(self, worker_id: str, epoch: int) -> None:
-        """Prepare for a peer that has started. Returns at once; may be repeated."""
-
-
-@runtime_checkable
-class SupportsPeerEviction(Protocol):
-    """A connector that keeps resources per peer."""
-
-    def forget(self, metadata: bytes) -> None:
-        """Free the resources of an ended peer. Returns at once; if the peer still runs, later reads make them again."""
 
 
 class ConnectorSet:
@@ -82,9 +67,13 @@ class ConnectorSet:
         """The first of the receiver's connectors that this side has."""
         return next((self._connectors[name] for name in wanted if name in self._connectors), None)
 
-    def serve(self, pool: PoolMemory) -> None:
-        """As `BlockConnector.serve`, for all; an optional connector that fails is removed. Raises: ConfigError."""
-        for name, connector in list(self._connectors.items()):
+    def serve(self, pool: PoolMemory, wrap: Callable[[BlockConnector], BlockConnector] = lambda plain: plain) -> None:
+        """As `BlockConnector.serve`, for all; an optional connector that fails is removed.
+
+        wrap: makes connectors that are used instead, for a pool that they do not read into themselves. Raises: ConfigError.
+        """
+        for name, plain in list(self._connectors.items()):
+            connector = self._connectors[name] = wrap(plain)
             try:
                 connector.serve(pool)
             except ConfigError as error:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from torch import Tensor
+
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.landing_ring import RingConnector
+from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
+
+SEND_BYTES = 64 << 20
+"""Host memory through which the blocks of a pool on a device are sent over TCP, and digested."""
+SLOT_WAIT_S = 3.0
+"""Longest wait for memory to send from or to receive into."""
 
 log = logging.getLogger(__name__)
 
@@ -43,3 +54,28 @@ def make_connectors(
         raise ConfigError(f"connector is 'nixl', which cannot be used here: {reason}")
     log.info("connectors: tcp; not nixl: %s", reason)
     return ConnectorSet([tcp])
+
+
+def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int) -> PoolMemory:
+    """Give all connectors an engine's pool. Reads land in it on a host, and in a ring of `ring_bytes` on a device.
+
+    kv_cache: `[num_blocks, ...]`, contiguous. Raises: ConfigError.
+    """
+    if kv_cache.is_cpu:
+        memory = host_pool(kv_cache)
+        connectors.serve(memory)
+        return memory
+    pool = device_pool(kv_cache)
+    connectors.serve(pool, lambda connector: with_ring(connector, pool, ring_bytes))
+    return pool
+
+
+def device_pool(kv_cache: Tensor) -> DevicePool:
+    return DevicePool(kv_cache, max(1, SEND_BYTES // kv_cache[0].nbytes), SLOT_WAIT_S)
+
+
+def with_ring(connector: BlockConnector, pool: DevicePool, ring_bytes: int) -> RingConnector:
+    """The connector with a ring that it can write: on the device for NIXL, in pinned memory of the host for others."""
+    ring = pool.new_ring(max(1, ring_bytes // pool.block_bytes), pinned=not isinstance(connector, NixlConnector))
+    landing: PoolMemory = host_pool(ring) if ring.is_cpu else device_pool(ring)
+    return RingConnector(connector, pool, ring, landing, SLOT_WAIT_S)

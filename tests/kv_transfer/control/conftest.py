@@ -13,7 +13,6 @@ import pytest
 from pdserve.common.errors import PdServeError
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.security.role_guard import CallerRoles
-from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import attach_client, attach_servicer
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
@@ -21,6 +20,7 @@ from pdserve.kv_transfer.control.attach_servicer import AttachServicer, answer_p
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, LeaseLimits, SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
@@ -42,9 +42,9 @@ def sub_key(context: bytes) -> bytes:
     return hashlib.blake2b(context, digest_size=32).digest()
 
 
-def pool(first_byte: int) -> PoolMemory:
+def pool(first_byte: int) -> HostPool:
     content = bytearray((first_byte + number * 3) % 251 for number in range(NUM_BLOCKS) for _ in range(BLOCK_BYTES))
-    return PoolMemory(memoryview(content), BLOCK_BYTES, NUM_BLOCKS)
+    return HostPool(memoryview(content), BLOCK_BYTES, NUM_BLOCKS)
 
 
 class HearingCauses(ReceiverOwner):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.kv_transfer.block_digest import GMAC, BlockDigest
 from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
@@ -254,6 +255,7 @@ async def test_i6_a_connector_that_breaks_its_promise_fails_the_transfer(rig: An
             blocks: Sequence[BlockToRead],
             listener: ReadListener,
             digest: BlockDigest,
+            unused: DeviceEvent | None = None,
         ) -> FakeRead:
             raise RuntimeError("a bug")
 

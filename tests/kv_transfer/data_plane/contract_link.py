@@ -9,7 +9,8 @@ from typing import Protocol
 
 import pytest
 
-from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, PoolMemory
+from pdserve.kv_transfer.connector import BlockConnector, BlockToRead
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.waiting import HANG_S
 
 from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, make_pool, same_bytes, start_read
@@ -51,7 +52,7 @@ class Link(Protocol):
 class Setup:
     """A link with its pools, and the usual steps."""
 
-    def __init__(self, link: Link, source_pool: PoolMemory, receiver_pool: PoolMemory) -> None:
+    def __init__(self, link: Link, source_pool: HostPool, receiver_pool: HostPool) -> None:
         self.link = link
         self.source_pool = source_pool
         self.receiver_pool = receiver_pool
@@ -77,14 +78,14 @@ class LinkContract(abc.ABC):
     """The fixtures; a connector's test class says how its links are made."""
 
     @abc.abstractmethod
-    def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
+    def make_link(self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float) -> Link:
         """Two connectors that can reach each other, over these pools."""
 
     @pytest.fixture
     def make_setup(self) -> Iterator[Callable[..., Setup]]:
         links: list[Link] = []
 
-        def make(read_stall_s: float = HANG_S, source_pool: PoolMemory | None = None) -> Setup:
+        def make(read_stall_s: float = HANG_S, source_pool: HostPool | None = None) -> Setup:
             source_pool = source_pool or make_pool(seed=7)
             receiver_pool = make_pool()
             links.append(self.make_link(source_pool, receiver_pool, read_stall_s))

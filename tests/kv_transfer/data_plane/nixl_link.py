@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentRead, ReadStatus, Region, UcxAgent
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
@@ -26,7 +26,7 @@ _BLOCKS = 1
 class Gate:
     """What all agents of a link share. `lock` guards it."""
 
-    def __init__(self, receiver_pool: PoolMemory) -> None:
+    def __init__(self, receiver_pool: HostPool) -> None:
         self.lock = threading.Lock()
         self.pool = receiver_pool
         self.blocks_to_serve: int | None = None
@@ -145,7 +145,13 @@ class _GatedRead:
 
 
 class NixlLink:
-    def __init__(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> None:
+    def __init__(
+        self,
+        source_pool: PoolMemory,
+        receiver_pool: HostPool,
+        read_stall_s: float,
+        landings: tuple[HostPool, HostPool] | None = None,
+    ) -> None:
         settings = NixlSettings(
             read_stall_s=read_stall_s,
             cancel_drain_s=0.1,
@@ -153,11 +159,11 @@ class NixlLink:
             longest_request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
             read_window_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
         )
-        self.gate = Gate(receiver_pool)
+        self.gate = Gate(landings[1] if landings else receiver_pool)
         self.source = NixlConnector(settings, self._make_agent)
         self.receiver = NixlConnector(settings, self._make_agent)
-        self.source.serve(source_pool)
-        self.receiver.serve(receiver_pool)
+        self.source.serve(source_pool, landings and landings[0])
+        self.receiver.serve(receiver_pool, landings and landings[1])
 
     def _make_agent(self, name: str) -> Agent:
         agent = GatedAgent(name, self.gate)

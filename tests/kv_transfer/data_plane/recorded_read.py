@@ -10,7 +10,8 @@ import numpy as np
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.waiting import HANG_S
 
 BLOCK_BYTES = 4096
@@ -20,7 +21,7 @@ IN_TIME_S = 10.0
 """Longer than anything takes on a busy machine; only a hang waits so long."""
 
 
-def make_pool(seed: int | None = None, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> PoolMemory:
+def make_pool(seed: int | None = None, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> HostPool:
     """A pool of zeros, or of bytes that the seed decides."""
     size = num_blocks * block_bytes
     content = (
@@ -28,7 +29,7 @@ def make_pool(seed: int | None = None, num_blocks: int = NUM_BLOCKS, block_bytes
         if seed is None
         else bytearray(np.random.default_rng(seed).integers(256, size=size, dtype=np.uint8))
     )
-    return PoolMemory(memoryview(content), block_bytes, num_blocks)
+    return HostPool(memoryview(content), block_bytes, num_blocks)
 
 
 class RecordedRead:
@@ -104,7 +105,7 @@ class RecordedRead:
 class Transfer:
     """One grant of a source pool: index i is block `source_blocks[i]`."""
 
-    def __init__(self, source: BlockConnector, pool: PoolMemory, source_blocks: Sequence[int], publish: bool = True):
+    def __init__(self, source: BlockConnector, pool: HostPool, source_blocks: Sequence[int], publish: bool = True):
         self.token = secrets.token_bytes(16)
         self.source_blocks = list(source_blocks)
         self.pool = pool
@@ -143,7 +144,7 @@ def start_read(receiver: BlockConnector, metadata: bytes, token: bytes, blocks: 
 
 
 def same_bytes(
-    transfer: Transfer, receiver_pool: PoolMemory, blocks: Sequence[BlockToRead], positions: Sequence[int] | None = None
+    transfer: Transfer, receiver_pool: HostPool, blocks: Sequence[BlockToRead], positions: Sequence[int] | None = None
 ) -> bool:
     """Whether these blocks of a read hold in the receiver's pool what the source has."""
     chosen = blocks if positions is None else [blocks[position] for position in positions]

@@ -10,7 +10,8 @@ import sys
 
 import numpy as np
 
-from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
+from pdserve.kv_transfer.connector import BlockConnector
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 
 
 def make_connector(name: str) -> BlockConnector:
@@ -27,7 +28,7 @@ def main() -> None:
     seed, num_blocks, block_bytes = (int(argument) for argument in sys.argv[2:5])
     content = bytearray(np.random.default_rng(seed).integers(256, size=num_blocks * block_bytes, dtype=np.uint8))
     connector = make_connector(sys.argv[1])
-    connector.serve(PoolMemory(memoryview(content), block_bytes, num_blocks))
+    connector.serve(HostPool(memoryview(content), block_bytes, num_blocks))
     connector.grant(bytes.fromhex(sys.argv[5])).publish(0, range(num_blocks))
     print(connector.metadata.hex(), flush=True)
     signal.pause()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.common.security.tls import TlsIdentity
-from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 
@@ -28,12 +28,19 @@ def small_settings(**changes: Any) -> TcpSettings:
 
 
 class TcpLink:
-    def __init__(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float, **changes: Any) -> None:
+    def __init__(
+        self,
+        source_pool: PoolMemory,
+        receiver_pool: HostPool,
+        read_stall_s: float,
+        landings: tuple[HostPool, HostPool] | None = None,
+        **changes: Any,
+    ) -> None:
         settings = small_settings(read_stall_s=read_stall_s, **changes)
         self.source = TcpConnector(self._of_source(settings))
         self.receiver = TcpConnector(settings)
-        self.source.serve(source_pool)
-        self.receiver.serve(receiver_pool)
+        self.source.serve(source_pool, landings and landings[0])
+        self.receiver.serve(receiver_pool, landings and landings[1])
         self.faults = FaultLink(TcpAddress.from_metadata(self.source.metadata).port)
 
     def _of_source(self, settings: TcpSettings) -> TcpSettings:
@@ -66,7 +73,7 @@ class TlsLink(TcpLink):
     """Over TLS. A bit that turns over under way would break the connection, so it is wrong before it is encrypted."""
 
     def __init__(
-        self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float, identity: TlsIdentity
+        self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float, identity: TlsIdentity
     ) -> None:
         self._flips = _Flips(identity.server.context)
         super().__init__(source_pool, receiver_pool, read_stall_s, tls=identity)

@@ -11,7 +11,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pdserve.common.errors import TransferFailed
 from pdserve.common.settings.worker_settings import KvDigestName
 from pdserve.kv_transfer.block_digest import GMAC, KEY_BYTES, XXH3, XXH3_64, Gmac
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.connector import BlockToRead
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.digest import block_digests, matching
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 
@@ -69,7 +70,7 @@ def test_threads_share_one_digest() -> None:
 
 @pytest.mark.parametrize("digest", [XXH3, Gmac(KEY)], ids=[XXH3_64, GMAC])
 def test_what_is_published_is_what_is_checked(digest: Gmac) -> None:
-    pool = PoolMemory(memoryview(bytearray(secrets.token_bytes(4 * 64))), 64, 4)
+    pool = HostPool(memoryview(bytearray(secrets.token_bytes(4 * 64))), 64, 4)
     digests = block_digests(pool, [2, 0, 3], digest, first_index=5)
     blocks = [BlockToRead(5 + place, digests[place], number) for place, number in enumerate((2, 0, 3))]
     assert matching(pool, blocks, digest) == [True] * 3

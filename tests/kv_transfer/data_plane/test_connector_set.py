@@ -9,9 +9,10 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.kv_transfer.connector import BlockConnector, PoolMemory
+from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import AVOID_S, ConnectorSet
 from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 
 from .recorded_read import make_pool
 
@@ -40,7 +41,7 @@ class FakeConnector:
         self.is_serving = False
         self._why_not = why_not
 
-    def serve(self, pool: PoolMemory) -> None:
+    def serve(self, pool: HostPool) -> None:
         if self._why_not is not None:
             raise ConfigError(self._why_not)
         self.is_serving = True

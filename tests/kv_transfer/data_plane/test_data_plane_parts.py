@@ -11,7 +11,6 @@ import xxhash
 
 from pdserve.common.errors import InternalError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.coalesce import coalesce_contiguous
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.digest import block_digests
@@ -68,7 +67,7 @@ def test_digest_holds_no_gil() -> None:
 )
 def test_block_runs_merge_neighbours(blocks: list[int], sizes: list[int]) -> None:
     pool = make_pool(seed=1)
-    runs = coalesce_contiguous(pool, blocks)
+    runs = pool.views(blocks)
     assert [len(run) // pool.block_bytes for run in runs] == sizes
     assert b"".join(runs) == b"".join(pool.block(number) for number in blocks)
 
@@ -76,7 +75,7 @@ def test_block_runs_merge_neighbours(blocks: list[int], sizes: list[int]) -> Non
 @pytest.mark.parametrize("blocks", [[-1], [256], [254, 255, 256], [0, -1]])
 def test_block_runs_stay_in_the_pool(blocks: list[int]) -> None:
     with pytest.raises(IndexError):
-        coalesce_contiguous(make_pool(), blocks)
+        make_pool().views(blocks)
 
 
 def test_event_thread_keeps_order_and_drops_timers_at_close() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from tests.support.local_connector import LocalConnector, LocalNetwork
 
 from .connector_contract import ConnectorContract, TokenContract
@@ -13,13 +13,19 @@ from .recorded_read import BLOCK_BYTES, Transfer, make_pool, start_read
 
 
 class LocalLink:
-    def __init__(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> None:
+    def __init__(
+        self,
+        source_pool: PoolMemory,
+        receiver_pool: HostPool,
+        read_stall_s: float,
+        landings: tuple[HostPool, HostPool] | None = None,
+    ) -> None:
         network = LocalNetwork()
         request_bytes = WINDOW_BLOCKS * BLOCK_BYTES
         self.source = LocalConnector(network, read_stall_s=read_stall_s, request_bytes=request_bytes)
         self.receiver = LocalConnector(network, read_stall_s=read_stall_s, request_bytes=request_bytes)
-        self.source.serve(source_pool)
-        self.receiver.serve(receiver_pool)
+        self.source.serve(source_pool, landings and landings[0])
+        self.receiver.serve(receiver_pool, landings and landings[1])
 
     @property
     def faulty_metadata(self) -> bytes:
@@ -44,7 +50,7 @@ class LocalLink:
 
 
 class TestLocalConnector(ConnectorContract, TokenContract):
-    def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
+    def make_link(self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float) -> Link:
         return LocalLink(source_pool, receiver_pool, read_stall_s)
 
 

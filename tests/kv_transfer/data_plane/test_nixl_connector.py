@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
 
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import UcxAgent
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
@@ -23,7 +24,7 @@ from .recorded_read import Transfer, make_pool, same_bytes, start_read
 
 
 class TestNixlConnector(ConnectorContract):
-    def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
+    def make_link(self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float) -> Link:
         return NixlLink(source_pool, receiver_pool, read_stall_s)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
 
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
 from tests.support.waiting import HANG_S
@@ -41,12 +42,12 @@ def source(transports: str) -> Iterator[SourceProcess]:
 
 
 @pytest.fixture
-def pool() -> PoolMemory:
+def pool() -> HostPool:
     return make_pool(num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
 
 
 @pytest.fixture
-def receiver(pool: PoolMemory, transports: str) -> Iterator[NixlConnector]:
+def receiver(pool: HostPool, transports: str) -> Iterator[NixlConnector]:
     connector = NixlConnector(NixlSettings(read_stall_s=READ_STALL_S))
     connector.serve(pool)
     connector.meet("prefill-1", 1)
@@ -54,7 +55,7 @@ def receiver(pool: PoolMemory, transports: str) -> Iterator[NixlConnector]:
     connector.close()
 
 
-def test_read_from_another_process(source: SourceProcess, receiver: NixlConnector, pool: PoolMemory) -> None:
+def test_read_from_another_process(source: SourceProcess, receiver: NixlConnector, pool: HostPool) -> None:
     read = start_read(receiver, source.metadata, source.token, source.blocks)
     assert read.wait_ended() is ReadOutcome.DONE
     assert pool.view == source.pool.view
@@ -62,7 +63,7 @@ def test_read_from_another_process(source: SourceProcess, receiver: NixlConnecto
 
 
 def test_i13_stopped_then_continued_source_changes_no_byte(
-    source: SourceProcess, receiver: NixlConnector, pool: PoolMemory, transports: str
+    source: SourceProcess, receiver: NixlConnector, pool: HostPool, transports: str
 ) -> None:
     read = SignalOnLanding(source, signal.SIGSTOP)
     receiver.read(source.metadata, source.token, source.blocks, read)
@@ -86,7 +87,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
 
 
 def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
-    source: SourceProcess, receiver: NixlConnector, pool: PoolMemory
+    source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
     read = SignalOnLanding(source, signal.SIGSTOP)
     read.read = receiver.read(source.metadata, source.token, source.blocks, read)
@@ -99,7 +100,7 @@ def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
     assert not any(pool.view)
 
 
-def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConnector, pool: PoolMemory) -> None:
+def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
     receiver.read(source.metadata, source.token, source.blocks, read)
     read.wait_ended()
@@ -111,7 +112,7 @@ def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConne
 
 
 def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
-    source: SourceProcess, receiver: NixlConnector, pool: PoolMemory
+    source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
     assert start_read(receiver, source.metadata, source.token, source.blocks).wait_ended() is ReadOutcome.DONE
     agent = NixlAddress.from_metadata(source.metadata, BLOCK_BYTES).agent

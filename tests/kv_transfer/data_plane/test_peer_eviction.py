@@ -10,9 +10,10 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.connector_set import MAX_WORKERS, ConnectorSet, PeerEndpoints
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.pull.connection import Connection
@@ -280,7 +281,7 @@ def test_agents_of_peers_that_rest_are_destroyed_and_made_again() -> None:
     assert not alive
 
 
-def _read(receiver: object, source: object, pool: PoolMemory, target: PoolMemory) -> None:
+def _read(receiver: object, source: object, pool: HostPool, target: HostPool) -> None:
     transfer = Transfer(source, pool, range(8))  # type: ignore[arg-type]
     blocks = transfer.blocks(range(8), range(8))
     read = start_read(receiver, source.metadata, transfer.token, blocks)  # type: ignore[arg-type, attr-defined]

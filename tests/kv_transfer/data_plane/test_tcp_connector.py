@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.common.security.tls import TlsIdentity
-from pdserve.kv_transfer.connector import PoolMemory
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.tls_authority import Authority
 
 from .connector_contract import ConnectorContract, TokenContract
@@ -14,7 +14,7 @@ from .tcp_link import TcpLink, TlsLink
 
 
 class TestTcpConnector(ConnectorContract, TokenContract):
-    def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
+    def make_link(self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float) -> Link:
         return TcpLink(source_pool, receiver_pool, read_stall_s)
 
 
@@ -28,5 +28,5 @@ class TestTcpConnectorWithTls(ConnectorContract, TokenContract):
     def _give_identity(self, identity: TlsIdentity) -> None:
         self.identity = identity
 
-    def make_link(self, source_pool: PoolMemory, receiver_pool: PoolMemory, read_stall_s: float) -> Link:
+    def make_link(self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float) -> Link:
         return TlsLink(source_pool, receiver_pool, read_stall_s, self.identity)

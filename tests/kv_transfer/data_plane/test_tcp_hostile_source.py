@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.read_grants import Refusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
@@ -24,12 +25,12 @@ ZERO_DIGEST = XXH3.of(memoryview(bytes(BLOCK_BYTES)), 0)
 
 
 @pytest.fixture
-def pool() -> PoolMemory:
+def pool() -> HostPool:
     return make_pool(seed=5)
 
 
 @pytest.fixture
-def receiver(pool: PoolMemory) -> Iterator[TcpConnector]:
+def receiver(pool: HostPool) -> Iterator[TcpConnector]:
     connector = TcpConnector(small_settings(sockets_per_peer=1, read_stall_s=HANG_S))
     connector.serve(pool)
     yield connector
@@ -37,7 +38,7 @@ def receiver(pool: PoolMemory) -> Iterator[TcpConnector]:
 
 
 @pytest.fixture
-def impatient(pool: PoolMemory) -> Iterator[TcpConnector]:
+def impatient(pool: HostPool) -> Iterator[TcpConnector]:
     """A receiver for sources that fall silent."""
     connector = TcpConnector(small_settings(sockets_per_peer=1, read_stall_s=0.2))
     connector.serve(pool)
@@ -99,7 +100,7 @@ def test_honest_source_for_comparison(receiver: TcpConnector, hostile: Callable[
     ],
 )
 def test_i9_wrong_header_fails_the_read(
-    receiver: TcpConnector, pool: PoolMemory, hostile: Callable[[Script], HostileSource], script: Script
+    receiver: TcpConnector, pool: HostPool, hostile: Callable[[Script], HostileSource], script: Script
 ) -> None:
     before = bytes(pool.view)
     read = read_zeros(receiver, hostile(script))
@@ -110,7 +111,7 @@ def test_i9_wrong_header_fails_the_read(
 
 @pytest.mark.parametrize("num_bytes", [0, 1, ReadAnswer.NUM_BYTES - 1, ReadAnswer.NUM_BYTES])
 def test_truncated_before_the_blocks(
-    impatient: TcpConnector, pool: PoolMemory, hostile: Callable[[Script], HostileSource], num_bytes: int
+    impatient: TcpConnector, pool: HostPool, hostile: Callable[[Script], HostileSource], num_bytes: int
 ) -> None:
     before = bytes(pool.view)
     assert "no byte moved" in read_zeros(impatient, hostile(lambda r: honest_answer(r)[:num_bytes])).wait_failed()
@@ -141,7 +142,7 @@ def test_every_answer_twice(receiver: TcpConnector, hostile: Callable[[Script], 
 
 
 def test_i8_bytes_of_another_request(
-    receiver: TcpConnector, pool: PoolMemory, hostile: Callable[[Script], HostileSource]
+    receiver: TcpConnector, pool: HostPool, hostile: Callable[[Script], HostileSource]
 ) -> None:
     source = hostile(lambda r: ReadAnswer.to_request(r).encode() + b"\x01" * (r.count * r.block_bytes))
     read = read_zeros(receiver, source, count=3)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdserve.kv_transfer.connector import PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 
@@ -29,26 +30,26 @@ def source() -> Iterator[SourceProcess]:
 
 
 @pytest.fixture
-def pool() -> PoolMemory:
+def pool() -> HostPool:
     return make_pool(num_blocks=NUM_BLOCKS, block_bytes=BLOCK_BYTES)
 
 
 @pytest.fixture
-def receiver(pool: PoolMemory) -> Iterator[TcpConnector]:
+def receiver(pool: HostPool) -> Iterator[TcpConnector]:
     connector = TcpConnector(TcpSettings(read_stall_s=READ_STALL_S, request_bytes=4 * BLOCK_BYTES))
     connector.serve(pool)
     yield connector
     connector.close()
 
 
-def test_read_from_another_process(source: SourceProcess, receiver: TcpConnector, pool: PoolMemory) -> None:
+def test_read_from_another_process(source: SourceProcess, receiver: TcpConnector, pool: HostPool) -> None:
     read = start_read(receiver, source.metadata, source.token, source.blocks)
     assert read.wait_ended() is ReadOutcome.DONE
     assert pool.view == source.pool.view
 
 
 def test_i13_stopped_then_continued_source_changes_no_byte(
-    source: SourceProcess, receiver: TcpConnector, pool: PoolMemory
+    source: SourceProcess, receiver: TcpConnector, pool: HostPool
 ) -> None:
     read = SignalOnLanding(source, signal.SIGSTOP)
     receiver.read(source.metadata, source.token, source.blocks, read)
@@ -67,7 +68,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     assert pool.view == source.pool.view
 
 
-def test_killed_source_fails_the_read(source: SourceProcess, receiver: TcpConnector, pool: PoolMemory) -> None:
+def test_killed_source_fails_the_read(source: SourceProcess, receiver: TcpConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
     receiver.read(source.metadata, source.token, source.blocks, read)
     assert read.wait_failed()

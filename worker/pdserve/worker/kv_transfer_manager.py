@@ -7,12 +7,11 @@ between them, in the asyncio thread. It keeps holds from the moment the engine s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
@@ -31,13 +30,12 @@ from pdserve.engine.scheduler.kv_messages import (
     Want,
 )
 from pdserve.kv_transfer.block_digest import BlockDigest
-from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
-from pdserve.kv_transfer.host_staging_pool import HostStagingPool
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
@@ -77,10 +75,6 @@ class _Receiver:
         self.transfer = transfer
         self.landed = landed
         self.hold: PinnedBlocks | None = None
-        self.unused: DeviceEvent | None = None
-        """On a GPU, the event after which no earlier owner's step writes the hold's blocks."""
-        self.num_staged = 0
-        """Blocks of the hold that have landed and are being copied to the device."""
         self.stream: asyncio.Task[None] | None = None
 
 
@@ -95,10 +89,9 @@ class KvTransferManager:
         pool: PoolMemory,
         peers: PeerChannels,
         receiving: ReceiverInfo,
-        staged: HostStagingPool | None = None,
     ) -> None:
-        """outbox: the engine's. pool: the memory that `connectors` serve. peers: channels to sources. receiving: what sources
-        need to know of this worker. staged: given when the engine's pool is on a device, and `pool` is its host memory.
+        """outbox: the engine's. pool: the engine's, which `connectors` serve. peers: channels to sources. receiving: what sources
+        need to know of this worker.
         """
         self.engine = engine
         outbox.subscribe(self._on_message)
@@ -107,7 +100,6 @@ class KvTransferManager:
         self._pool = pool
         self._peers = peers
         self._receiving = receiving
-        self._staged = staged
         self._loop = asyncio.get_running_loop()
         # one thread: what it is given is done in the order in which it was given
         self._block_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blocks")
@@ -116,7 +108,6 @@ class KvTransferManager:
         """By `rerun_id`."""
         self._receivers: dict[str, _Receiver] = {}
         self._streams: set[asyncio.Task[None]] = set()
-        self._closed = False
         self._log = TransferLog()
         self._quarantine_since: float | None = None
         """Loop time at which more than its share was seen in quarantine; None while it is less."""
@@ -125,7 +116,6 @@ class KvTransferManager:
         for receiver in list(self._receivers.values()):
             receiver.transfer.stop()
         self._block_work.shutdown(wait=True, cancel_futures=True)
-        self._closed = True
 
     def transfer(self, request_id: str) -> ReceiverTransfer | None:
         """The transfer that delivers this request's blocks; None if there is none or it has ended."""
@@ -267,7 +257,7 @@ class KvTransferManager:
             # nothing is published before Want, which arrives over a stream
             source.transfer.fail(InternalError("blocks are settled before a stream has agreed on their digest"))
             return
-        if self._staged is None and len(message.hold) * self._pool.block_bytes <= DIGEST_HERE_BYTES:
+        if self._pool.device_id is None and len(message.hold) * self._pool.block_bytes <= DIGEST_HERE_BYTES:
             source.transfer.settled(message.first_index, message.hold.block_ids, self._digest(message, digest))
             return
 
@@ -275,16 +265,16 @@ class KvTransferManager:
             if source.transfer.has_ended or done.cancelled():
                 return
             if (error := done.exception()) is not None:
-                source.transfer.fail(_not_copied(error))
+                source.transfer.fail(_not_digested(error))
             else:
                 source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
 
         self._loop.run_in_executor(self._block_work, self._digest, message, digest).add_done_callback(publish)
 
     def _digest(self, message: Settled, digest: BlockDigest) -> list[int]:
-        """Bring blocks to where connectors read them, and digest them there; in the block thread where that takes long."""
-        if self._staged is not None:
-            self._staged.to_host(message.hold.block_ids, message.device_event)
+        """Digests of final blocks, once the step that wrote them is done; in the block thread where that takes long."""
+        if message.device_event is not None:
+            message.device_event.synchronize()
         return block_digests(self._pool, message.hold.block_ids, digest, message.first_index)
 
     # ---- receiver
@@ -322,34 +312,17 @@ class KvTransferManager:
         if receiver is None or receiver.hold is not None:
             self._return(message.request_id, [message.hold])
             return
-        receiver.hold, receiver.unused = message.hold, message.device_event
-        receiver.transfer.room(message.first_index, message.hold.block_ids)
+        receiver.hold = message.hold
+        receiver.transfer.room(message.first_index, message.hold.block_ids, message.device_event)
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
-        receiver = self._receivers.get(transfer.request_id)
-        if self._staged is None or self._closed or receiver is None or receiver.hold is None:
-            self.engine.apply(Landed(transfer.request_id, num_blocks))
-            return
-        new = receiver.hold.block_ids[receiver.num_staged : num_blocks]
-        receiver.num_staged = num_blocks
-        copied = self._loop.run_in_executor(self._block_work, self._staged.to_device, new, receiver.unused)
-
-        def report(done: asyncio.Future[None]) -> None:
-            if done.cancelled():
-                return
-            if (error := done.exception()) is not None:
-                # also when all has landed, and the transfer is over
-                self.engine.apply(ReceiveFailed(transfer.request_id, _not_copied(error)))
-            else:
-                self.engine.apply(Landed(transfer.request_id, num_blocks))
-
-        copied.add_done_callback(report)
+        self.engine.apply(Landed(transfer.request_id, num_blocks))
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
         self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
-        self._after_copies(lambda: self.engine.apply(ReceiveFailed(transfer.request_id, cause)))
+        self.engine.apply(ReceiveFailed(transfer.request_id, cause))
 
     def fenced(self, transfer: ReceiverTransfer) -> None:
         receiver = self._receivers.get(transfer.request_id)
@@ -357,7 +330,7 @@ class KvTransferManager:
             return
         if (hold := receiver.hold) is not None:
             receiver.hold = None
-            self._after_copies(lambda: self._return(transfer.request_id, [hold]))
+            self._return(transfer.request_id, [hold])
         if not transfer.is_cut_short and not receiver.landed.done():
             receiver.landed.set_result(transfer)
         self._forget_if_done(receiver)
@@ -372,22 +345,10 @@ class KvTransferManager:
             if not receiver.landed.done():
                 receiver.landed.cancel()
 
-    def _after_copies(self, then: Callable[[], None]) -> None:
-        """Continue when landed blocks are on the device: copies under way still write blocks, and are still reported."""
-        if self._staged is None or self._closed:
-            then()
-            return
-        copied = self._loop.run_in_executor(self._block_work, _nothing)
-        copied.add_done_callback(lambda _: then())
-
     def _return(self, request_id: str, holds: list[PinnedBlocks]) -> None:
         for hold in holds:
             self.engine.apply(HoldReturned(request_id, hold))
 
 
-def _nothing() -> None:
-    """Run on the block thread to wait until its earlier work is done."""
-
-
-def _not_copied(error: BaseException) -> TransferFailed:
-    return TransferFailed(f"blocks could not be copied between device and host: {error}")
+def _not_digested(error: BaseException) -> TransferFailed:
+    return TransferFailed(f"blocks could not be read for their digests: {error}")

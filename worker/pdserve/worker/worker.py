@@ -42,7 +42,7 @@ from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
-from pdserve.kv_transfer.host_staging_pool import HostStagingPool, host_memory
+from pdserve.kv_transfer.make_connectors import serve_pool
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
@@ -98,9 +98,7 @@ class Worker:
         self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
         self._is_source = False
         [kv_cache] = model.kv_caches  # transfers move blocks of one group
-        staged = None if kv_cache.is_cpu else HostStagingPool(kv_cache)
-        pool = host_memory(kv_cache) if staged is None else staged.memory
-        connectors.serve(pool)
+        pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20)
         self.digests = DigestRule(
             settings.kv_digest,
             lambda context: deployment_key.derive(DATA_PLANE, context),
@@ -123,7 +121,7 @@ class Worker:
             core, settings.num_threads, settings.cpu_core, settings.waiting_limit, settings.session_limit
         )
         self.identity = self._identity(role)
-        self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, self.peers, self._receiving(), staged)
+        self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, self.peers, self._receiving())
         self._watchdog: EngineWatchdog | None = None
         limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
         self.transfers = SourceTransfers(connectors, limits, self.adapter)

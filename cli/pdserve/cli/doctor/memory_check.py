@@ -27,7 +27,8 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
         return
     parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
-    on_host = {"KV staging, as large as the pool": needs.pool} if needs.on_gpu else parts
+    on_host = {"KV blocks in transfer": needs.transfers} if needs.on_gpu else parts
+    on_device = parts | {"KV blocks in transfer": needs.transfers}
     free = free_memory(root)
     if free is None:
         yield warning("this system does not report its free memory", f"see to {_mib(needs.host)}")
@@ -35,7 +36,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         on_host = on_host | {"the process, about": needs.process}
         yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
     if needs.on_gpu:
-        yield _on_gpu(settings.device, parts, needs.device)
+        yield _on_gpu(settings.device, on_device, needs.device)
 
 
 def _on_gpu(device: str, parts: dict[str, int], num_bytes: int) -> Finding:

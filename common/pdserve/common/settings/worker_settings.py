@@ -35,12 +35,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws weights instead of reading them, for measurements with a config.json alone."""
     device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:N`. On a GPU the pool needs as much host memory again: blocks are staged there."""
+    """`cpu`, `cuda` or `cuda:N`."""
     block_size: int = 16
     """Tokens in a KV block; equal on all workers."""
     num_blocks: int | None = None
     """KV blocks in the pool; default: what `kv_cache_mib` holds."""
     kv_cache_mib: int = 256
+    kv_ring_mib: int = 256
+    """On a GPU: memory per connector in which received blocks are verified, before they are moved into the pool."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; default: the model's own limit."""
     max_num_batched_tokens: int | None = None
@@ -144,7 +146,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"worker_id is {self.worker_id[:200]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed"
             )
         self._verify_ports("port", "data_port")
-        self._verify_least(1, "block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting")
+        self._verify_least(
+            1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"
+        )
         self._verify_least(1, "num_threads", "grammar_memory_mib")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")

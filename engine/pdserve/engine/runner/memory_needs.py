@@ -15,6 +15,8 @@ PROCESS_BYTES = 400 << 20
 """Memory of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
 CUDA_PROCESS_BYTES = 1 << 30
 """Additional host memory of a CUDA context."""
+_SEND_BYTES = 64 << 20
+"""As `SEND_BYTES` of `kv_transfer/make_connectors.py`."""
 _LOGITS_BYTES, _LOGITS_COPIES = 4, 3
 """Bytes of a float32 logit, and copies: the logits, a copy for rows with token rules, and log-probabilities."""
 
@@ -27,17 +29,19 @@ class MemoryNeeds:
     pool: int
     step: int
     process: int
+    transfers: int
+    """With a GPU: memory beside the pool through which blocks pass, on each side."""
     on_gpu: bool
 
     @property
     def host(self) -> int:
-        """Bytes of main memory; with a GPU, it holds the copy of the pool through which blocks are transferred."""
-        return self.process + self.pool + (0 if self.on_gpu else self.weights + self.step)
+        """Bytes of main memory."""
+        return self.process + (self.transfers if self.on_gpu else self.weights + self.pool + self.step)
 
     @property
     def device(self) -> int:
         """Bytes of GPU memory."""
-        return self.weights + self.pool + self.step if self.on_gpu else 0
+        return self.weights + self.pool + self.step + self.transfers if self.on_gpu else 0
 
 
 def weight_bytes(folder: Path, dtype: str, load_format: str = "auto") -> int:
@@ -69,5 +73,6 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
+        transfers=(settings.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
         on_gpu=on_gpu,
     )

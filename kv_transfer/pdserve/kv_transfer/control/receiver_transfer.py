@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, ReadOutcome
@@ -93,6 +94,7 @@ class ReceiverTransfer:
         self._digest: BlockDigest = XXH3
         self._first_index = 0
         self._local_blocks: tuple[int, ...] | None = None
+        self._unused: DeviceEvent | None = None
         self._landed: list[bool] = []
         self._asked: list[bool] = []
         self._reads: dict[int, BlockRead] = {}
@@ -149,13 +151,17 @@ class ReceiverTransfer:
 
     # ---- the engine side
 
-    def room(self, first_index: int, local_blocks: Sequence[int]) -> None:
-        """Receive blocks from `first_index` on into `local_blocks`, which the engine has reserved."""
+    def room(self, first_index: int, local_blocks: Sequence[int], unused: DeviceEvent | None = None) -> None:
+        """Receive blocks from `first_index` on into `local_blocks`, which the engine has reserved.
+
+        unused: as in `BlockConnector.read`.
+        """
         if self.is_ending:
             self._events.fenced(self)
             return
         self._first_index = first_index
         self._local_blocks = tuple(local_blocks)
+        self._unused = unused
         self._landed = [False] * len(local_blocks)
         self._asked = [False] * len(local_blocks)
         self._want()
@@ -230,7 +236,9 @@ class ReceiverTransfer:
             number = self._num_reads
             self._num_reads += 1
             listener = _AsyncioListener(self, number, [block.index - self._first_index for block in blocks])
-            self._reads[number] = self._connector.read(self._metadata, self._token, blocks, listener, self._digest)
+            self._reads[number] = self._connector.read(
+                self._metadata, self._token, blocks, listener, self._digest, self._unused
+            )
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
         """Handle the end of the source's prefill; compares count and request digest."""

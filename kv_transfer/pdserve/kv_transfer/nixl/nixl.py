@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.agent_pool import AgentPool
 from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, Region, UcxAgent
 from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
@@ -61,11 +63,11 @@ class NixlConnector:
         self._started: _Started | None = None
         self.agent_counters = Totals()
 
-    def serve(self, pool: PoolMemory) -> None:
+    def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None:
         """As `BlockConnector.serve`."""
         if self._started is not None:
             raise RuntimeError("a connector serves once")
-        settings = self._settings
+        settings, into = self._settings, landing or pool
         hello = bytearray(secrets.token_bytes(HELLO_BYTES))
         region, hello_address, name = pool_region(pool), buffer_address(hello), new_name()
         try:
@@ -87,13 +89,13 @@ class NixlConnector:
         )
         # one agent per connection, which reads one window at a time: destroying the agent of a hanging read ends no other read
         limits = settings.limits(pool.block_bytes, settings.agents_per_peer)
-        spares = AgentPool(lambda: NixlPeer(pool, self._make_agent), self._closing, settings.close_wait_s)
+        spares = AgentPool(lambda: NixlPeer(into, self._make_agent), self._closing, settings.close_wait_s)
 
         def connect(source: NixlAddress) -> Connection:
             condemned = partial(self.agent_counters.add, condemned=1)
-            return NixlConnection(source, pool, settings, spares.take, self._closing, condemned)
+            return NixlConnection(source, into, settings, spares.take, self._closing, condemned)
 
-        reads = BlockReader[NixlAddress]("nixl-read", pool, limits, self._events, connect, settings.max_resting_peers)
+        reads = BlockReader[NixlAddress]("nixl-read", into, limits, self._events, connect, settings.max_resting_peers)
         self._started = _Started(agent, hello, address, ReadGrants(pool.num_blocks, self._events, 0.0), spares, reads)
 
     @property
@@ -126,11 +128,17 @@ class NixlConnector:
         blocks: Sequence[BlockToRead],
         listener: ReadListener,
         digest: BlockDigest = XXH3,
+        unused: DeviceEvent | None = None,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
         started = self._require_started()
         return started.reads.read(
-            lambda: NixlAddress.from_metadata(metadata, started.address.block_bytes), token, blocks, listener, digest
+            lambda: NixlAddress.from_metadata(metadata, started.address.block_bytes),
+            token,
+            blocks,
+            listener,
+            digest,
+            unused,
         )
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.connector import BlockToRead
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.nixl_agent import AgentRead, ReadStatus
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer, PollBackoff
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings

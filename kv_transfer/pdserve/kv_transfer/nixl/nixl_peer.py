@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.connector import PoolMemory
-from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, AgentRead, ReadStatus, Region
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
+from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, AgentRead, MemoryKind, ReadStatus, Region
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,9 @@ _LONGEST_SLEEP_S = 1e-3
 
 def pool_region(pool: PoolMemory) -> Region:
     """The pool as a region with one piece per block."""
-    return Region(buffer_address(pool.view), pool.block_bytes, pool.num_blocks)
+    if pool.device_id is None:
+        return Region(pool.address, pool.block_bytes, pool.num_blocks)
+    return Region(pool.address, pool.block_bytes, pool.num_blocks, MemoryKind.VRAM, pool.device_id)
 
 
 def buffer_address(buffer: memoryview | bytearray) -> int:

@@ -24,7 +24,8 @@ import msgspec
 from pdserve.common.child_answers import ChildAnswers
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
 
@@ -158,8 +159,8 @@ def nixl_view() -> NixlView:
     return view
 
 
-def _pool() -> PoolMemory:
-    return PoolMemory(memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES)), BLOCK_BYTES, NUM_BLOCKS)
+def _pool() -> HostPool:
+    return HostPool(memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES)), BLOCK_BYTES, NUM_BLOCKS)
 
 
 def _content(block: int) -> bytes:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, PoolMemory, ReadListener, ReadOutcome
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.connection import Connection
 from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
 from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
@@ -89,11 +91,14 @@ class BlockReader(Generic[Address]):
         blocks: Sequence[BlockToRead],
         listener: ReadListener,
         digest: BlockDigest = XXH3,
+        unused: DeviceEvent | None = None,
     ) -> BlockRead:
         """As `BlockConnector.read`. find_address: reads the peer's metadata, or raises TransferFailed."""
+        if unused is not None:
+            raise ValueError("bytes are written as they arrive: only a ring can wait for a step")
         try:
             address = find_address()
-            self._check(token, blocks)
+            verify_read(token, blocks, self._pool.num_blocks)
         except TransferFailed as error:
             return self._ended(listener, ReadOutcome.FAILED, error)
         if not blocks:
@@ -147,15 +152,17 @@ class BlockReader(Generic[Address]):
         for connections in resting[: max(0, len(resting) - self._max_resting)]:
             connections.close_idle()
 
-    def _check(self, token: bytes, blocks: Sequence[BlockToRead]) -> None:
-        if len(token) != TOKEN_BYTES:
-            raise TransferFailed(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
-        for block in blocks:
-            if not 0 <= block.local_block < self._pool.num_blocks or not 0 <= block.index < _MAX_INDEX:
-                raise TransferFailed(f"index {block.index} cannot be read into block {block.local_block}")
-
     def _ended(
         self, listener: ReadListener, outcome: ReadOutcome, cause: TransferFailed | None = None
     ) -> CompletedRead:
         self._events.call_soon(lambda: listener.ended(outcome, cause))
         return CompletedRead()
+
+
+def verify_read(token: bytes, blocks: Sequence[BlockToRead], num_blocks: int) -> None:
+    """Check a read into a pool of `num_blocks` blocks. Raises: TransferFailed."""
+    if len(token) != TOKEN_BYTES:
+        raise TransferFailed(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
+    for block in blocks:
+        if not 0 <= block.local_block < num_blocks or not 0 <= block.index < _MAX_INDEX:
+            raise TransferFailed(f"index {block.index} cannot be read into block {block.local_block}")

@@ -1,11 +1,12 @@
-"""Digests of blocks in host memory, which a source publishes and a receiver checks."""
+"""Digests of blocks, which a source publishes and a receiver checks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.connector import BlockToRead
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 
 def block_digests(
@@ -13,15 +14,12 @@ def block_digests(
 ) -> list[int]:
     """The digests of the pool's blocks, in the order given; `blocks[0]` is the block `first_index` of its transfer.
 
-    Raises: IndexError for a number outside the pool.
+    Raises: IndexError for a number outside the pool, NoRoom.
     """
-    return [digest.of(pool.block(number), index) for index, number in enumerate(blocks, first_index)]
+    return pool.digests(blocks, range(first_index, first_index + len(blocks)), digest)
 
 
 def matching(pool: PoolMemory, blocks: Sequence[BlockToRead], digest: BlockDigest = XXH3) -> list[bool]:
     """Per block, True if the bytes of `local_block`, a number within the pool, have the published digest."""
-    view, size = pool.view, pool.block_bytes
-    return [
-        digest.of(view[block.local_block * size : (block.local_block + 1) * size], block.index) == block.digest
-        for block in blocks
-    ]
+    found = pool.digests([block.local_block for block in blocks], [block.index for block in blocks], digest)
+    return [block.digest == value for block, value in zip(blocks, found, strict=True)]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory, ReadListener
+from pdserve.kv_transfer.connector import BlockToRead, ReadListener
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
 from pdserve.kv_transfer.pull.digest import matching
 from pdserve.kv_transfer.pull.read_queue import QueuedRead, ReadQueue, Window

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.common.device_event import DeviceEvent
+from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, PoolMemory, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.tcp.tcp_connection import TcpConnection
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
@@ -33,16 +36,18 @@ class TcpConnector:
         self._events = EventThread("tcp-events")
         self._started: tuple[TcpSource, BlockReader[TcpAddress]] | None = None
 
-    def serve(self, pool: PoolMemory) -> None:
-        """As `BlockConnector.serve`."""
+    def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None:
+        """As `BlockConnector.serve`; blocks land in memory of the host."""
         if self._started is not None:
             raise RuntimeError("a connector serves once")
-        settings = self._settings
+        settings, into = self._settings, landing or pool
+        if not isinstance(into, HostPool):
+            raise ConfigError("the connector tcp writes memory of the host, and there is none to receive into")
         settings.check_peers_host()
         limits = settings.limits(pool.block_bytes, settings.sockets_per_peer)
         source = TcpSource(pool, settings, self._events)
         reads = BlockReader[TcpAddress](
-            "tcp-read", pool, limits, self._events, lambda address: TcpConnection(address, pool, settings)
+            "tcp-read", into, limits, self._events, lambda address: TcpConnection(address, into, settings)
         )
         self._started = (source, reads)
 
@@ -80,9 +85,10 @@ class TcpConnector:
         blocks: Sequence[BlockToRead],
         listener: ReadListener,
         digest: BlockDigest = XXH3,
+        unused: DeviceEvent | None = None,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest)
+        return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest, unused)
 
     def close(self) -> None:
         """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made, and as long again for TLS

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.common.errors import TransferFailed
 from pdserve.common.security.tls_roles import ServiceRole
-from pdserve.kv_transfer.coalesce import coalesce_contiguous
-from pdserve.kv_transfer.connector import BlockToRead, PoolMemory
+from pdserve.kv_transfer.connector import BlockToRead
+from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
 from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
@@ -22,7 +22,7 @@ _STEP_BYTES = 512 << 10
 class TcpConnection:
     """A `Connection` over TCP. Construction raises TransferFailed if the peer cannot be reached."""
 
-    def __init__(self, address: TcpAddress, pool: PoolMemory, settings: TcpSettings) -> None:
+    def __init__(self, address: TcpAddress, pool: HostPool, settings: TcpSettings) -> None:
         self._peer = str(address)
         self._pool = pool
         self._step_blocks = max(1, _STEP_BYTES // pool.block_bytes)
@@ -67,7 +67,7 @@ class TcpConnection:
         """(buffers, number of blocks) of the parts that are received in one call each."""
         for first in range(0, len(blocks), self._step_blocks):
             numbers = [block.local_block for block in blocks[first : first + self._step_blocks]]
-            yield coalesce_contiguous(self._pool, numbers), len(numbers)
+            yield self._pool.views(numbers), len(numbers)
 
     def _ask(self, request: ReadRequest) -> None:
         try:

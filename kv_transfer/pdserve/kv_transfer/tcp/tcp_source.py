@@ -8,9 +8,8 @@ import threading
 import time
 
 from pdserve.common.security.tls_roles import ServiceRole
-from pdserve.kv_transfer.coalesce import coalesce_contiguous
-from pdserve.kv_transfer.connector import PoolMemory
 from pdserve.kv_transfer.event_thread import EventThread
+from pdserve.kv_transfer.memory.pool_memory import NoRoom, PoolMemory
 from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrant, ReadGrants, Refusal
 from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
@@ -121,6 +120,9 @@ class TcpSource:
         except MalformedFrame as error:
             self.counters.add(malformed_frames=1)
             self._warn(peer, f"sent an invalid frame ({error})")
+        except NoRoom as error:
+            self.counters.add(sends_without_room=1)
+            self._warn(peer, f"was not served ({error})")
         except Exception:
             logger.exception("connection from %s", peer)
         finally:
@@ -147,7 +149,8 @@ class TcpSource:
             if not self._connections.settle(connection):
                 raise StreamBroken("too many connections")
             header = memoryview(ReadAnswer.to_request(request).encode())
-            stream.send([header, *coalesce_contiguous(self._pool, allowed.blocks)])
+            with self._pool.lend(allowed.blocks) as views:
+                stream.send([header, *views])
             self.counters.add(blocks_sent=request.count)
         finally:
             self._grants.end(allowed)

@@ -1,4 +1,4 @@
-"""Blocks between a pool on a device and the host memory that connectors reach: order, failure, and what waits for what."""
+"""Blocks between a pool on a device and the memory that connectors reach: order, failure, and what waits for what."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.support.hash_model import greedy_answer
 from tests.support.waiting import HANG_S, eventually
 
 PROMPT = [(7 * i) % 60 for i in range(41)]
-STAGED = {"p": {"staged": True}, "d": {"staged": True}}
+ON_DEVICE = {"p": {"on_device": True}, "d": {"on_device": True}}
 
 
-def _instead(staged: Any, name: str, copy: Any) -> None:
-    """Replace one of the two copies of a `HostStagingPool`; `copy` is given the real one."""
-    real = getattr(staged, name)
-    setattr(staged, name, lambda *args: copy(real, *args))
+def _instead(pool: Any, name: str, copy: Any) -> None:
+    """Replace a copy of a `DevicePool`; `copy` is given the real one."""
+    real = getattr(pool, name)
+    setattr(pool, name, lambda *args: copy(real, *args))
 
 
 async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any) -> None:
-    pair = await make_pair(**STAGED)
+    pair = await make_pair(**ON_DEVICE)
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(real: Any, *args: Any) -> None:
@@ -35,7 +35,7 @@ async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any)
         assert go_on.wait(HANG_S)
         real(*args)
 
-    _instead(pair.d.staged, "to_device", slow)
+    _instead(pair.d.device_pool, "move_in", slow)
     asked = pair.ask(PROMPT)
     await asyncio.to_thread(begun.wait, HANG_S)
     pair.leave(asked)
@@ -49,20 +49,20 @@ async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any)
     assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
 
 
-@pytest.mark.parametrize(("side", "copy"), [("p", "to_host"), ("d", "to_device")])
+@pytest.mark.parametrize(("side", "copy"), [("p", "digests"), ("d", "move_in")])
 async def test_a_copy_that_fails_fails_its_transfer_alone(make_pair: Any, side: str, copy: str) -> None:
-    pair = await make_pair(**STAGED)
-    staged = getattr(pair, side).staged
+    pair = await make_pair(**ON_DEVICE)
+    pool = getattr(pair, side).device_pool
     num_failures = 1
 
-    def once(real: Any, *args: Any) -> None:
+    def once(real: Any, *args: Any) -> Any:
         nonlocal num_failures
         if num_failures:
             num_failures -= 1
             raise RuntimeError("an uncorrectable memory error")
-        real(*args)
+        return real(*args)
 
-    _instead(staged, copy, once)
+    _instead(pool, copy, once)
     asked = pair.ask(PROMPT)
     with pytest.raises(TransferFailed):  # decode's call; prefill's may end before its token
         await asyncio.wait_for(_all_of(asked.decode), HANG_S)
@@ -75,18 +75,19 @@ async def test_a_copy_that_fails_fails_its_transfer_alone(make_pair: Any, side: 
 
 
 async def test_what_landed_before_a_failure_is_cached_though_it_was_still_being_copied(make_pair: Any) -> None:
-    pair = await make_pair(**STAGED, local_stall_s=0.3)
+    pair = await make_pair(**ON_DEVICE, local_stall_s=0.3)
     go_on = threading.Event()
 
     def slow(real: Any, *args: Any) -> None:
         assert go_on.wait(HANG_S)
         real(*args)
 
-    _instead(pair.d.staged, "to_device", slow)
+    _instead(pair.d.device_pool, "move_in", slow)
     pair.p.connector.serve_only(3)
     asked = pair.ask(PROMPT)
     transfer = pair.d.adapter.transfer(asked.decode.request_id)
-    await eventually(lambda: transfer.is_ending)
+    await eventually(lambda: pair.d.connector.read_counters["failed_windows"])
+    assert not transfer.is_ending, "the failure was reported before what had landed"
     go_on.set()
     with pytest.raises(TransferFailed):
         await asyncio.wait_for(_all_of(asked.decode), HANG_S)
@@ -100,7 +101,7 @@ async def test_what_landed_before_a_failure_is_cached_though_it_was_still_being_
 async def test_a_step_of_the_blocks_last_owner_overwrites_nothing_that_landed(make_pair: Any) -> None:
     """An aborted prefill's step may still be running on the device when its blocks receive another prompt."""
     pair = await make_pair(
-        p={"staged": True, "late": True}, d={"staged": True, "late": True, "num_blocks": 12, "max_model_len": 48}
+        p={"on_device": True, "late": True}, d={"on_device": True, "late": True, "num_blocks": 12, "max_model_len": 48}
     )
     aborted = EngineCoreRequest(
         request_id="aborted",

@@ -1,0 +1,1 @@
+"""Memory that KV blocks are read from and written to."""
