@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.client_template import MAX_TEMPLATE_BYTES, ClientTemplate, TemplateLimits
+from pdserve.text.client_template import (
+    MAX_TEMPLATE_BYTES,
+    ClientTemplate,
+    TemplateForkServer,
+    TemplateLimits,
+    TemplateResult,
+    TemplateTask,
+)
 from tests.support.waiting import HANG_S
 
 MODEL = Path(__file__).resolve().parents[2] / "models/pdserve/models/demo/chat_template.jinja"
@@ -63,6 +76,34 @@ def test_a_hostile_one_ends_within_its_limits(name: str) -> None:
     assert refused.value.field in ("chat_template", "messages")
     assert len(refused.value.message) < 500
     assert time.monotonic() - began < HANG_S
+
+
+def test_renderings_of_several_threads_and_a_fork_server_that_was_killed() -> None:
+    server = TemplateForkServer()
+    task = TemplateTask(source="{{ x }}", special_tokens={}, messages=MESSAGES, options={}, limits=QUICK)
+
+    def render(number: int) -> str:
+        asked = msgspec.structs.replace(task, options={"variables": {"x": number}})
+        output, status = server.run(msgspec.json.encode(asked))
+        assert status == 0
+        return msgspec.json.decode(output, type=TemplateResult).text
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(render, range(12))) == [str(number) for number in range(12)]
+    first = server.process_id
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert eventually_rendered(render) == "7"
+    assert server.process_id not in (None, first)
+    server.close()
+    assert server.process_id is None
+
+
+def eventually_rendered(render: Callable[[int], str]) -> str:
+    """The first rendering may still reach the killed server."""
+    with contextlib.suppress(Overloaded):
+        return render(7)
+    return render(7)
 
 
 def test_a_long_source_is_refused_before_a_process_is_made() -> None:
