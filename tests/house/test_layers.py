@@ -113,6 +113,21 @@ def test_each_module_is_imported_by_another_one() -> None:
     assert modules - imported == ENTRY_POINTS
 
 
+def test_triton_is_imported_only_where_a_kernel_is_to_run() -> None:
+    """A processor that serves does not spend the time and memory of its import: only functions import the kernels."""
+    for package in FOLDERS:
+        for path in sources(package):
+            if "triton" not in path.parts:
+                tree = ast.parse(path.read_text())
+                late = {
+                    inner for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)
+                }
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.Import | ast.ImportFrom) and node not in late:
+                        modules = list(imported_modules(node))
+                        assert not [name for name in modules if "triton" in name.split(".")], path
+
+
 def type_only(tree: ast.AST) -> set[ast.AST]:
     """Nodes under `if TYPE_CHECKING`."""
     blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")

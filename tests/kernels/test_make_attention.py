@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.make_attention import AttentionBackendError, _fastest, make_attention
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.pretend_device import pretended_device
@@ -59,6 +61,22 @@ def test_every_device_has_a_back_end() -> None:
         assert isinstance(make_attention("auto", torch.zeros(4, 1, 2, 2, 4, 8, device=device)), TorchAttentionBackend)
 
 
+def test_triton_needs_a_gpu(kv_cache: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(AttentionBackendError, match="'triton', which needs a GPU; the device is 'cpu'"):
+        make_attention("triton", kv_cache)
+    monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: None)
+    with pytest.raises(AttentionBackendError, match="'triton', but the package triton is not installed"):
+        make_attention("triton", kv_cache)
+
+
+def test_a_gpu_without_triton_has_the_torch_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _fastest(torch.device("cuda")) == "triton"
+    assert _fastest(torch.device("cpu")) == "torch"
+    monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: None)
+    assert _fastest(torch.device("cuda")) == "torch"
+
+
 def test_a_plug_in_is_made_over_the_cache(kv_cache: Tensor, plugin_folder: Path) -> None:
     install(plugin_folder, f"mine = {PLUGIN}:Mine\nother = no_such_module:Any")
     assert make_attention("mine", kv_cache).kv_cache is kv_cache  # type: ignore[attr-defined]
@@ -66,7 +84,7 @@ def test_a_plug_in_is_made_over_the_cache(kv_cache: Tensor, plugin_folder: Path)
 
 def test_an_unknown_name_lists_what_there_is(kv_cache: Tensor, plugin_folder: Path) -> None:
     install(plugin_folder, f"mine = {PLUGIN}:Mine")
-    message = "attention_backend is 'yours', which is not installed; there are auto, torch, mine"
+    message = "attention_backend is 'yours', which is not installed; there are auto, torch, triton, mine"
     with pytest.raises(AttentionBackendError, match=message):
         make_attention("yours", kv_cache)
     assert PLUGIN not in sys.modules
@@ -102,3 +120,18 @@ def test_the_setting_needs_a_name() -> None:
     PrefillSettings(attention_backend="mine").verify()
     with pytest.raises(ConfigError, match="attention_backend is ' ', a name is needed"):
         PrefillSettings(attention_backend=" ").verify()
+
+
+@pytest.mark.slow
+def test_serving_on_a_processor_imports_no_triton(tiny_checkpoints: Callable[..., Path]) -> None:
+    program = f"""
+import sys
+from pdserve.llm import LLM, SamplingParams
+with LLM({str(tiny_checkpoints("llama"))!r}, engine_process=False) as llm:
+    assert llm.generate("the water", SamplingParams(max_tokens=3))
+print(sorted(name for name in sys.modules if "triton" in name.split(".")))
+"""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": ":".join(sys.path)}
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=100)
+    assert found.stdout.strip() == "[]"

@@ -211,7 +211,7 @@ def _import_kernels() -> None:
         package = importlib.import_module("pdserve.kernels.triton")
     except ModuleNotFoundError:
         return
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
 
 

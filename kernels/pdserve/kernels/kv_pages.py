@@ -7,6 +7,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdserve.kernels.attention_spec import AttentionSpec
+
+
+def check_cache(kv_cache: Tensor) -> None:
+    """Raises: ValueError for a cache of another shape, or one that is not contiguous."""
+    if kv_cache.dim() != 6 or kv_cache.shape[3] != 2 or not kv_cache.is_contiguous():
+        raise ValueError(
+            f"kv_cache must be contiguous [num_blocks, Hkv, L, 2, bs, D], not {tuple(kv_cache.shape)} "
+            f"with strides {kv_cache.stride()}"
+        )
+
+
+def check_spec(kv_cache: Tensor, spec: AttentionSpec) -> None:
+    """Raises: ValueError for a spec with other heads than the cache."""
+    if (spec.num_kv_heads, spec.head_dim) != (kv_cache.shape[1], kv_cache.shape[5]):
+        raise ValueError(f"kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype} does not fit {spec}")
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredKeys:
@@ -31,11 +48,7 @@ class KvPages:
     """
 
     def __init__(self, kv_cache: Tensor) -> None:
-        if kv_cache.dim() != 6 or kv_cache.shape[3] != 2 or not kv_cache.is_contiguous():
-            raise ValueError(
-                f"kv_cache must be contiguous [num_blocks, Hkv, L, 2, bs, D], not {tuple(kv_cache.shape)} "
-                f"with strides {kv_cache.stride()}"
-            )
+        check_cache(kv_cache)
         self.kv_cache = kv_cache
         self.num_blocks, self.num_kv_heads, self.num_layers, _, self.block_size, self.head_dim = kv_cache.shape
         tokens = kv_cache.view(-1, self.head_dim)

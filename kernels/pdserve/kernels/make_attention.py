@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
@@ -16,13 +18,34 @@ from pdserve.kernels.torch_attention import TorchAttentionBackend
 
 ENTRY_POINT_GROUP = "pdserve.attention_backends"
 AUTO = "auto"
-_BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {"torch": TorchAttentionBackend}
-_FASTEST: Mapping[str, str] = {"cpu": "torch", "cuda": "torch"}
-"""Device type -> back end; `torch` for all other types."""
 
 
 class AttentionBackendError(Exception):
     """The setting names a back end that is not installed, or that cannot be made over this cache."""
+
+
+def _make_triton(kv_cache: Tensor) -> AttentionBackend:
+    device = kv_cache.device
+    if find_spec("triton") is None:
+        raise AttentionBackendError("attention_backend is 'triton', but the package triton is not installed")
+    # imported here, so that a processor that serves does not spend the time and memory
+    import triton
+
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise AttentionBackendError(f"attention_backend is 'triton', which needs a GPU; the device is {str(device)!r}")
+    from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
+
+    return TritonAttentionBackend(kv_cache)
+
+
+_BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {
+    "torch": TorchAttentionBackend,
+    "triton": _make_triton,
+}
+
+
+def _fastest(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
 
 
 def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
@@ -32,7 +55,7 @@ def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
     Hkv, L, 2, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
     """
     if name == AUTO:
-        name = _FASTEST.get(kv_cache.device.type, "torch")
+        name = _fastest(kv_cache.device)
     if name in _BUILT_IN:
         return _BUILT_IN[name](kv_cache)
     points = _installed().get(name, [])

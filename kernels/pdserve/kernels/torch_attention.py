@@ -8,7 +8,7 @@ from torch import Tensor
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
-from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.kv_pages import KvPages, check_spec
 from pdserve.kernels.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
 
 
@@ -22,8 +22,7 @@ class TorchAttentionBackend:
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
         pages = self._pages
-        if (spec.num_kv_heads, spec.head_dim) != (pages.num_kv_heads, pages.head_dim):
-            raise ValueError(f"kv_cache {tuple(pages.kv_cache.shape)} {pages.kv_cache.dtype} does not fit {spec}")
+        check_spec(pages.kv_cache, spec)
         if self._step is None or self._step.batch is not batch:
             self._step = _Step(batch, pages)
         return TorchAttentionPlan(self._step, pages, spec)

@@ -62,8 +62,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device; any other name is an entry point of
-    the group `pdserve.attention_backends`, imported only when this setting names it."""
+    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `triton` on GPUs; any other name is
+    an entry point of the group `pdserve.attention_backends`, imported only when this setting names it."""
     kernels: str = "auto"
     """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
     `triton` on a GPU where it is installed."""
@@ -159,7 +159,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(f"logits_processors has {name!r}, each entry must be a name and stand there once")
         if not self.attention_backend.strip():
             raise ConfigError(
-                f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, or a plug-in's"
+                f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, or a plug-in's"
             )
         if self.kernels not in KERNELS:
             raise ConfigError(f"kernels is {self.kernels[:200]!r}, one of {', '.join(KERNELS)} is needed")

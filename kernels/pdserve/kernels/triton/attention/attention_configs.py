@@ -1,0 +1,50 @@
+"""Tile sizes of attention by GPU architecture. No value has been measured on a GPU yet; all compile without spills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pdserve.kernels.triton.launch_configs import INTERPRETER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfigs:
+    """One architecture's table, for heads of one width. Sizes are powers of two; float32 uses a quarter (`head_tile`)."""
+
+    decode_programs: int
+    """Programs that divide the pieces of a decode step among them: two per multiprocessor."""
+    decode_keys: int = 64
+    """Keys of a decode tile."""
+    decode_warps: int = 4
+    decode_stages: int = 3
+    join_warps: int = 4
+    prefill_rows: int = 64
+    """Rows of a prefill tile: tokens times the query heads of a KV head."""
+    prefill_keys: int = 64
+    """Keys of a prefill tile."""
+    prefill_warps: int = 8
+    prefill_stages: int = 2
+
+
+_WIDE = 128
+"""Heads with more numbers need smaller tiles, or a program's sums would not fit its registers."""
+_AMPERE = AttentionConfigs(decode_programs=2 * 108)
+_HOPPER = replace(_AMPERE, decode_programs=2 * 132, prefill_rows=128, prefill_stages=3)
+_TABLE = {
+    "sm_80": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": replace(_HOPPER, decode_programs=2 * 148),
+    "sm_120": replace(_AMPERE, decode_programs=2 * 170),
+    "gfx942": replace(_AMPERE, decode_programs=2 * 304, decode_stages=2, prefill_keys=32),
+    # a few programs, and tiles so small that short tests have several
+    INTERPRETER: AttentionConfigs(decode_programs=3),
+}
+_SMALL = {"decode_keys": 32, "decode_stages": 2, "prefill_rows": 32, "prefill_keys": 32, "prefill_warps": 4}
+_WIDE_TABLE = {name: replace(configs, **_SMALL) for name, configs in _TABLE.items()} | {
+    "sm_90": replace(_HOPPER, decode_keys=32, prefill_rows=64, prefill_keys=32),
+}
+
+
+def attention_configs(architecture: str, head_dim: int) -> AttentionConfigs:
+    """architecture: of `launch_configs.architecture`."""
+    return (_WIDE_TABLE if head_dim > _WIDE else _TABLE)[architecture]

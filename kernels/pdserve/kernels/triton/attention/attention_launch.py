@@ -1,0 +1,70 @@
+"""Arguments that the launches of decode and prefill attention share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
+
+_LOG2E = math.log2(math.e)
+_SMALLEST_DOT = 16
+"""Rows and columns of the smallest product of a GPU's tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTile:
+    """Sizes of the tiles for one spec over one cache, all powers of two but `group` and `prefill_tokens`."""
+
+    group: int
+    """G"""
+    head_dim: int
+    """D, padded."""
+    group_rows: int
+    """G, padded: rows of a decode tile."""
+    decode_keys: int
+    prefill_rows: int
+    """Rows of a prefill tile: G per token, and less than G unused ones."""
+    prefill_tokens: int
+    """Tokens of a prefill tile."""
+    prefill_keys: int
+    precision: str
+    """`ieee` keeps float32 exact; it has no effect on half precision."""
+
+
+def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) -> HeadTile:
+    """The table's tiles; float32 takes a quarter of the rows and keys, or a tile would not fit the registers."""
+    group = spec.num_heads // spec.num_kv_heads
+    head_dim = max(triton.next_power_of_2(spec.head_dim), _SMALLEST_DOT)
+    group_rows = max(triton.next_power_of_2(group), _SMALLEST_DOT)
+    is_exact = kv_cache.dtype is torch.float32
+    halves = 2 if is_exact else 0
+    prefill_rows = max(configs.prefill_rows >> halves, group_rows)
+    return HeadTile(
+        group=group,
+        head_dim=head_dim,
+        group_rows=group_rows,
+        decode_keys=max(configs.decode_keys >> halves, _SMALLEST_DOT),
+        prefill_rows=prefill_rows,
+        prefill_tokens=prefill_rows // group,
+        prefill_keys=max(configs.prefill_keys >> halves, _SMALLEST_DOT),
+        precision="ieee" if is_exact else "tf32",
+    )
+
+
+def softmax_scales(spec: AttentionSpec) -> tuple[float, float]:
+    """`scale` and `softcap` of `add_tile`."""
+    if spec.softcap is None:
+        return spec.scale * _LOG2E, 0.0
+    return spec.scale / spec.softcap * 2 * _LOG2E, spec.softcap * _LOG2E
+
+
+def layer_strides(kv_cache: Tensor) -> tuple[int, int, int]:
+    """Strides of a block, a head and a layer, in numbers."""
+    block, head, layer = kv_cache.stride()[:3]
+    return block, head, layer

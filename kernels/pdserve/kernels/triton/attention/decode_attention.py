@@ -1,0 +1,116 @@
+"""Attention of one query token per sequence over its pages, for captured graphs: nothing in a launch depends on a length."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
+from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
+from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES
+from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+
+
+# a specialised layer number would be compiled once for 0, once for 1 and once for multiples of 16
+@triton.jit(do_not_specialize=["layer"])
+def attend_pieces(
+    q, pages, tables, pieces, count, part, lse, layer, scale, softcap,
+    q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`softmax(cap(scale q k^T)) v` over the keys of each piece, and the log2 of its denominator.
+
+    Programs take (piece, KV head) in turn; the G query heads of a KV head are the rows of one tile. pieces `[n, 4]` and count `[1]`
+    are of `cut_into_pieces` -> part `[n, Hq, D]`, lse `[n, Hq]`, float32, by place. Reference: `attend_decode`.
+    """
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    is_head = g < G
+    here = is_head[:, None] & (d < D)[None, :]
+    for item in range(tl.program_id(0), tl.load(count) * HKV, tl.num_programs(0)):
+        piece = pieces + item // HKV * 4
+        head = item % HKV
+        row = tl.load(piece)
+        first = tl.load(piece + 1)
+        end = tl.load(piece + 2)
+        place = tl.load(piece + 3)
+        heads = head * G + g
+        q_rows = q + row.to(tl.int64) * q_token_stride + heads[:, None] * q_head_stride + d[None, :]
+        queries = tl.load(q_rows, mask=here, other=0.0)
+        keys = pages + layer.to(tl.int64) * layer_stride + head * head_stride
+        table = tables + row.to(tl.int64) * table_stride
+        best = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            at = start + n
+            k, v = load_tile(keys, table, at, first, end, block_stride, D, BS, BLOCK_D, True)
+            seen = ((at >= first) & (at < end))[None, :]
+            best, total, acc = add_tile(queries, k, v, seen, best, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
+        at_head = place.to(tl.int64) * (HKV * G) + heads
+        tl.store(lse + at_head, best + tl.log2(total), mask=is_head)
+        tl.store(part + at_head[:, None] * D + d[None, :], acc / total[:, None], mask=here)
+
+
+@triton.jit
+def join_pieces(
+    part, lse, first_piece, out, HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """`out[r] = sum_s 2^(lse_s - m) part_s / sum_s 2^(lse_s - m)` over the pieces s of row r, for one head; m is the highest lse.
+
+    first_piece `[B + 1]` -> out `[B, Hq, D]`; 0 in a row without pieces.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(first_piece + row)
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    mask = s < tl.load(first_piece + row + 1) - first
+    at = (first + s).to(tl.int64) * HQ + head
+    logs = tl.load(lse + at, mask=mask, other=float("-inf"))
+    highest = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(highest > float("-inf"), highest, 0.0))
+    values = tl.load(part + at[:, None] * D + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + (row.to(tl.int64) * HQ + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
+
+
+def decode_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    tables: Tensor,
+    pieces: Tensor,
+    count: Tensor,
+    first_piece: Tensor,
+    part: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    out: Tensor,
+    configs: AttentionConfigs,
+) -> None:
+    """Two launches that depend on B alone.
+
+    q `[B, Hq, D]`, rows may be strided; tables `[B, N]` int32; pieces `[>= n, 4]`, count `[1]` and first_piece `[B + 1]` int32, of
+    `cut_into_pieces`; part `[>= n * Hq * D]` and lse `[>= n * Hq]` float32, overwritten -> out `[B, Hq, D]`, contiguous.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    tile = head_tile(spec, kv_cache, configs)
+    scale, softcap = softmax_scales(spec)
+    attend_pieces[(configs.decode_programs,)](
+        q, kv_cache, tables, pieces, count, part, lse, layer, scale, softcap,
+        q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0),
+        HKV=spec.num_kv_heads, G=tile.group, D=head_dim, BS=kv_cache.shape[4],
+        BLOCK_G=tile.group_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.decode_keys,
+        SOFTCAP=spec.softcap is not None, PRECISION=tile.precision,
+        num_warps=configs.decode_warps, num_stages=configs.decode_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    join_pieces[(num_rows, num_heads)](
+        part, lse, first_piece, out, HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, BLOCK_S=MAX_PIECES,
+        num_warps=configs.join_warps, enable_fp_fusion=True,
+    )  # fmt: skip

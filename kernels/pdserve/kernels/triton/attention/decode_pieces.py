@@ -1,0 +1,39 @@
+"""Cuts the context of decode rows into pieces, which the decode kernel divides among its programs."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+PIECE_TOKENS = 256
+"""Keys of a piece, of sequences with at most `PIECE_TOKENS * MAX_PIECES` visible keys."""
+MAX_PIECES = 64
+"""Pieces of one row; a longer sequence has longer pieces."""
+ALIGNMENT = 64
+"""Pieces begin at multiples of this position: of every tile of the kernel, and of a page of up to 64 tokens."""
+
+
+def cut_into_pieces(seq_lens: NDArray[np.int64], window: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Pieces of B rows, for `attend_pieces` and `join_pieces`.
+
+    A row is cut by its own length alone, so its result has the same bits whatever rows are beside it. seq_lens `[B]`: 0 for a row
+    without keys; window: keys that a row sees, its own included; None: all -> pieces `[n, 4]`: row, first key, end, place in the
+    order of rows; the longest pieces come first, so that short ones fill the end of a launch. `[B + 1]`: row i has places
+    `first_piece[i]..first_piece[i + 1] - 1`.
+    """
+    first_keys = np.maximum(seq_lens - window, 0) if window is not None else np.zeros_like(seq_lens)
+    starts = first_keys // ALIGNMENT * ALIGNMENT
+    visible = seq_lens - starts
+    sizes = np.maximum(-(-visible // (MAX_PIECES * ALIGNMENT)) * ALIGNMENT, PIECE_TOKENS)
+    counts = -(-visible // sizes)
+    first_piece = np.zeros(len(seq_lens) + 1, np.int32)
+    counts.cumsum(out=first_piece[1:])
+    rows = np.repeat(np.arange(len(seq_lens)), counts)
+    places = np.arange(len(rows))
+    begins = starts[rows] + (places - first_piece[rows]) * sizes[rows]
+    pieces = np.empty((len(rows), 4), np.int32)
+    pieces[:, 0] = rows
+    pieces[:, 1] = np.maximum(begins, first_keys[rows])
+    pieces[:, 2] = np.minimum(begins + sizes[rows], seq_lens[rows])
+    pieces[:, 3] = places
+    return pieces[np.argsort(pieces[:, 1] - pieces[:, 2], kind="stable")], first_piece

@@ -1,0 +1,124 @@
+"""Attention of prompt chunks over their pages, all chunks of a step in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
+from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
+from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+
+
+@triton.jit
+def add_tiles(
+    q, keys, tables, position, begin, end, last_key, best, total, acc, scale, softcap, block_stride,
+    D: tl.constexpr, BS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`(best, total, acc)` with tiles `begin..end-1` of the sequence's keys. Without MASKED every row sees all of them."""
+    n = tl.arange(0, BLOCK_N)
+    for tile in range(begin, end):
+        at = tile * BLOCK_N + n
+        k, v = load_tile(keys, tables, at, 0, last_key, block_stride, D, BS, BLOCK_D, MASKED)
+        seen = (at < last_key)[None, :]
+        if CAUSAL:
+            seen = seen & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, softcap, MASKED, SOFTCAP, PRECISION)
+    return best, total, acc
+
+
+@triton.jit(do_not_specialize=["layer"])
+def attend_tiles(
+    q, pages, tables, tiles, out, layer, scale, softcap,
+    q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride,
+    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`softmax(cap(scale q k^T) + mask) v` of one tile: BLOCK_M // G tokens with the G query heads of one KV head each.
+
+    So keys are read once for G heads. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the tiles at the
+    edges of what the rows see need a mask. WINDOW 0: none. Reference: `attend_prefill`.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // G
+    tile = tiles + tl.program_id(0) * 5
+    head = tl.program_id(1)
+    sequence = tl.load(tile)
+    first_row = tl.load(tile + 1)
+    num_rows = tl.load(tile + 2)
+    first_position = tl.load(tile + 3)
+    seq_len = tl.load(tile + 4)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    token = m // G
+    heads = head * G + m % G
+    # where G is no power of two the last rows of the tile belong to no token: they would be another tile's
+    here = ((token < num_rows) & (m < TOKENS * G))[:, None] & (d < D)[None, :]
+    rows = (first_row + token).to(tl.int64)
+    queries = tl.load(
+        q + rows[:, None] * q_token_stride + heads[:, None] * q_head_stride + d[None, :], mask=here, other=0.0
+    )
+    position = first_position + token
+    keys = pages + layer.to(tl.int64) * layer_stride + head * head_stride
+    table = tables + sequence.to(tl.int64) * table_stride
+
+    last_key = first_position + num_rows if CAUSAL else seq_len
+    end = tl.cdiv(last_key, BLOCK_N)
+    begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N if WINDOW > 0 else 0
+    # tiles full_begin..full_end-1 are seen by every row
+    full_end = tl.maximum((first_position + 1 if CAUSAL else seq_len) // BLOCK_N, begin)
+    full_begin = begin
+    if WINDOW > 0:
+        full_begin = tl.maximum(first_position + num_rows - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
+
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WINDOW > 0:
+        best, total, acc = add_tiles(
+            queries, keys, table, position, begin, full_begin, last_key, best, total, acc, scale, softcap, block_stride,
+            D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, PRECISION,
+        )  # fmt: skip
+    best, total, acc = add_tiles(
+        queries, keys, table, position, full_begin, full_end, last_key, best, total, acc, scale, softcap, block_stride,
+        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    best, total, acc = add_tiles(
+        queries, keys, table, position, full_end, end, last_key, best, total, acc, scale, softcap, block_stride,
+        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    # rows of no token may have seen no key
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    places = rows[:, None] * (HKV * G * D) + heads[:, None] * D + d[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=here)
+
+
+def prefill_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    tables: Tensor,
+    tiles: Tensor,
+    spec: AttentionSpec,
+    out: Tensor,
+    configs: AttentionConfigs,
+) -> None:
+    """One launch. q `[T, Hq, D]`, rows may be strided; tables `[B, N]` int32; tiles `[n, 5]` int32, of `cut_into_tiles` with
+    `head_tile(...).prefill_tokens` -> rows of these tiles in out `[T, Hq, D]`, contiguous."""
+    tile = head_tile(spec, kv_cache, configs)
+    scale, softcap = softmax_scales(spec)
+    attend_tiles[(tiles.shape[0], spec.num_kv_heads)](
+        q, kv_cache, tables, tiles, out, layer, scale, softcap,
+        q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0),
+        HKV=spec.num_kv_heads, G=tile.group, D=spec.head_dim, BS=kv_cache.shape[4],
+        BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=spec.window or 0,
+        CAUSAL=spec.causal, SOFTCAP=spec.softcap is not None, PRECISION=tile.precision,
+        num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Machine code of the attention kernels, for GPUs that are not there: it fits, keeps its sums in registers, and loads 16 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.triton.attention.attention_configs import attention_configs
+from pdserve.kernels.triton.attention.decode_attention import decode_attention
+from pdserve.kernels.triton.attention.prefill_attention import prefill_attention
+from pdserve.kernels.triton.attention.store_kv import store_kv
+from pdserve.kernels.triton.launch_configs import TABLE
+from tests.support.compiled_kernels import SHARED_BYTES, TARGETS, Launch, compile_launch, recorded_launches
+
+KERNELS = ("attend_pieces", "join_pieces", "attend_tiles", "store_heads")
+BF16 = torch.bfloat16
+CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] = {
+    "8b": ((32, 8, 128), BF16, 16, {}),
+    "8b in blocks of 64": ((32, 8, 128), BF16, 64, {}),
+    "8b with a window": ((32, 8, 128), BF16, 16, {"window": 4096}),
+    "half a billion": ((14, 2, 64), BF16, 16, {}),
+    "wide heads, capped": ((16, 8, 256), BF16, 16, {"window": 4096, "softcap": 50.0}),
+    "heads of 80": ((10, 2, 80), torch.float16, 32, {}),
+    "one KV head": ((71, 1, 64), BF16, 16, {}),
+    "float32": ((32, 8, 128), torch.float32, 16, {}),
+    "an encoder": ((12, 12, 64), torch.float16, 16, {"causal": False}),
+}
+"""(Hq, Hkv, D), dtype, bs, and options of the spec."""
+FAST = {("sm_90", "8b", "attend_pieces"), ("sm_90", "8b", "attend_tiles"), ("sm_90", "8b", "join_pieces")}
+"""The part of `make test`."""
+
+
+def launch_of(name: str, architecture: str, case: str) -> Launch:
+    (num_heads, num_kv_heads, head_dim), dtype, block_size, options = CASES[case]
+    configs = attention_configs(architecture, head_dim)
+    spec = AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **options
+    )
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    # above 2^31 numbers
+    kv_cache = made(1 << 16, num_kv_heads, 32, 2, block_size, head_dim, dtype=dtype)
+    qkv = made(64, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    q, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+    out, part, lse = (
+        made(64, num_heads, head_dim, dtype=dtype),
+        made(1, dtype=torch.float32),
+        made(1, dtype=torch.float32),
+    )
+    with recorded_launches() as launches:
+        decode_attention(q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs)
+        prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs)
+        store_kv(k, v, kv_cache, 3, made(64, dtype=torch.int64))
+    [launch] = [launch for launch in launches if launch.kernel.__name__ == name]
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case", "name"),
+    [
+        pytest.param(*key, marks=() if key in FAST else pytest.mark.slow)
+        for key in ((architecture, case, name) for architecture in TARGETS for case in CASES for name in KERNELS)
+    ],
+)
+def test_the_code_of_a_kernel(architecture: str, case: str, name: str) -> None:
+    code = compile_launch(launch_of(name, architecture, case), architecture)
+    assert not code.spilled, code
+    assert code.shared_bytes <= SHARED_BYTES[architecture]
+    if name == "store_heads":  # a few numbers per thread
+        return
+    assert code.has(r"LDG\.E.*128|LDGSTS.*128|UTMALDG|(global|buffer)_load_dwordx4"), code
+    if name != "join_pieces" and CASES[case][1] is not torch.float32:
+        products = r"HGMMA" if (architecture, name) == ("sm_90", "attend_tiles") else r"H?G?MMA|HMMA|UTCHMMA|v_mfma"
+        assert code.has(products), code
+
+
+def test_every_architecture_has_tables_and_limits() -> None:
+    assert set(TABLE) - {"interpreter"} == set(TARGETS) == set(SHARED_BYTES)
+    for architecture in TABLE:
+        assert (
+            attention_configs(architecture, 128).decode_programs == attention_configs(architecture, 256).decode_programs
+        )

@@ -1,0 +1,80 @@
+"""How the context of decode rows, and the query tokens of chunks, are cut for the Triton kernels. Pure numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pdserve.kernels.triton.attention.decode_pieces import ALIGNMENT, MAX_PIECES, PIECE_TOKENS, cut_into_pieces
+from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
+
+
+def lens(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 4096])
+def test_pieces_cover_what_each_row_sees_once(window: int | None) -> None:
+    seq_lens = lens(0, 1, 63, 64, 65, 255, 256, 257, 5000, 16384, 16385, 131072, 0, 1 << 20)
+    pieces, first_piece = cut_into_pieces(seq_lens, window)
+    assert pieces.dtype == first_piece.dtype == np.int32
+    assert first_piece[-1] == len(pieces)
+    by_place = pieces[np.argsort(pieces[:, 3])]
+    assert by_place[:, 3].tolist() == list(range(len(pieces)))
+    for row, seq_len in enumerate(seq_lens):
+        own = by_place[first_piece[row] : first_piece[row + 1]]
+        assert len(own) <= MAX_PIECES
+        assert (own[:, 0] == row).all()
+        if seq_len == 0:
+            assert len(own) == 0
+            continue
+        assert own[0, 1] == (0 if window is None else max(seq_len - window, 0))
+        assert own[-1, 2] == seq_len
+        assert (own[1:, 1] == own[:-1, 2]).all()
+        assert (own[:, 1] < own[:, 2]).all()
+        assert (own[1:, 1] % ALIGNMENT == 0).all()
+
+
+def test_the_longest_pieces_come_first() -> None:
+    pieces, _ = cut_into_pieces(lens(300, 100, 700), None)
+    sizes = (pieces[:, 2] - pieces[:, 1]).tolist()
+    assert sizes == sorted(sizes, reverse=True) == [PIECE_TOKENS] * 3 + [188, 100, 44]
+
+
+def test_a_row_is_cut_alike_alone_and_beside_any_other() -> None:
+    for window in (None, 1000):
+        for length in (1, 77, 256, 3000, 20000, 100_001):
+            alone, _ = cut_into_pieces(lens(length), window)
+            pieces, first_piece = cut_into_pieces(lens(5, 131072, length, 0), window)
+            own = pieces[pieces[:, 0] == 2]
+            own[:, 0] = 0
+            own[:, 3] -= first_piece[2]
+            assert own.tolist() == alone.tolist()
+
+
+def test_no_rows_and_no_keys_make_no_pieces() -> None:
+    for seq_lens in (lens(), lens(0, 0)):
+        pieces, first_piece = cut_into_pieces(seq_lens, None)
+        assert pieces.shape == (0, 4)
+        assert first_piece.tolist() == [0] * (len(seq_lens) + 1)
+
+
+def test_tiles_cover_each_query_token_once_with_its_position() -> None:
+    query_lens, seq_lens = lens(1, 1, 20, 16, 1, 33), lens(9, 0, 50, 16, 7, 34)
+    tiles = cut_into_tiles(query_lens, seq_lens, 2, 16)
+    assert tiles.dtype == np.int32
+    assert sorted(tiles.tolist()) == [
+        [2, 2, 16, 30, 50],
+        [2, 18, 4, 46, 50],
+        [3, 22, 16, 0, 16],
+        [4, 38, 1, 6, 7],
+        [5, 39, 16, 1, 34],
+        [5, 55, 16, 17, 34],
+        [5, 71, 1, 33, 34],
+    ]
+    ends = (tiles[:, 2] + tiles[:, 3]).tolist()
+    assert ends == sorted(ends, reverse=True)
+
+
+def test_a_step_without_chunks_has_no_tiles() -> None:
+    assert cut_into_tiles(lens(1, 1), lens(5, 6), 2, 16).shape == (0, 5)

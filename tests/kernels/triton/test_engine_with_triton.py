@@ -1,0 +1,73 @@
+"""Engines whose attention is computed by the Triton kernels, against `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.engine_pair import Pair
+from tests.support.oracle import Oracle
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MakeRealEngine = Callable[..., Harness]
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return [(31 * i + 7 * num_tokens) % VOCAB_SIZE for i in range(num_tokens)]
+
+
+def test_a_prompt_in_two_chunks_and_its_answer(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    tiny_checkpoints: Callable[..., Path],
+) -> None:
+    folder = tiny_checkpoints("llama")
+    engine = make_real_engine(folder, DEVICE, attention_backend="triton", max_num_batched_tokens=16)
+    answer = engine.ask(prompt_of(20), params={"max_tokens": 3})
+    Oracle(folder).check(prompt_of(20), answer.token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen3", {}), ("mistral", {"sliding_window": 24}), ("llama", {"num_key_value_heads": 1})]
+)
+def test_steps_of_decode_rows_and_chunks_equal_transformers(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    tiny_checkpoints: Callable[..., Path],
+    family: str,
+    options: dict[str, int],
+) -> None:
+    folder = tiny_checkpoints(family, **options)
+    engine, oracle = (
+        make_real_engine(folder, DEVICE, attention_backend="triton", max_num_batched_tokens=24),
+        Oracle(folder),
+    )
+    prompts = [prompt_of(size) for size in (1, 15, 16, 60)]
+    names = [engine.add(prompt, params={"max_tokens": 9}) for prompt in prompts]
+    answers = engine.run()
+    for name, prompt in zip(names, prompts, strict=True):
+        oracle.check(prompt, answers[name].token_ids)
+
+
+@pytest.mark.slow
+def test_prefill_and_decode_equal_transformers(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    tiny_checkpoints: Callable[..., Path],
+) -> None:
+    """KV that the prefill engine's kernels wrote is read by those of the decode engine."""
+    folder = tiny_checkpoints("llama")
+    oracle = Oracle(folder)
+    pair = Pair(
+        make_real_engine(folder, DEVICE, attention_backend="triton", max_num_batched_tokens=20),
+        make_real_engine(folder, DEVICE, attention_backend="triton"),
+    )
+    prompts = {f"r{size}": prompt_of(size) for size in (3, 16, 41)}
+    for request_id, prompt in prompts.items():
+        pair.add(prompt, request_id, params={"max_tokens": 6})
+    pair.run()
+    for request_id, prompt in prompts.items():
+        oracle.check(prompt, pair.answer(request_id).token_ids)
