@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import jsonschema
+import msgspec
 import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.router.http_front.front_http import HttpFront
+from pdserve.router.http_front.openapi import BODIES, EXAMPLES
 from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.router.tenants.api_keys import ApiKeys
 
@@ -48,8 +51,37 @@ async def test_the_page_needs_nothing_else() -> None:
         assert f"<code>{field}</code>" in page.text
     chat = description["components"]["schemas"]["ChatBody"]["properties"]
     assert chat["store"]["description"] == "accepted, without effect"
+    content = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert content["example"]["messages"][0]["role"] == "user"
     assert "security" in description["paths"]["/v1/models"]["get"]
     assert "security" not in description["paths"]["/health"]["get"]
+
+
+async def test_answers_and_errors_have_the_declared_form() -> None:
+    async with client_of() as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        for path in ("/", "/live", "/ready", "/version", "/docs", "/openapi.json"):
+            declared = paths[path]["get"]["responses"]["200"]["content"]
+            answer = await client.get(path)
+            assert [answer.headers["content-type"].partition(";")[0]] == list(declared)
+            [content] = declared.values()
+            required = content.get("schema", {}).get("required", ())
+            assert not required or set(required) <= answer.json().keys()
+        missing = (await client.get("/v1/nothing")).json()
+        errors = (await client.get("/openapi.json")).json()["components"]["schemas"]["Error"]
+    jsonschema.validate(missing, errors)
+    assert list(paths["/v1/completions"]["post"]["responses"]["200"]["content"]) == [
+        "application/json",
+        "text/event-stream",
+    ]
+    assert paths["/health"]["get"]["responses"]["503"] == paths["/health"]["get"]["responses"]["200"]
+    assert paths["/version"]["get"]["responses"].keys() == {"200", "4XX", "5XX"}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_examples_are_bodies(path: str) -> None:
+    body: Any = msgspec.convert(EXAMPLES[path], BODIES[path])
+    assert body.model is None
 
 
 async def test_the_version_needs_a_key_where_all_do() -> None:

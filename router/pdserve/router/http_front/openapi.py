@@ -35,6 +35,57 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
 """Path -> type that decodes its body."""
 OPEN_PATHS = ("/", "/health", "/ready", "/live", "/openapi.json", "/docs")
 """Paths that need no API key."""
+STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Paths that answer with server-sent events if the body asks for them."""
+PROBE_PATHS = ("/health", "/ready")
+"""Paths whose answer has the same form with status 503."""
+MEDIA_TYPES = {
+    "/": "text/html",
+    "/docs": "text/html",
+    "/metrics": "text/plain",
+    "/ready": "text/plain",
+    "/live": "text/plain",
+}
+"""Path -> type of its answer, if that is not JSON."""
+ANSWERS: Mapping[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
+    "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
+    "/v1/responses": ("id", "object", "created_at", "model", "status", "output", "usage"),
+    "/v1/embeddings": ("object", "data", "model", "usage"),
+    "/v1/models": ("object", "data"),
+    "/v1/models/{model}": ("id", "object", "created", "owned_by", "max_model_len"),
+    "/tokenize": ("count", "max_model_len", "tokens", "token_strs"),
+    "/detokenize": ("prompt",),
+    "/health": ("status", "requests", "workers"),
+    "/version": ("version",),
+}
+"""Path -> fields that every answer has; answers of other paths are described by `docs/`."""
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+EXAMPLES: Mapping[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _MESSAGES, "max_tokens": 16, "temperature": 0.0},
+    "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0.0, "stop": "."},
+    "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 16, "temperature": 0.0},
+    "/v1/embeddings": {"input": ["Paris", "Rome"], "encoding_format": "float"},
+    "/tokenize": {"messages": _MESSAGES},
+    "/detokenize": {"tokens": [17, 4]},
+}
+"""Path -> a body that is answered with 200."""
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
 _REF = "#/components/schemas/"
 _STYLE = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-align:left;padding:.2em 1em .2em 0}"
 
@@ -59,21 +110,37 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "pdserve", "version": "v1"},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": schemas | {"Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
 def _operation(path: str, route: Route) -> dict[str, Any]:
-    operation: dict[str, Any] = {"operationId": route.name, "responses": {"default": {"description": "docs/openai.md"}}}
+    operation: dict[str, Any] = {"operationId": route.name, "responses": _responses(path)}
     if path not in OPEN_PATHS:
         operation["security"] = [{"key": []}, {}]
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if (kind := BODIES.get(path)) is not None:
-        content = {"application/json": {"schema": {"$ref": _REF + kind.__name__}}}
+        content = {"application/json": {"schema": {"$ref": _REF + kind.__name__}, "example": EXAMPLES[path]}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
+
+
+def _responses(path: str) -> dict[str, Any]:
+    schema = {"schema": {"type": "object", "required": list(ANSWERS[path])}} if path in ANSWERS else {}
+    answer: dict[str, Any] = {
+        "description": "the answer",
+        "content": {MEDIA_TYPES.get(path, "application/json"): schema},
+    }
+    if path in STREAMED_PATHS:
+        answer["content"]["text/event-stream"] = {}
+    error = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
+    responses = {"200": answer, "4XX": error, "5XX": error}
+    return responses | {"503": answer} if path in PROBE_PATHS else responses
 
 
 def page(description: Mapping[str, Any]) -> str:
