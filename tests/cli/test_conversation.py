@@ -10,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from pdserve.cli import conversation
+from pdserve.cli import main as command_line
 from pdserve.cli.conversation import WIDE, summary, timeline_table
 from pdserve.cli.grpc_client import Delta, Turn
 from pdserve.common.timeline import ARRIVED, FINISHED, FIRST_TOKEN, PHASES, Timeline
+from tests.support.reserved_port import reserved_port
 
 MS = 1_000_000
 
@@ -92,3 +94,14 @@ def test_a_timeline_has_a_row_per_phase_and_meanings_where_there_is_room() -> No
 
 def test_a_summary_without_times_counts_tokens_alone() -> None:
     assert summary(Delta("", None, 2, 1, 0)) == "2 prompt tokens (0 cached), 1 new"
+
+
+def test_a_router_that_is_away_is_one_line_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reserved_port() as port:
+        monkeypatch.setattr("sys.argv", ["pdserve", "chat", "--url", f"127.0.0.1:{port}", "hello"])
+        with pytest.raises(SystemExit) as ended:
+            command_line.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"pdserve: no router answers at 127.0.0.1:{port}: Connection refused\n"

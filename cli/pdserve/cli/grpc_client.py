@@ -41,6 +41,7 @@ class GrpcClient:
     """`async with GrpcClient(address) as client: async for delta in client.chat([...])`"""
 
     def __init__(self, address: str, api_key: str | None = None, tls: ClientTls | None = None) -> None:
+        self._address = address
         self._channel = make_public_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -77,6 +78,8 @@ class GrpcClient:
             if failed_to_shake_hands(received.message):
                 hint = "does the router speak TLS, with a certificate of the CA in --ca-file?"
                 raise WorkerLost(f"{received.message}; {hint}") from error
+            if received.message.endswith("Connection refused"):
+                raise WorkerLost(f"no router answers at {self._address}: Connection refused") from error
             raise received from error
 
 

@@ -296,7 +296,7 @@ def main() -> None:
         app()
     except PdServeError as error:
         print(f"pdserve: {error.message}", file=sys.stderr)
-        sys.exit(EXIT_CONFIG)
+        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
     except ValueError as error:
         print(f"pdserve: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
