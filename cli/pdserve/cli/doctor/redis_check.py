@@ -162,7 +162,7 @@ def harmless_commands(keys: Keys) -> list[Command]:
     record, blocks, events = keys.worker(worker_id), keys.blocks(worker_id, epoch), keys.events(worker_id, epoch)
     return [
         ("HMGET", record, "epoch"), ("HGET", record, "epoch"), ("HSET", record, "epoch", "0"), ("DEL", record),
-        ("PEXPIRE", record, 1), ("TYPE", record), ("TIME",),
+        ("PEXPIRE", record, 1), ("TYPE", record), ("TIME",), ("SET", record, "0"), ("GETRANGE", record, 0, 0),
         ("ZADD", keys.workers, "XX", 0, worker_id), ("ZREM", keys.workers, worker_id),
         ("ZREVRANGE", keys.workers, 0, 0), ("ZREMRANGEBYSCORE", keys.workers, 0, "(0"),
         ("SADD", blocks, "0"), ("SREM", blocks, "0"), ("SCARD", blocks), ("SSCAN", blocks, 0),
