@@ -53,7 +53,8 @@ def test_answers_do_not_depend_on_the_kernels(
     monkeypatch.setattr(TritonLayerOps, "move_blocks", counted)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     expected, found = (
-        answers(make_real_engine(folder, device=device, kernels=kernels, **limits)) for kernels in ("torch", "triton")
+        answers(make_real_engine(folder, device=device, kernels=kernels, attention_backend=kernels, **limits))
+        for kernels in ("torch", "triton")
     )
     assert found == expected
     assert called["move_blocks"] > 0

@@ -15,7 +15,6 @@ CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """Tokens per step on a GPU, which needs more to be busy."""
 MAX_STREAM_INTERVAL = 1024
-KERNELS = ("auto", "torch", "triton")
 
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
 
@@ -64,7 +63,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `triton` on GPUs; any other name is
     an entry point of the group `pdserve.attention_backends`, imported only when this setting names it."""
-    kernels: str = "auto"
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
     `triton` on a GPU where it is installed."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
@@ -161,8 +160,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, or a plug-in's"
             )
-        if self.kernels not in KERNELS:
-            raise ConfigError(f"kernels is {self.kernels[:200]!r}, one of {', '.join(KERNELS)} is needed")
         self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars")
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")

@@ -44,6 +44,6 @@ def add_norm(residual: Tensor, x: Tensor | None, norm: RmsNorm, configs: LaunchC
         block = triton.next_power_of_2(size)
         add_norm_rows[(num_rows,)](
             added, residual, norm.weight, out, added.stride(0), residual.stride(0), norm.eps,
-            H=size, BLOCK=block, ADD=x is not None, num_warps=configs.norm_warps(block),
+            H=size, BLOCK=block, ADD=x is not None, num_warps=configs.norm_warps(block), enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -114,7 +114,11 @@ def block_digests(pool: Tensor, blocks: Sequence[int], secret: Tensor, configs: 
     sums = torch.empty((len(blocks), num_sums, 8), dtype=torch.int64, device=pool.device)
     flat, kibibytes = pool.view(-1).view(torch.int64), configs.digest_kibibytes
     sum_kibibytes[(len(blocks), triton.cdiv(num_sums, kibibytes))](
-        flat, numbers, secret, sums, words, KIBIBYTES=kibibytes, num_warps=configs.digest_warps
-    )
-    chain_sums[(len(blocks),)](flat, numbers, secret, sums, digests, words, UNROLL=configs.digest_unroll, num_warps=1)
+        flat, numbers, secret, sums, words,
+        KIBIBYTES=kibibytes, num_warps=configs.digest_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    chain_sums[(len(blocks),)](
+        flat, numbers, secret, sums, digests, words,
+        UNROLL=configs.digest_unroll, num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
     return digests

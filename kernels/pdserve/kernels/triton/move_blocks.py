@@ -52,4 +52,5 @@ def _launch(source: Tensor, target: Tensor, pairs: Sequence[Block], configs: Lau
         words,
         BLOCK=block,
         num_warps=configs.move_warps,
+        enable_fp_fusion=True,
     )

@@ -41,7 +41,7 @@ def noise_bits(first, seed, index, position, TILE: tl.constexpr):
 def rough_gumbel(bits):
     """The noise of `h` to within 1e-4, in float32."""
     is_upper = bits >= 0x8000000000000000
-    small = (tl.where(is_upper, ~bits, bits).to(tl.float32) + 0.5) * 5.421010862427522e-20
+    small = (tl.where(is_upper, 0xFFFFFFFFFFFFFFFF - bits, bits).to(tl.float32) + 0.5) * 5.421010862427522e-20
     # near 0 the logarithm of 1 - v loses all digits, so its series is taken
     lower = tl.where(small < 0.015625, small * (1.0 + small * (0.5 + small * 0.33333333)), -tl.log(1.0 - small))
     return -tl.log(tl.where(is_upper, -tl.log(small), lower))
@@ -55,7 +55,7 @@ def exact_gumbel(bits):
     (Kahan); libraries have `log1p` for it, which Triton's interpreter lacks.
     """
     is_upper = bits >= 0x8000000000000000
-    small = (tl.where(is_upper, ~bits, bits).to(tl.float64) + 0.5) * 5.421010862427522e-20
+    small = (tl.where(is_upper, 0xFFFFFFFFFFFFFFFF - bits, bits).to(tl.float64) + 0.5) * 5.421010862427522e-20
     rest = 1.0 - small
     is_tiny = rest == 1.0
     lower = tl.where(is_tiny, small, -tl.log(rest) * (small / tl.where(is_tiny, 1.0, 1.0 - rest)))

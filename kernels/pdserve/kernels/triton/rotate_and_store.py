@@ -83,5 +83,5 @@ def rotate_and_store(
         qkv, qkv if qk_norm is None else qk_norm.weights, torch.view_as_real(phases), slot_mapping, kv_cache,
         qkv.stride(0), strides[0], strides[1], strides[2], strides[3], layer, 0.0 if qk_norm is None else qk_norm.eps,
         HQ=num_heads, HKV=num_kv_heads, D=head_dim, BS=block_size,
-        BLOCK_H=heads, BLOCK_D=wide, NORM=qk_norm is not None, num_warps=configs.rotate_warps,
+        BLOCK_H=heads, BLOCK_D=wide, NORM=qk_norm is not None, num_warps=configs.rotate_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -128,12 +128,11 @@ def sample_tokens(
         raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype} for {len(rows.temperature)} rows")
     if num_rows == 0 or vocab_size == 0:
         return np.zeros(num_rows, np.int64), np.full(num_rows, -np.inf, np.float32)
-    launch = _Launch(logits, rows, configs)
-    chosen = launch.run().cpu().numpy()
+    chosen = SamplingLaunches(logits, rows, configs).run().cpu().numpy()
     return chosen[0].copy(), chosen[1].astype(np.int32).view(np.float32)
 
 
-class _Launch:
+class SamplingLaunches:
     """The launches of one call, and the arrays that they pass on."""
 
     def __init__(self, logits: Tensor, rows: SampledRows, configs: LaunchConfigs) -> None:
@@ -155,7 +154,8 @@ class _Launch:
 
     def run(self) -> Tensor:
         """`[2, N]` int64, see `choose`."""
-        constants = {"num_warps": self._configs.sample_warps}
+        # a fused multiplication and addition is rounded once, and a processor's twice
+        constants = {"num_warps": self._configs.sample_warps, "enable_fp_fusion": False}
         parts = {**constants, "PARTS": triton.next_power_of_2(self._parts)}
         sizes = (self._vocab_size, self._logits.stride(0), self._part)
         highest, lowest, sums = self._empty(torch.float32, 3, *self._grid)

@@ -29,6 +29,7 @@ def swiglu(gate_up: Tensor, configs: LaunchConfigs) -> Tensor:
     if num_rows:
         block = min(configs.swiglu_block, triton.next_power_of_2(size))
         swiglu_rows[(num_rows, triton.cdiv(size, block))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=block, num_warps=configs.swiglu_warps
-        )
+            gate_up, out, gate_up.stride(0),
+            SIZE=size, BLOCK=block, num_warps=configs.swiglu_warps, enable_fp_fusion=True,
+        )  # fmt: skip
     return out

@@ -1,0 +1,68 @@
+"""What a decode step asks of a device, counted on the pretended one.
+
+The goal is one upload, one wait and no shape that depends on data. The numbers here are today's, so a change that adds one fails,
+and one that saves some lowers them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_harness import Harness
+from tests.support.pretend_device import DEVICE, pretended_device
+from tests.support.step_audit import StepAudit
+
+STEPS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "greedy": ({"temperature": 0.0}, (8, 3, 0)),
+    "random": ({"temperature": 0.8, "seed": 1}, (15, 5, 2)),
+    "top_p": ({"temperature": 0.8, "seed": 1, "top_p": 0.9, "top_k": 50}, (18, 5, 2)),
+    "rules": (
+        {"temperature": 0.8, "seed": 1, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}},
+        (25, 5, 2),
+    ),
+    "log-probabilities": ({"temperature": 0.0, "logprobs": 2}, (10, 6, 0)),
+}
+"""Parameters, and copies to the device, waits for it, and shapes that depend on data."""
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    with pretended_device():
+        yield
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_decode_step(
+    kind: str,
+    make_real_engine: Callable[..., Harness],
+    tiny_checkpoints: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params, expected = STEPS[kind]
+    engine = make_real_engine(tiny_checkpoints("llama"), device=str(DEVICE))
+    for size in (20, 33):
+        engine.add([(7 * i + size) % 300 for i in range(size)], params={"max_tokens": 6} | params)
+    engine.step()
+    with StepAudit(monkeypatch) as audit:
+        engine.step()
+    counts = audit.counts
+    assert (counts.uploads.total(), counts.waits.total(), counts.shapes.total()) == expected, counts
+    engine.run()
+
+
+def test_the_audit_sees_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = torch.arange(4.0).to(DEVICE)
+    with StepAudit(monkeypatch) as audit:
+        torch.ones(3).to(DEVICE)
+        assert there.sum().item() == 6
+        assert there.tolist() == there.cpu().tolist()
+        there[there > 1], there.nonzero()
+        there.view(2, 2).t()
+    # the tests themselves asked: no line of the product did
+    found = {name: getattr(audit.counts, name).total() for name in ("uploads", "waits", "shapes", "launches")}
+    assert found == {"uploads": 1, "waits": 3, "shapes": 2, "launches": 2}

@@ -1,0 +1,101 @@
+"""Machine code of the kernels of layer operations, for GPUs that are not there: no spills, fits, and loads 16 bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.triton.add_norm import add_norm
+from pdserve.kernels.triton.block_digests import block_digests
+from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs
+from pdserve.kernels.triton.move_blocks import move_blocks
+from pdserve.kernels.triton.rotate_and_store import rotate_and_store
+from pdserve.kernels.triton.sample_tokens import SamplingLaunches
+from pdserve.kernels.triton.swiglu import swiglu
+from tests.support.compiled_kernels import SHARED_BYTES, TARGETS, compile_launch, recorded_launches
+from tests.support.sampled_rows import metadata
+
+BF16 = torch.bfloat16
+
+
+def made(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norm(size: int, dtype: torch.dtype = BF16) -> RmsNorm:
+    return RmsNorm(made(size, dtype=dtype), 1e-5)
+
+
+def rotated(heads: Sequence[int], configs: LaunchConfigs, *, has_norm: bool, dtype: torch.dtype = BF16) -> None:
+    num_heads, num_kv_heads, size = heads
+    spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=size, scale=1.0)
+    qkv = made(64, num_heads + 2 * num_kv_heads, size, dtype=dtype)
+    qk_norm = HeadNorm(made(num_heads + num_kv_heads, size, dtype=dtype), 1e-5) if has_norm else None
+    phases, slots = made(64, 1, size // 2, dtype=torch.complex64), made(64, dtype=torch.int64)
+    # above 2^31 numbers
+    kv_cache = made(1 << 16, num_kv_heads, 32, 2, 16, size, dtype=dtype)
+    rotate_and_store(qkv, spec, qk_norm, phases, kv_cache, slots, 3, configs)
+
+
+def sampled(count: int, configs: LaunchConfigs, **fields: Any) -> None:
+    vocab_size = 151_936
+    SamplingLaunches(made(count, vocab_size, dtype=torch.float32), metadata(count, vocab_size, **fields), configs).run()
+
+
+CASES: dict[str, Callable[[LaunchConfigs], object]] = {
+    "add and norm": lambda configs: add_norm(made(64, 4096), made(64, 4096), norm(4096), configs),
+    "norm of 16,384": lambda configs: add_norm(made(64, 16384), None, norm(16384), configs),
+    "norm of 896 in float32": lambda configs: add_norm(
+        made(64, 896, dtype=torch.float32), None, norm(896, torch.float32), configs
+    ),
+    "rotary of 8b": lambda configs: rotated((32, 8, 128), configs, has_norm=False),
+    "rotary with norm": lambda configs: rotated((64, 4, 128), configs, has_norm=True),
+    "rotary of heads of 80": lambda configs: rotated((10, 2, 80), configs, has_norm=False, dtype=torch.float16),
+    "rotary of heads of 256": lambda configs: rotated((16, 8, 256), configs, has_norm=True, dtype=torch.float32),
+    "swiglu": lambda configs: swiglu(made(64, 2 * 14336), configs),
+    "move": lambda configs: move_blocks(made(64, 1 << 20), made(64, 1 << 20), [(0, 1)], configs),
+    "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),
+    "greedy rows": lambda configs: sampled(64, configs, temperature=0.0),
+    "rows with top_k and top_p": lambda configs: sampled(64, configs, top_k=50, top_p=0.9),
+    # an argument that is 1 is a constant for the compiler
+    "one row with top_p": lambda configs: sampled(1, configs, top_p=0.9),
+}
+NARROW = {"choose", "chain_sums", "find_border"}
+"""Kernels that read a few numbers per thread."""
+FAST = {("sm_90", "add and norm"), ("sm_90", "rotary with norm"), ("gfx942", "swiglu")}
+"""The part of `make test`."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        pytest.param(*key, marks=() if key in FAST else pytest.mark.slow)
+        for key in ((architecture, case) for architecture in TARGETS for case in CASES)
+    ],
+)
+def test_the_code_of_a_case(architecture: str, case: str) -> None:
+    with recorded_launches() as launches:
+        CASES[case](TABLE[architecture])
+    assert launches
+    for launch in launches:
+        code = compile_launch(launch, architecture)
+        assert not code.spilled, (launch.kernel, code)
+        assert code.shared_bytes <= SHARED_BYTES[architecture]
+        if launch.kernel.__name__ not in NARROW:
+            assert code.has(r"LDG\.E.*128|(global|buffer)_load_dwordx4"), (launch.kernel, code)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_spills_is_found() -> None:
+    """One warp cannot hold a row of 16,384 numbers."""
+    with recorded_launches() as launches:
+        CASES["norm of 16,384"](replace(TABLE["sm_90"], norm_numbers_per_warp=16384))
+    [launch] = launches
+    assert compile_launch(launch, "sm_90").spilled
