@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams, PromptType, TextPrompt
-from pdserve.text.beam_search import BeamSearch
+from pdserve.text.beam_search import Beam, BeamSearch
 from tests.support.llm_requests import TEXT, core_of, prompts_of
 from tests.support.oracle import NEAR_TIE, Oracle
 
@@ -162,3 +163,16 @@ def test_what_lies_beyond_the_width_goes_on_but_is_no_answer() -> None:
     search.advance([[(0, -0.1), (8, -3.0)]])
     assert [one.beam.token_ids for one in search.finished] == [(7, 0)]
     assert search.done
+
+
+def test_a_step_copies_only_the_beams_that_it_keeps() -> None:
+    width, length = 16, 4096
+    search = BeamSearch(BeamSearchParams(beam_width=width, max_tokens=2 * length), eos_token_ids=(0, 1, 2))
+    search.live = [Beam(tuple(range(length)), -float(place)) for place in range(width)]
+    candidates = [[(3 + rank, -float(rank)) for rank in range(search.num_candidates)]] * width
+    tracemalloc.start()
+    search.advance(candidates)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(search.live) == width
+    assert peak_bytes < 2 * width * length * 8

@@ -6,6 +6,7 @@ Source: scores, early stopping and the order of ties follow beam search in trans
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -87,6 +88,12 @@ def candidates_of(logprobs: LogprobsLists | None) -> list[tuple[int, float]]:
     return list(zip(logprobs.logprob_token_ids[0][1:], logprobs.logprobs[0][1:], strict=True))
 
 
+def _grown(candidate: tuple[float, Beam, int]) -> Beam:
+    """candidate: the sum of log-probabilities, the beam before, its next token."""
+    cum_logprob, beam, token_id = candidate
+    return Beam((*beam.token_ids, token_id), cum_logprob)
+
+
 class BeamSearch:
     """The search over one prompt: `live` beams want candidates, `advance` takes them, until it is `done`."""
 
@@ -103,20 +110,22 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> None:
         """candidates: for each live beam its `num_candidates` most likely next tokens."""
         params = self._params
+        length = len(self.live[0].token_ids) + 1
+        # only what is kept is built: each beam is a copy of all its tokens
         grown = heapq.nlargest(
             self.num_candidates,
             (
-                Beam((*beam.token_ids, token_id), beam.cum_logprob + logprob)
+                (beam.cum_logprob + logprob, beam, token_id)
                 for beam, of_beam in zip(self.live, candidates, strict=True)
                 for token_id, logprob in of_beam
             ),
-            key=lambda beam: beam.cum_logprob,
+            key=operator.itemgetter(0),
         )
-        length = len(grown[0].token_ids)
-        ends = [length == params.max_tokens or beam.token_ids[-1] in self._eos for beam in grown]
-        self.live = [beam for beam, end in zip(grown, ends, strict=True) if not end][: params.beam_width]
+        ends = [length == params.max_tokens or token_id in self._eos for _, _, token_id in grown]
+        lives = [candidate for candidate, end in zip(grown, ends, strict=True) if not end]
+        self.live = [_grown(candidate) for candidate in lives[: params.beam_width]]
         # candidates beyond the beam width may continue, but are not answers
-        ended = [beam for beam, end in zip(grown[: params.beam_width], ends, strict=False) if end]
+        ended = [_grown(each) for each, end in zip(grown[: params.beam_width], ends, strict=False) if end]
         scored = [FinishedBeam(beam, beam.cum_logprob / float(length**params.length_penalty)) for beam in ended]
         self.finished = heapq.nlargest(params.beam_width, [*self.finished, *scored], key=lambda beam: beam.score)
         self.done = not self.live or (len(self.finished) == params.beam_width and not self._may_improve(length))
