@@ -237,6 +237,21 @@ def test_log_probabilities_come_with_the_text_of_their_tokens(size: int, parses:
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_log_probabilities_of_reasoning_and_calls_are_not_kept_until_the_next_text() -> None:
+    made = writer(include=["message.output_text.logprobs"])
+    pieces = ["<think>", "rea", "son", "</think>", "Hi", CALLS, "!"]
+    data = b"".join(made.chunk(output(piece, logprobs=True), Usage()) for piece in pieces[:-1])
+    events = events_of(data + made.last_chunk(output(pieces[-1], "stop", logprobs=True), Usage(), Timeline()))
+    told = "".join(
+        entry["token"]
+        for event in events
+        if event["type"] == "response.output_text.delta"
+        for entry in event["logprobs"]
+    )
+    # the tag's tokens came with no output at all, as those of text that is held back
+    assert told == "</think>Hi!"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

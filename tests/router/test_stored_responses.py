@@ -214,6 +214,26 @@ async def test_a_conversation_has_as_many_items_as_a_chat_has_messages(cluster: 
     )
 
 
+async def test_a_conversation_has_as_many_values_as_a_body(cluster: Any) -> None:
+    await started(cluster)
+    part = {"type": "input_text", "text": "", "annotations": [[]] * 40_000}
+    given = [{"role": "user", "content": [part]}]
+    first = await created(cluster, given)
+    error = await created(cluster, given, status=400, previous_response_id=first["id"])
+    assert error["param"] == "previous_response_id"
+    assert error["message"].startswith("previous_response_id is too complex: at most 65536 objects and arrays")
+    await created(cluster, "x", previous_response_id=first["id"])
+
+
+async def test_items_whose_unknown_fields_are_ignored_can_be_listed(cluster: Any) -> None:
+    await started(cluster, unknown_fields="ignore")
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "content": "x"}
+    made = await created(cluster, [call])
+    listed = await cluster.http.get(f"/v1/responses/{made['id']}/input_items")
+    assert listed.status_code == 200
+    assert [item["call_id"] for item in listed.json()["data"]] == ["c"]
+
+
 async def test_parameters_of_paths(cluster: Any) -> None:
     await started(cluster)
     made = (await created(cluster))["id"]

@@ -11,6 +11,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.parsers.deltas import ToolCallDelta
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS, ToolCallParser
+from pdserve.text.tool_prompt import MAX_ARGUMENT_CONTAINERS
 
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "sum", "arguments": '{"a": [1, 2]}'}}
@@ -73,3 +74,14 @@ def test_malformed_calls_are_refused(call: Any, told: str) -> None:
     assert told in refused.value.message
     with pytest.raises(InvalidRequest, match="tool_calls must be a list"):
         render(SIMPLE, [{"role": "assistant", "content": "", "tool_calls": "x"}])
+
+
+def test_arguments_as_texts_have_a_limit_in_all() -> None:
+    def history(num_lists: int) -> list[dict[str, Any]]:
+        half = json.dumps({"a": [[]] * (num_lists // 2 - 2)})
+        call = {"function": {"name": "f", "arguments": half}}
+        return [{"role": "assistant", "content": "", "tool_calls": [call]} for _ in range(2)]
+
+    assert render("{{ messages | length }}", history(MAX_ARGUMENT_CONTAINERS)) == "2"
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_ARGUMENT_CONTAINERS} are allowed"):
+        render("{{ messages | length }}", history(MAX_ARGUMENT_CONTAINERS + 2))

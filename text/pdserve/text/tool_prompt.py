@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.parsers.tool_call_parser import BEGIN, END
 
 FIELD = "messages"
+MAX_ARGUMENT_CONTAINERS = 1 << 16
+"""Most objects and arrays in the arguments of all calls that are JSON texts; the limit of a body does not see them."""
 
 
 def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with the arguments of earlier calls parsed: clients send JSON text, templates expect objects.
 
-    Raises: InvalidRequest naming the malformed call, or the tool's message whose `tool_call_id` is not a string.
+    Raises: InvalidRequest naming the malformed call, or the tool's message whose `tool_call_id` is not a string; for more than
+    `MAX_ARGUMENT_CONTAINERS` before anything is parsed.
     """
+    num_containers = sum(text.count("{") + text.count("[") for text in _argument_texts(messages))
+    if num_containers > MAX_ARGUMENT_CONTAINERS:
+        raise InvalidRequest(
+            f"{FIELD} have tool_calls with {num_containers} objects and arrays in function.arguments, at most "
+            f"{MAX_ARGUMENT_CONTAINERS} are allowed",
+            FIELD,
+        )
     return [_with_parsed_calls(message, f"{FIELD}[{place}]") for place, message in enumerate(messages)]
+
+
+def _argument_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+                yield text
 
 
 def _with_parsed_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -187,10 +187,11 @@ _TOKEN = re.compile(rb'"[^"]*+"|[{\[,]')
 _ESCAPES = ((rb"\\", b""), (rb"\"", b""))
 
 
-def verify_num_values(data: bytes, num_tokens: int) -> None:
+def verify_num_values(data: bytes, num_tokens: int, field: str | None = None) -> None:
     """Raises: InvalidRequest for more objects, arrays or values than a valid request has.
 
-    num_tokens: the model's length, which bounds a prompt given as a list of numbers. Takes three byte searches over the text
+    num_tokens: the model's length, which bounds a prompt given as a list of numbers. field: the client's name of `data`; None for
+    the body. Takes three byte searches over the text
     and, only for a text with very many such characters, in strings or not, one pass of a tokenizer that stops at the limit.
     """
     max_values = _MIN_VALUES + num_tokens
@@ -209,6 +210,7 @@ def verify_num_values(data: bytes, num_tokens: int) -> None:
         containers += first != b","
         if containers > MAX_CONTAINERS or values > max_values:
             raise InvalidRequest(
-                f"the body is too complex: at most {MAX_CONTAINERS} objects and arrays, and {max_values} values in all, "
-                "are allowed"
+                f"{field or 'the body'} is too complex: at most {MAX_CONTAINERS} objects and arrays, and {max_values} values "
+                "in all, are allowed",
+                field,
             )

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.router.bodies.request_body import body_bytes, parse_body, shown
+from pdserve.router.bodies.request_body import body_bytes, parse_body, shown, verify_num_values
 from pdserve.router.http_front.generation_response import (
     JSON,
     GenerationResponse,
@@ -170,6 +170,8 @@ class ResponsesHttp:
         if previous is not None:
             conversation = previous.items[:-1] + b"," + conversation[1:]
             self._verify_num_bytes(len(conversation))
+            # whoever continues it decodes all of it
+            verify_num_values(conversation, inference.bodies.model_len, "previous_response_id")
         return _Prepared(
             body,
             with_visible_markers(asked, inference.parsers),

@@ -219,7 +219,7 @@ def _listed(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     """An item with an id, and with parts where it has a text. place: tells it from all others."""
     kind = item.get("type") or "message"
     listed = {"status": "completed", **item, "type": kind, "id": item.get("id") or f"{_ID_PREFIXES[kind]}_{place}"}
-    if isinstance(text := item.get("content"), str):
+    if kind == "message" and isinstance(text := item.get("content"), str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
         listed["content"] = [{"type": part, "text": text, **({"annotations": []} if part == "output_text" else {})}]
     return listed

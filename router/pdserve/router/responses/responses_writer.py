@@ -140,7 +140,11 @@ class ResponsesWriter:
         if self._num_logprobs is not None:
             self._logprobs += chat_logprobs(output, self._num_logprobs)["content"]
         events: list[dict[str, Any]] = []
-        for delta in self._deltas(output, is_last=output.finish_reason is not None):
+        deltas = self._deltas(output, is_last=output.finish_reason is not None)
+        if deltas and not any(isinstance(delta, TextDelta) for delta in deltas):
+            # tokens of reasoning and of calls, which would fill memory until the next text
+            self._logprobs = []
+        for delta in deltas:
             logprobs: list[dict[str, Any]] = []
             if isinstance(delta, TextDelta):
                 logprobs, self._logprobs = self._logprobs, []
