@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.router.requests.preparation import Preparation
+from pdserve.router.tenants.client import CacheGroup
 from pdserve.text.beam_search import BeamSearch, BeamSearchParams
 from pdserve.v1 import decode_pb2, inference_pb2, request_pb2
 from tests.router.fake_worker import (
@@ -24,7 +31,9 @@ from tests.router.fake_worker import (
     play,
     tokens,
 )
+from tests.support.kv_layouts import make_layout
 
+KEY = DeploymentKey(b"0123456789abcdef")
 PROMPT = "hello"
 WIDTH, MAX_TOKENS = 3, 6
 BODY = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "n": WIDTH, "use_beam_search": True, "return_token_ids": True}
@@ -214,3 +223,21 @@ async def test_what_has_no_effect_on_beams_and_what_grpc_refuses(searching: Any)
     turns = searching.grpc.Session(iter([inference_pb2.GenerateRequest(text=text, use_beam_search=True)]))
     with pytest.raises(grpc.aio.AioRpcError, match="a session has one sequence"):
         await turns.read()
+
+
+def test_hashes_of_a_prompt_are_not_computed_again_for_its_beams() -> None:
+    preparation = Preparation(None, KEY, 1 << 20)  # type: ignore[arg-type]
+    given = list(range(100_002))
+    request = GenerationRequest(request_id="r", prompt_token_ids=given, sampling_params=SamplingParams(n=2))
+    beam = msgspec.structs.replace(request, n=1, index=1, output_token_ids=[7, 8, 9])
+    layout = make_layout(block_size=4)
+    prompt = preparation.hashed(request, CacheGroup(), layout)
+    took_s, made = [], []
+    for known in (None, prompt):
+        began_s = time.thread_time()
+        made.append(preparation.hashed(beam, CacheGroup(), layout, known))
+        took_s.append(time.thread_time() - began_s)
+    preparation.close()
+    assert made[0] == made[1]
+    assert len(made[1].placement_hashes) == len(prompt.placement_hashes) + 1
+    assert 2 * took_s[1] < took_s[0]

@@ -99,6 +99,8 @@ class HashedRequest(NamedTuple):
     request: GenerationRequest
     placement_hashes: list[bytes]
     """8 bytes for each full block of what is given, by which workers publish them."""
+    last_hash: bytes
+    """Hash of the last full block; the root's without one."""
 
 
 class Preparation:
@@ -226,14 +228,21 @@ class Preparation:
         }
         return GenerationRequest(**request.carried() | completed | fields)
 
-    def hashed(self, request: GenerationRequest, cache: CacheGroup, layout: KvLayout) -> HashedRequest:
-        """The request for workers with blocks of this layout."""
+    def hashed(
+        self, request: GenerationRequest, cache: CacheGroup, layout: KvLayout, prompt: HashedRequest | None = None
+    ) -> HashedRequest:
+        """The request for workers with blocks of this layout. prompt: the same request without output, if it has been hashed."""
         hasher = BlockHasher(self._key, layout.block_size)
-        root = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=cache.name)
-        token_ids = request.given_token_ids
-        hashes = hasher.extend(root, token_ids)
-        digest = hasher.request_digest(root, hashes, token_ids)
+        if prompt is None:
+            root = last = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=cache.name)
+            placed: list[bytes] = []
+        else:
+            root, last, placed = prompt.request.hash_root, prompt.last_hash, prompt.placement_hashes
+        token_ids = request.given_token_ids[len(placed) * layout.block_size :]
+        hashes = hasher.extend(last, token_ids)
+        digest = hasher.request_digest(last, hashes, token_ids)
         return HashedRequest(
             msgspec.structs.replace(request, hash_root=root, request_digest=digest),
-            [placement_hash(block_hash) for block_hash in hashes],
+            [*placed, *map(placement_hash, hashes)],
+            hashes[-1] if hashes else last,
         )

@@ -393,5 +393,7 @@ class PromptTask:
         place = (request.index, len(request.output_token_ids)) if request.is_resumed else (-1, 0)
         key = (layout.model_fingerprint, layout.block_size, *place)
         if key not in self._prepared:
-            self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout)
+            # a beam search hashes as many requests per step as it has beams
+            prompt = self._prepared.get((*key[:2], -1, 0))
+            self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout, prompt)
         return self._prepared[key]
