@@ -95,6 +95,7 @@ CHAT_BODIES = [
     Worst("as many messages as may be", CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * 4096}).encode()),
     Worst("messages of lists", CHAT, repeated('{"messages":[{"role":"user","content":[', "[]", "]}]}")),
     Worst("messages of numbers", CHAT, repeated('{"messages":[{"role":"user","content":[', "0.5", "]}]}")),
+    Worst("echoed numbers", CHAT, repeated('{"echo":true,"messages":[{"role":"assistant","content":[', "0.5", "]}]}")),
     Worst("deep messages", CHAT, b'{"messages":[' + b'{"a":' * (LIMIT // 5 - 20) + b"1}"),
     Worst("tools", CHAT, repeated(f'{{{_USER},"tools":[', '{"function":{"name":"f"}}', "]}")),
     Worst("forced tools", CHAT,

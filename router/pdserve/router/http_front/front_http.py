@@ -157,12 +157,13 @@ class HttpFront:
             client = await self._authenticate(request)
             call = call_fields(request, inference.settings.request_timeout_s)
 
-            def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest]]:
+            def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest], str]:
                 inference.check_model(body.model)
                 requests = body.requests(inference.tokenizer.generation_defaults, call, inference.parsers.forced_calls)
-                return body, [with_visible_markers(request, inference.parsers) for request in requests]
+                echoed = body.echoed if isinstance(body, ChatBody) else ""
+                return body, [with_visible_markers(request, inference.parsers) for request in requests], echoed
 
-            body, requests = await read_body(request, kind, inference.bodies, build)
+            body, requests, echoed = await read_body(request, kind, inference.bodies, build)
             stream = bool(body.stream)
             generation = inference.generation(requests, stream=stream, client=client)
         answer = CompletionResponseWriter(
@@ -175,7 +176,7 @@ class HttpFront:
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
             echo=_echo(body, requests, inference.tokenizer),
-            echoed=body.echoed if isinstance(body, ChatBody) else "",
+            echoed=echoed,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             parsed=ChatChoiceWriter.of(requests[0], inference.parsers, include_reasoning=_includes_reasoning(body)),
             returns_token_ids=bool(body.return_token_ids),

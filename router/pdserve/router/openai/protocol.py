@@ -291,9 +291,14 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def echoed(self) -> str:
-        """Text before each answer, with `echo`: the last message, if it is the assistant's. The messages have been verified."""
+        """Text before each answer, with `echo`: the last message, if it is the assistant's. Takes time linear in its length.
+
+        Raises: InvalidRequest for a malformed message.
+        """
+        if not self.echo:
+            return ""
         last = plain_message(self.messages[-1], len(self.messages) - 1)
-        return last["content"] if self.echo and last["role"] == "assistant" else ""
+        return last["content"] if last["role"] == "assistant" else ""
 
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
