@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_every_device_has_a_back_end() -> None:
 
 
 def test_triton_needs_a_gpu(kv_cache: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(AttentionBackendError, match="'triton', which needs a GPU; the device is 'cpu'"):
         make_attention("triton", kv_cache)
@@ -71,6 +73,7 @@ def test_triton_needs_a_gpu(kv_cache: Tensor, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gpu_without_triton_has_the_torch_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: ModuleSpec(name, None))
     assert _fastest(torch.device("cuda")) == "triton"
     assert _fastest(torch.device("cpu")) == "torch"
     monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: None)

@@ -33,6 +33,12 @@ def test_auto_takes_torch_on_a_gpu_where_triton_is_not_installed(monkeypatch: py
         make_layer_ops("triton", torch.device("cuda"))
 
 
+@pytest.fixture
+def with_triton() -> None:
+    pytest.importorskip("triton")
+
+
+@pytest.mark.usefixtures("with_triton")
 def test_other_names_and_devices_are_refused() -> None:
     with pytest.raises(LayerOpsError, match="kernels is 'cuda'; there are auto, torch, triton"):
         make_layer_ops("cuda", CPU)
@@ -40,6 +46,7 @@ def test_other_names_and_devices_are_refused() -> None:
         make_layer_ops("triton", CPU)
 
 
+@pytest.mark.usefixtures("with_triton")
 def test_the_setting_is_checked_by_name(make_engine: Any) -> None:  # noqa: F811
     for name in NAMES:
         assert load_settings(PrefillSettings, flags={"kernels": name}).kernels == name

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+
 import torch
 
 from pdserve.kernels.attention_spec import AttentionSpec
