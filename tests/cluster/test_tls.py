@@ -116,6 +116,7 @@ def put(files: IssuedFiles, new: IssuedFiles, *cas: Path) -> None:
         other.replace(path)
 
 
+@pytest.mark.slow
 async def test_certificates_and_authority_change_while_a_cluster_answers(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

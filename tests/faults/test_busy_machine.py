@@ -43,7 +43,9 @@ def _losses(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("idle_s", "busy_s"), [(5.0, 10.0), pytest.param(30.0, 60.0, marks=pytest.mark.faults)], ids=["short", "long"]
+    ("idle_s", "busy_s"),
+    [pytest.param(5.0, 10.0, marks=pytest.mark.slow), pytest.param(30.0, 60.0, marks=pytest.mark.faults)],
+    ids=["short", "long"],
 )
 async def test_no_connection_breaks_and_no_attempt_is_lost_on_a_busy_machine(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, idle_s: float, busy_s: float
@@ -71,7 +73,7 @@ def _suspend(service: Service) -> None:
     service.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("connector", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("connector", [pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "nixl")])
 async def test_a_worker_that_is_suspended_for_two_seconds_loses_nothing(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str
 ) -> None:

@@ -612,9 +612,11 @@ async def test_calls(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None
     await attack(hostile, caplog, [hostile.one_call])
 
 
+@pytest.mark.slow
 async def test_streams(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
     await attack(hostile, caplog, [hostile.session, hostile.watch, hostile.attach])
 
 
+@pytest.mark.slow
 async def test_transfers(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
     await attack(hostile, caplog, [hostile.transfer, hostile.transfer, hostile.attach, hostile.one_call])
