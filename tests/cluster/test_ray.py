@@ -123,6 +123,13 @@ def test_an_error_is_one_line_within_its_time(nodes: RayNodes, address: str, arg
     assert time.monotonic() - began < HANG_S
 
 
+async def test_another_version_of_pdserve_at_a_node_is_named() -> None:
+    from pdserve.cli.ray_cluster.worker_actor import WorkerActor  # needs the extra
+
+    found = await WorkerActor().start("decode-0", "decode", {}, "0.0.0")
+    assert re.fullmatch(r"decode-0: pdserve is \S+ on node \S+ and 0\.0\.0 here: they must be equal", found["error"])
+
+
 async def test_the_first_ctrl_c_drains_and_the_second_ends_everything(nodes: RayNodes, tmp_path: Path) -> None:
     with up(nodes, tmp_path) as (ray_up, ready):
         workers = [process for address in (ready[2], ready[3]) for process in workers_of(nodes, host_of(address))]
