@@ -93,6 +93,13 @@ async def test_the_version_needs_a_key_where_all_do() -> None:
         assert answer.json() == {"version": version("pdserve")}
 
 
+async def test_a_405_names_the_methods_of_all_routes_of_a_path() -> None:
+    async with client_of() as client:
+        answer = await client.options("/v1/responses/x")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET, HEAD")
+    assert "it takes DELETE, GET, HEAD" in answer.json()["error"]["message"]
+
+
 async def test_without_the_setting_no_origin_is_allowed() -> None:
     async with client_of() as client:
         preflight = await client.options("/v1/chat/completions", headers=PAGE | PREFLIGHT)

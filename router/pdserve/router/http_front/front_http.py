@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.net.health_probe import answer_live, probe_response
@@ -236,9 +236,18 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     told, code = _HTTP_ERRORS.get(status, ("the request failed", "invalid_request"))
-    allowed = f"; it takes {', '.join(sorted(headers['Allow'].split(', ')))}" if headers and "Allow" in headers else ""
+    allowed = ""
+    if status == 405:
+        headers = {"Allow": _allowed_methods(request)}
+        allowed = f"; it takes {headers['Allow']}"
     message = f"{told}: {request.method} {request.url.path:.200}{allowed}"
     return Response(error_json(status, message, code), status, headers=headers, media_type=JSON)
+
+
+def _allowed_methods(request: Request) -> str:
+    """Methods of all routes with the request's path: Starlette names those of the first."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted(method for route in routes for method in route.methods))
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
