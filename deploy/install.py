@@ -6,8 +6,8 @@ it would have looked for is compared at the end (`pip check`). Order:
 1. `build.txt`: what builds pdserve, so that no build fetches anything (`--no-build-isolation`).
 2. torch alone: the processor's build (`torch-cpu.txt`) where an index or folder that pip is told of serves it, else PyPI's,
    which is CUDA's (`torch.txt`). With `--torch-index` only that index is asked, and for torch only.
-3. `runtime.txt`, the extras, and `torch-cuda.txt` if the torch that is installed asks for CUDA's libraries. A processor build
-   gets neither those nor triton, 1 GB that xgrammar asks for and uses on GPUs only.
+3. `runtime.txt`, the extras, and `torch-cuda.txt` and `triton.txt` if the torch that is installed asks for CUDA's libraries. A
+   processor build gets neither those nor, without the extra `triton`, triton: 0.6 GB that xgrammar asks for and uses on GPUs only.
 4. pdserve itself, without any index.
 """
 
@@ -22,7 +22,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 LOCKS = Path("locks")
-EXTRAS = ("nixl", "bench", "ray", "dev", "helm")
+EXTRAS = ("nixl", "bench", "ray", "triton", "dev", "helm")
 ON_GPUS_ONLY = "triton"
 WHEELS = ("--only-binary", ":all:")
 
@@ -98,8 +98,8 @@ def main() -> None:
     cuda = needs_cuda()
     # one package of `dev` has no wheel for some machines
     from_source = ("--no-build-isolation",)
-    rest = ("runtime", *(["torch-cuda"] if cuda else []), *given.extras)
-    install_locked(*rest, options=from_source if "dev" in given.extras else WHEELS)
+    rest = ("runtime", *(["torch-cuda", "triton"] if cuda else []), *given.extras)
+    install_locked(*dict.fromkeys(rest), options=from_source if "dev" in given.extras else WHEELS)
     if not given.dependencies_only:
         pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--editable", ".")
         verify(cuda)

@@ -5,7 +5,8 @@ users may install either alone:
 
     torch.txt       torch alone: PyPI's build, which is CUDA's
     torch-cpu.txt   torch alone: the processor's build, which other indexes serve
-    torch-cuda.txt  what the CUDA build needs on top: CUDA's libraries and triton
+    torch-cuda.txt  what the CUDA build needs on top, but triton: CUDA's libraries
+    triton.txt      the extra `triton`, which the CUDA build needs too
     runtime.txt     what else pdserve needs
     nixl.txt        what the extra `nixl` adds
     bench.txt       what the extra `bench` adds
@@ -39,7 +40,7 @@ EXTRAS = ["nixl", "bench", "ray"]
 CLIENTS = Path("tests/clients/requirements")
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""
-OF_CUDA = re.compile(r"(nvidia|cuda)-|triton$")
+OF_CUDA = re.compile(r"(nvidia|cuda)-")
 HEADER = "# By `make lock` (deploy/lock.py): do not edit. Installed by deploy/install.py, which says how.\n"
 
 
@@ -95,16 +96,17 @@ def without_marker(entry: str, environment: str) -> str:
 def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list[str]]:
     """File -> names. closures: what `build`, `runtime` and the extras ask for, with all that those ask for."""
     cuda = {name for name in full if OF_CUDA.match(name)}
-    runtime = closures["runtime"] - cuda - {"torch"}
+    runtime = closures["runtime"] - cuda - {"torch", "triton"}
     extras = {name: closures[name] - closures["runtime"] - cuda for name in EXTRAS}
     parts = {
         "build": closures["build"],
         "torch": {"torch"},
         "torch-cuda": cuda,
+        "triton": {"triton"},
         "runtime": runtime,
         **extras,
-        "dev": closures["dev"] - cuda - {"torch"} - runtime - closures["build"] - extras["nixl"] - extras["bench"],
-        "helm": full.keys() - closures["dev"] - closures["build"] - cuda - {"torch"} - extras["ray"],
+        "dev": closures["dev"] - cuda - {"torch", "triton"} - runtime - closures["build"] - extras["nixl"] - extras["bench"],
+        "helm": full.keys() - closures["dev"] - closures["build"] - cuda - {"torch", "triton"} - extras["ray"],
     }
     return {name: sorted(part) for name, part in parts.items()}
 

@@ -85,6 +85,7 @@ def test_what_pyproject_asks_for_is_locked(extra: str | None) -> None:
         "nixl": ["nixl"],
         "bench": ["bench", "runtime"],
         "ray": ["ray", "runtime"],
+        "triton": ["triton"],
     }
     parts = of_users.get(extra, list(LOCKS))
     installed = {name for part in parts for name in entries(part)}
@@ -120,7 +121,7 @@ def test_torch_is_locked_apart_for_processors_and_cuda() -> None:
     assert not set(re.findall(r"sha256:\w+", cpu)) & set(re.findall(r"sha256:\w+", cuda))
     of_cuda = [name for lock in LOCKS for name in entries(lock) if re.match("(nvidia|cuda)-|triton$", name)]
     assert of_cuda
-    assert set(of_cuda) == set(entries("torch-cuda"))
+    assert set(of_cuda) == set(entries("torch-cuda") | entries("triton"))
 
 
 FAKE_PIP = """
@@ -149,7 +150,7 @@ def pip_calls(
 
 @pytest.mark.parametrize("torch_cpu", ["", "ERROR: No matching distribution found for torch==2.13.0+cpu"])
 @pytest.mark.parametrize(
-    "extras", [[], ["nixl"], ["ray"], ["nixl", "bench", "dev"], ["nixl", "bench", "ray", "dev", "helm"]]
+    "extras", [[], ["nixl"], ["ray"], ["nixl", "bench", "dev"], ["nixl", "bench", "ray", "triton", "dev", "helm"]]
 )
 def test_pip_fetches_nothing_without_a_hash(tmp_path: Path, torch_cpu: str, extras: list[str]) -> None:
     done, calls = pip_calls(tmp_path, *extras, "--torch-index", "https://example.org/torch", torch_cpu=torch_cpu)
