@@ -96,8 +96,9 @@ def without_marker(entry: str, environment: str) -> str:
 def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list[str]]:
     """File -> names. closures: what `build`, `runtime` and the extras ask for, with all that those ask for."""
     cuda = {name for name in full if OF_CUDA.match(name)}
-    runtime = closures["runtime"] - cuda - {"torch", "triton"}
-    extras = {name: closures[name] - closures["runtime"] - cuda for name in EXTRAS}
+    of_gpus = cuda | {"torch", "triton"}
+    runtime = closures["runtime"] - of_gpus
+    extras = {name: closures[name] - closures["runtime"] - of_gpus for name in EXTRAS}
     parts = {
         "build": closures["build"],
         "torch": {"torch"},
@@ -105,8 +106,8 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
         "triton": {"triton"},
         "runtime": runtime,
         **extras,
-        "dev": closures["dev"] - cuda - {"torch", "triton"} - runtime - closures["build"] - extras["nixl"] - extras["bench"],
-        "helm": full.keys() - closures["dev"] - closures["build"] - cuda - {"torch", "triton"} - extras["ray"],
+        "dev": closures["dev"] - of_gpus - runtime - closures["build"] - extras["nixl"] - extras["bench"],
+        "helm": full.keys() - closures["dev"] - closures["build"] - of_gpus - extras["ray"],
     }
     return {name: sorted(part) for name, part in parts.items()}
 
