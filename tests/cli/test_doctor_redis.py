@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.cli.doctor.finding import Finding, Verdict
-from pdserve.cli.doctor.redis_check import check_redis, harmless_commands, transaction_commands
+from pdserve.cli.doctor.redis_check import check_redis, harmless_commands, right_of, transaction_commands
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
 from pdserve.common.security.deployment_key import DeploymentKey
@@ -22,7 +22,7 @@ from tests.support.reserved_port import reserved_port
 
 SECRET = "0123456789abcdef"
 KEYS = Keys("test")
-COMMANDS = sorted({str(command[0]).lower() for command in harmless_commands(KEYS) + transaction_commands(KEYS)})
+COMMANDS = sorted({right_of(command).lower() for command in harmless_commands(KEYS) + transaction_commands(KEYS)})
 PROTOCOL = Path(__file__).resolve().parents[2] / "docs/protocol.md"
 
 
@@ -68,7 +68,7 @@ def test_one_that_can_be_used(server: RedisServer) -> None:
 
 def test_the_rights_asked_for_are_those_of_the_document() -> None:
     section = PROTOCOL.read_text().split("**Rights.**")[1].split("```")[1]
-    assert sorted(re.findall(r"\+(\w+)", section)) == COMMANDS
+    assert sorted(re.findall(r"\+([\w|]+)", section)) == COMMANDS
 
 
 def test_a_user_with_the_rights_it_needs_and_without_each_of_them(server: RedisServer) -> None:

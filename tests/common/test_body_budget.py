@@ -108,3 +108,16 @@ async def test_a_body_has_its_own_deadline() -> None:
         with pytest.raises(DeadlineExceeded, match=r"did not come within 0\.01 s"):
             await room.read(forever(), 0.01)
     assert budget.used_bytes == 0
+
+
+async def test_room_that_is_not_needed_goes_to_others() -> None:
+    budget = BodyBudget(100)
+    async with budget.room(100) as room:
+        waiting = asyncio.create_task(budget.room(60).__aenter__())
+        await asyncio.sleep(0)
+        room.shrink(40)
+        async with asyncio.timeout(HANG_S):
+            await waiting
+        room.shrink(50)
+        assert budget.used_bytes == 100
+    assert budget.used_bytes == 60

@@ -44,6 +44,7 @@ COMMANDS = [
     "xread",
     "xrevrange",
     "pexpire",
+    "memory|usage",
     "multi",
     "exec",
     "watch",

@@ -17,6 +17,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.responses.redis_response_store import RedisResponseStore
 from pdserve.router.responses.response_store import MemoryResponseStore, ResponseStore, StoredResponse
 from pdserve.router.tenants.tenant_digest import tenant_digest
+from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.redis_server import RedisServer, redis_server
 
 KEY = DeploymentKey(b"0123456789abcdef")
@@ -147,9 +148,22 @@ async def test_the_tenant_with_most_bytes_makes_room() -> None:
     assert store.num_bytes <= 10_000
 
 
+async def test_a_response_has_a_limit_of_its_own(stores: Stores) -> None:
+    store = stores(max_stored_response_bytes=5_000)
+    await store.put("alice", response_id(1), stored(3_000))
+    await store.put("alice", response_id(2), stored(5_000))
+    assert await found(store, "alice", range(3)) == [1]
+
+
 @pytest.mark.parametrize(
     "name",
-    ["max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes", "max_stored_response_age_s"],
+    [
+        "max_stored_response_bytes",
+        "max_stored_responses_per_tenant",
+        "max_stored_bytes_per_tenant",
+        "max_stored_bytes",
+        "max_stored_response_age_s",
+    ],
 )
 def test_limits_are_checked(name: str) -> None:
     limits: dict[str, Any] = {name: -1}
@@ -209,8 +223,59 @@ async def test_values_in_redis_cannot_be_read_copied_or_changed(redis_stores: St
 
 async def test_a_value_beyond_the_limit_is_not_read(redis_stores: Stores, server: RedisServer) -> None:
     store = redis_stores()
-    await store.put("alice", response_id(1), stored(5_000))
+    await store.put("alice", response_id(1), stored(6_000))
     assert await redis_stores(max_stored_bytes_per_tenant=5_000).get("alice", response_id(1)) is None
+
+
+async def test_a_forged_value_does_not_keep_the_event_loop(redis_stores: Stores, server: RedisServer) -> None:
+    store = redis_stores()
+    # the largest that is read, and the largest that Redis may hold for a tenant
+    for num_bytes in (8 << 20, 64 << 20):
+        server.do("SETRANGE", key_of("alice", 1), num_bytes - 1, "x")
+        with LoopWatch() as watch:
+            assert await store.get("alice", response_id(1)) is None
+        assert watch.longest_s < LOOP_S, watch.callback
+        assert watch.grown_bytes < 64 << 20
+
+
+async def test_a_large_response_does_not_keep_the_event_loop(redis_stores: Stores) -> None:
+    store = redis_stores()
+    large = stored(7 << 20)
+    with LoopWatch() as watch:
+        await store.put("alice", response_id(1), large)
+        assert await store.get("alice", response_id(1)) == large
+    assert watch.longest_s < LOOP_S, watch.callback
+
+
+async def test_a_value_that_was_kept_elsewhere_expires(redis_stores: Stores, server: RedisServer) -> None:
+    store = redis_stores(max_stored_response_age_s=60)
+    await store.put("alice", response_id(1), stored())
+    value = server.do("GET", key_of("alice", 1))
+    for passed_s, is_found in ((59, True), (1, False)):
+        redis_stores.clock.now_s += passed_s
+        server.do("SET", key_of("alice", 1), value)
+        assert (await store.get("alice", response_id(1)) is not None) is is_found
+
+
+async def test_an_index_with_large_members_is_deleted_unread(redis_stores: Stores, server: RedisServer) -> None:
+    store = redis_stores()
+    index = f"{{pdserve}}:responses:{tenant_digest(KEY, 'alice').hex()}"
+    server.do("ZADD", index, 2e9, "x" * (64 << 20))
+    with LoopWatch() as watch:
+        await store.put("alice", response_id(1), stored())
+    assert watch.grown_bytes < 32 << 20
+    assert server.do("ZRANGE", index, 0, -1) == [f"{stored().num_bytes}:{response_id(1)}".encode()]
+    assert await store.get("alice", response_id(1)) == stored()
+
+
+async def test_an_index_of_many_responses_is_kept(redis_stores: Stores, server: RedisServer) -> None:
+    store = redis_stores(max_stored_responses_per_tenant=1500)
+    index = f"{{pdserve}}:responses:{tenant_digest(KEY, 'alice').hex()}"
+    members = [part for number in range(1500) for part in (2e9, f"9999:{response_id(number)}")]
+    server.do("ZADD", index, *members)
+    await store.put("alice", response_id(1500), stored())
+    assert server.do("ZCARD", index) == 1500
+    assert server.do("MEMORY", "USAGE", index, "SAMPLES", 0) < 256 * 1500
 
 
 async def test_foreign_members_of_the_index_are_dropped(redis_stores: Stores, server: RedisServer) -> None:

@@ -63,6 +63,7 @@ def output(text: str, finish_reason: str | None = None, *, logprobs: bool = Fals
         ]
         if logprobs
         else None,
+        text_offsets=list(range(len(text))) if logprobs else None,
     )
 
 
@@ -250,6 +251,34 @@ def test_log_probabilities_of_reasoning_and_calls_are_not_kept_until_the_next_te
     )
     # the tag's tokens came with no output at all, as those of text that is held back
     assert told == "</think>Hi!"
+
+
+def test_log_probabilities_of_a_whole_answer_are_those_of_a_stream() -> None:
+    """Those of reasoning and calls are left out, and each message has those of its own tokens."""
+    text = f"<think>reason</think>Hi{CALLS}you"
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    items = whole(writer(**asked), text, logprobs=True)["output"]
+    told = [
+        ("".join(part["text"] for part in item["content"]), "".join(each["token"] for each in part["logprobs"]))
+        for item in items
+        if item["type"] == "message"
+        for part in item["content"]
+    ]
+    made = writer(**asked)
+    pieces = [output(character, logprobs=True) for character in text]
+    pieces[-1].finish_reason = "stop"
+    events = events_of(
+        b"".join(made.chunk(piece, Usage()) for piece in pieces[:-1]) + made.last_chunk(pieces[-1], Usage(), Timeline())
+    )
+    streamed_tokens: dict[str, str] = {}
+    for event in events:
+        if event["type"] == "response.output_text.delta":
+            tokens = "".join(each["token"] for each in event["logprobs"])
+            streamed_tokens[event["item_id"]] = streamed_tokens.get(event["item_id"], "") + tokens
+    assert [tokens for _, tokens in told] == list(streamed_tokens.values())
+    assert [shown for shown, _ in told] == ["Hi", "you"]
+    assert not any("reason" in tokens or "sum" in tokens for _, tokens in told)
+    assert [tokens.endswith(shown) for shown, tokens in told] == [True, True]
 
 
 @pytest.mark.parametrize(

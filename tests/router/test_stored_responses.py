@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 import openai
 import pytest
 
+from pdserve.common.net import body_budget
 from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.router.http_front import responses_http
 from pdserve.router.requests.request_limits import MAX_MESSAGES
+from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.v1 import prefill_pb2
 from tests.router.fake_worker import ADMITTED, EOS, decode_outputs, play, said
 from tests.support.redis_server import redis_server
+from tests.support.waiting import HANG_S
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob")}
 SUM: dict[str, Any] = {"type": "function", "name": "sum", "parameters": {"type": "object"}}
@@ -254,3 +259,28 @@ async def test_parameters_of_paths(cluster: Any) -> None:
         assert told in error["message"]
     assert (await cluster.http.get(f"/v1/responses/{made}?stream=false")).status_code == 200
     assert (await cluster.http.get(f"/v1/responses/{made}/input_items?limit=1")).json()["has_more"] is False
+
+
+@pytest.mark.parametrize("path", ["", "/input_items"])
+async def test_answers_share_a_budget_of_bytes(cluster: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(responses_http, "ANSWERS_BYTES", 1 << 20)
+    monkeypatch.setattr(body_budget, "MAX_WAIT_S", 0.05)
+    await started(cluster)
+    made = await created(cluster)
+    loads, get = asyncio.Event(), MemoryResponseStore.get
+    is_loading = asyncio.Event()
+
+    async def slow(store: MemoryResponseStore, tenant: str, response_id: str) -> Any:
+        is_loading.set()
+        await loads.wait()
+        return await get(store, tenant, response_id)
+
+    monkeypatch.setattr(MemoryResponseStore, "get", slow)
+    first = asyncio.create_task(cluster.http.get(f"/v1/responses/{made['id']}{path}"))
+    async with asyncio.timeout(HANG_S):
+        await is_loading.wait()
+    refused = await cluster.http.get(f"/v1/responses/{made['id']}{path}")
+    assert refused.json()["error"]["code"] == "overloaded"
+    loads.set()
+    assert (await first).status_code == 200
+    assert (await cluster.http.get(f"/v1/responses/{made['id']}{path}")).status_code == 200

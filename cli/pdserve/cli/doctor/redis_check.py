@@ -163,11 +163,17 @@ def harmless_commands(keys: Keys) -> list[Command]:
     return [
         ("HMGET", record, "epoch"), ("HGET", record, "epoch"), ("HSET", record, "epoch", "0"), ("DEL", record),
         ("PEXPIRE", record, 1), ("TYPE", record), ("TIME",), ("SET", record, "0"), ("GETRANGE", record, 0, 0),
+        ("MEMORY", "USAGE", record),
         ("ZADD", keys.workers, "XX", 0, worker_id), ("ZREM", keys.workers, worker_id),
         ("ZREVRANGE", keys.workers, 0, 0), ("ZREMRANGEBYSCORE", keys.workers, 0, "(0"),
         ("SADD", blocks, "0"), ("SREM", blocks, "0"), ("SCARD", blocks), ("SSCAN", blocks, 0),
         ("XADD", events, "*", "seq", "0"), ("XREVRANGE", events, "+", "-"), ("XREAD", "STREAMS", events, "0"),
     ]  # fmt: skip
+
+
+def right_of(command: Command) -> str:
+    """Name of a command in an ACL, in capitals."""
+    return "|".join(map(str, command[: 2 if command[0] == "MEMORY" else 1]))
 
 
 def transaction_commands(keys: Keys) -> list[Command]:
@@ -191,7 +197,7 @@ async def refusals(redis: Redis, keys: Keys) -> dict[str, str]:
             except exceptions.ConnectionError:
                 raise
             except exceptions.ResponseError as error:
-                refused[str(command[0])] = error_text(error)
+                refused[right_of(command)] = error_text(error)
 
         for command in transaction_commands(keys):
             await ask(command)

@@ -94,6 +94,12 @@ class BodyRoom:
     async def __aexit__(self, *exc_info: object) -> None:
         self._budget._release(self._num_bytes)
 
+    def shrink(self, num_bytes: int) -> None:
+        """Give back all but `num_bytes`, once the body's size is known."""
+        if num_bytes < self._num_bytes:
+            self._budget._release(self._num_bytes - num_bytes)
+            self._num_bytes = num_bytes
+
     async def read(self, body: Awaitable[T], timeout_s: float | None) -> T:
         """The body. timeout_s: None waits without limit of its own.
 

@@ -67,6 +67,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Responses of `/v1/responses` that are kept for `previous_response_id`, the newest; 0 keeps none."""
     max_stored_bytes_per_tenant: int = 64 << 20
     """Bytes of one tenant's stored responses; each has its whole conversation."""
+    max_stored_response_bytes: int = 8 << 20
+    """Bytes of one stored response with its conversation; a larger one is not stored."""
     max_stored_bytes: int = 512 << 20
     """Bytes of stored responses in this router's memory, of all tenants; with `redis` they are there instead."""
     max_stored_response_age_s: float = 86_400.0
@@ -181,6 +183,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(1, "max_connections", "max_connections_per_address")
         self._verify_bytes()
         self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
+        self._verify_least(0, "max_stored_response_bytes")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
         self._verify_keys()
         self._verify_names()

@@ -17,8 +17,9 @@ ON_LOOP_BYTES = 16 << 10
 class BodyThread:
     """A single thread, so that only one body at a time takes memory for decoding. `close` it."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+    def __init__(self, name: str = "bodies") -> None:
+        """name: of the thread."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,21 +14,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.net.body_budget import BodyBudget
 from pdserve.router.bodies.request_body import body_bytes, parse_body, shown, verify_num_values
 from pdserve.router.http_front.generation_response import (
-    JSON,
     GenerationResponse,
     asks_for_timeline,
     call_fields,
     json_response,
 )
+from pdserve.router.http_front.stored_answer import StoredAnswer
 from pdserve.router.http_front.tokenization_http import authenticated
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.requests.answer_reader import with_visible_markers
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.responses.input_items import as_items, page_of_items
-from pdserve.router.responses.response_store import ResponseStore, StoredResponse, is_response_id, not_stored
+from pdserve.router.responses.response_store import (
+    ResponseStore,
+    StoredResponse,
+    is_response_id,
+    most_bytes,
+    not_stored,
+)
 from pdserve.router.responses.responses_body import ResponsesBody
 from pdserve.router.responses.responses_writer import ResponsesWriter, fixed_fields
 from pdserve.router.tenants.client import Client
@@ -36,6 +43,9 @@ from pdserve.router.tenants.client import Client
 _LIMIT = re.compile(r"[1-9][0-9]?|100")
 _CONTINUED_AT_ONCE = 4
 """Stored conversations that are decoded at the same time, since their size is not that of the body that names them."""
+
+ANSWERS_BYTES = 64 << 20
+"""Bytes of stored responses that are loaded, or not read by their clients, at the same time."""
 
 
 class _Prepared(NamedTuple):
@@ -57,6 +67,7 @@ class ResponsesHttp:
         self._inference = inference
         self._keys = inference.keys
         self._store = store
+        self._answers = BodyBudget(ANSWERS_BYTES)
         self._continued = asyncio.Semaphore(_CONTINUED_AT_ONCE)
         self.routes = [
             Route("/v1/responses", self.create, methods=["POST"]),
@@ -89,8 +100,12 @@ class ResponsesHttp:
 
     async def retrieve(self, request: Request) -> Response:
         _verify_query(request, {"stream": ("false",)})
-        _, stored = await self._stored_by_path(request)
-        return Response(stored.response, media_type=JSON)
+        client, response_id = await authenticated(self._keys, request), request.path_params["id"]
+
+        async def load() -> bytes:
+            return (await self._stored(client, response_id)).response
+
+        return self._answer(load)
 
     async def delete(self, request: Request) -> Response:
         client = await authenticated(self._keys, request)
@@ -101,24 +116,28 @@ class ResponsesHttp:
 
     async def input_items(self, request: Request) -> Response:
         _verify_query(request, {"order": ("asc", "desc"), "limit": None, "after": None})
-        response_id, stored = await self._stored_by_path(request)
+        client, response_id = await authenticated(self._keys, request), request.path_params["id"]
         limit = request.query_params.get("limit", "20")
         if not _LIMIT.fullmatch(limit):
             raise InvalidRequest(f"limit is {shown(limit)}, 1 to 100 is needed", "limit")
         is_newest_first = request.query_params.get("order", "desc") == "desc"
         after = request.query_params.get("after")
-        return await self._inference.bodies.in_background_pool(
-            len(stored.items),
-            lambda: json_response(
-                page_of_items(
-                    response_id,
-                    msgspec.json.decode(stored.items)[: stored.num_input],
-                    limit=int(limit),
-                    after=after,
-                    is_newest_first=is_newest_first,
-                )
-            ),
-        )
+
+        def page(stored: StoredResponse) -> bytes:
+            items = msgspec.json.decode(stored.items)[: stored.num_input]
+            return msgspec.json.encode(
+                page_of_items(response_id, items, limit=int(limit), after=after, is_newest_first=is_newest_first)
+            )
+
+        async def load() -> bytes:
+            stored = await self._stored(client, response_id)
+            return await self._inference.bodies.in_background_pool(len(stored.items), lambda: page(stored))
+
+        return self._answer(load)
+
+    def _answer(self, load: Callable[[], Awaitable[bytes]]) -> StoredAnswer:
+        settings = self._inference.settings
+        return StoredAnswer(self._answers, most_bytes(settings), settings.request_timeout_s, load)
 
     async def _prepared(self, request: Request, client: Client) -> _Prepared:
         """Raises: errors of `body_bytes`; InvalidRequest; NotFound for a response that is not stored."""
@@ -186,12 +205,6 @@ class ResponsesHttp:
         if stored is None:
             raise not_stored(response_id)
         return stored
-
-    async def _stored_by_path(self, request: Request) -> tuple[str, StoredResponse]:
-        """(id, response) of a path. Raises: Unauthenticated, and as `_stored`."""
-        client = await authenticated(self._keys, request)
-        response_id: str = request.path_params["id"]
-        return response_id, await self._stored(client, response_id)
 
 
 def _verify_query(request: Request, known: dict[str, Collection[str] | None]) -> None:

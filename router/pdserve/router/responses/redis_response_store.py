@@ -4,7 +4,11 @@
     {ns}:responses:<tenant>      sorted set   `<bytes>:<id>` of the tenant's responses, by the time of their end
 
 Values are encrypted and authenticated (AES-GCM) under a sub-key of the deployment key for each tenant and id: other clients of
-Redis can neither read nor change them, and a value that is copied to another tenant's key, or to another id, is no response.
+Redis can neither read nor change them, and a value that is copied to another tenant's key, or to another id, is no response. The
+time at which a response expires is among the sealed bytes, so that a value that was kept elsewhere is no response later.
+
+Other clients may write values and members of any size: reading a value ends at `max_stored_response_bytes`, and an index that
+takes more memory than its members need is deleted unread.
 """
 
 from __future__ import annotations
@@ -37,14 +41,35 @@ from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import Keys
 from pdserve.common.security.deployment_key import STORED_RESPONSES, DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.router.responses.response_store import MemoryResponseStore, ResponseStore, StoredResponse
+from pdserve.router.bodies.body_thread import BodyThread
+from pdserve.router.responses.response_store import (
+    MemoryResponseStore,
+    ResponseStore,
+    StoredResponse,
+    is_stored,
+    most_bytes,
+)
 from pdserve.router.tenants.tenant_digest import tenant_digest
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NONCE_BYTES = 12
+_SEALED_BYTES = 128
+"""Bytes that a sealed response has beside its content, at most."""
+_PART_BYTES = 256 << 10
+"""Bytes of a value that are read in one round trip, between which the event loop serves others."""
+_MEMBER_BYTES = 256
+"""Bytes of memory that Redis needs for a member of an index, at most."""
+_SPARE_MEMBERS = 2048
+"""Members beyond those that are read: of other routers' puts, and of limits that were lowered."""
 _MEMBER = re.compile(rb"([0-9]{1,12}):(resp_[0-9a-f]{32})")
+
+
+class _Content(StoredResponse, frozen=True):
+    """A value before it is sealed."""
+
+    expires_unix_s: float
 
 
 class RedisResponseStore:
@@ -69,20 +94,20 @@ class RedisResponseStore:
         self._settings = settings
         self._clock = clock
         self._connections = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._thread = BodyThread("stored-responses")
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        limit = self._settings.max_stored_bytes_per_tenant
-        value = await self._reached(lambda: self._redis.getrange(self._name(tenant, response_id), 0, limit))
-        if not isinstance(value, bytes) or not 0 < len(value) <= limit:
+        value = await self._reached(lambda: self._read(self._name(tenant, response_id)))
+        if not value:
             return None
-        return self._unsealed(tenant, response_id, value)
+        return await self._thread.run(len(value), lambda: self._unsealed(tenant, response_id, value))
 
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        settings = self._settings
-        if not settings.max_stored_responses_per_tenant or stored.num_bytes > settings.max_stored_bytes_per_tenant:
+        if not is_stored(stored, self._settings):
             return
+        value = await self._thread.run(stored.num_bytes, lambda: self._sealed(tenant, response_id, stored))
         try:
-            await self._reached(lambda: self._put(tenant, response_id, stored))
+            await self._reached(lambda: self._put(tenant, response_id, stored, value))
         except PeerError:
             log.debug("response %s is not stored", response_id)
 
@@ -97,18 +122,37 @@ class RedisResponseStore:
         return True
 
     async def close(self) -> None:
+        self._thread.close()
         await self._redis.aclose()
 
-    async def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+    async def _read(self, name: str) -> bytes:
+        """A value; empty if there is none, or none that is small enough. Raises: one of `REDIS_ERRORS`."""
+        value, most = bytearray(), most_bytes(self._settings) + _SEALED_BYTES
+        while True:
+            part = await self._redis.getrange(name, len(value), len(value) + _PART_BYTES - 1)
+            if not isinstance(part, bytes) or len(value) + len(part) > most:
+                return b""
+            value += part
+            if len(part) < _PART_BYTES:
+                return bytes(value)
+
+    async def _put(self, tenant: str, response_id: str, stored: StoredResponse, value: bytes) -> None:
         """Store, and drop the tenant's oldest beyond its limits. Raises: one of `REDIS_ERRORS`."""
         settings, index, now = self._settings, self._index(tenant), self._clock()
         age_ms = max(1, int(settings.max_stored_response_age_s * 1000))
+        most_members = 2 * settings.max_stored_responses_per_tenant + 1
         trip = self._redis.pipeline(transaction=False)
-        trip.set(self._name(tenant, response_id), self._sealed(tenant, response_id, stored), px=age_ms)
-        trip.zadd(index, {_member(response_id, stored): now})
+        trip.set(self._name(tenant, response_id), value, px=age_ms)
         trip.zremrangebyscore(index, 0, now - settings.max_stored_response_age_s)
+        trip.memory_usage(index, samples=0)
+        used_bytes: int | None = (await trip.execute())[-1]
+        trip = self._redis.pipeline(transaction=False)
+        if (used_bytes or 0) > _MEMBER_BYTES * (most_members + _SPARE_MEMBERS):
+            log.warning("an index of stored responses has %d bytes: others write there; it is deleted", used_bytes)
+            trip.delete(index)
+        trip.zadd(index, {_member(response_id, stored): now})
         trip.pexpire(index, age_ms)
-        trip.zrevrange(index, 0, 2 * settings.max_stored_responses_per_tenant)
+        trip.zrevrange(index, 0, most_members - 1)
         members: list[bytes] = (await trip.execute())[-1]
         dropped, num_kept, num_bytes = list[bytes](), 0, 0
         for member in members:
@@ -163,16 +207,21 @@ class RedisResponseStore:
 
     def _sealed(self, tenant: str, response_id: str, stored: StoredResponse) -> bytes:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return nonce + self._cipher(tenant, response_id).encrypt(nonce, msgspec.msgpack.encode(stored), None)
+        expires_unix_s = self._clock() + self._settings.max_stored_response_age_s
+        content = _Content(stored.response, stored.items, stored.num_input, expires_unix_s)
+        return nonce + self._cipher(tenant, response_id).encrypt(nonce, msgspec.msgpack.encode(content), None)
 
     def _unsealed(self, tenant: str, response_id: str, value: bytes) -> StoredResponse | None:
-        """The response in a value; None if no router of this deployment wrote it for this tenant and id."""
+        """The response in a value; None if no router of this deployment wrote it for this tenant and id, or if it has expired."""
         try:
             content = self._cipher(tenant, response_id).decrypt(value[:_NONCE_BYTES], value[_NONCE_BYTES:], None)
-            return msgspec.msgpack.decode(content, type=StoredResponse)
+            read = msgspec.msgpack.decode(content, type=_Content)
         except (InvalidTag, ValueError):
             # ValueError: too short, or from another version
             return None
+        if self._clock() >= read.expires_unix_s:
+            return None
+        return StoredResponse(read.response, read.items, read.num_input)
 
 
 def _member(response_id: str, stored: StoredResponse) -> str:

@@ -1,7 +1,8 @@
 """`ResponseStore`: responses that `previous_response_id` and `GET /v1/responses/{id}` find again, for each tenant apart.
 
 Without Redis they are in this router's memory. A store holds at most `max_stored_responses_per_tenant` responses and
-`max_stored_bytes_per_tenant` of each tenant, drops its oldest first, and drops all after `max_stored_response_age_s`.
+`max_stored_bytes_per_tenant` of each tenant, drops its oldest first, and drops all after `max_stored_response_age_s`. A response
+of more than `max_stored_response_bytes` is not stored.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ResponseStore(Protocol):
         """Raises: PeerError if the store cannot be reached."""
 
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
-        """Store a response, unless it is larger than its tenant's share. Raises nothing: an answer does not depend on it."""
+        """Store a response, unless it is too large (`is_stored`). Raises nothing: an answer does not depend on it."""
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """True if there was one. Raises: as `get`."""
@@ -55,6 +56,16 @@ class ResponseStore(Protocol):
 
 def is_response_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
+
+
+def is_stored(stored: StoredResponse, settings: RouterSettings) -> bool:
+    """True if the settings allow a response of this size."""
+    return settings.max_stored_responses_per_tenant > 0 and stored.num_bytes <= most_bytes(settings)
+
+
+def most_bytes(settings: RouterSettings) -> int:
+    """Bytes of one response, at most."""
+    return min(settings.max_stored_response_bytes, settings.max_stored_bytes_per_tenant)
 
 
 def not_stored(response_id: str) -> NotFound:
@@ -85,15 +96,15 @@ class MemoryResponseStore:
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         settings = self._settings
         self._expire()
-        most_bytes = min(settings.max_stored_bytes_per_tenant, settings.max_stored_bytes)
-        if not settings.max_stored_responses_per_tenant or stored.num_bytes > most_bytes:
+        most_of_tenant = min(settings.max_stored_bytes_per_tenant, settings.max_stored_bytes)
+        if not is_stored(stored, settings) or stored.num_bytes > most_of_tenant:
             return
         held = self._tenants.setdefault(tenant, _Tenant())
         held.responses[response_id] = stored
         held.num_bytes += stored.num_bytes
         self.num_bytes += stored.num_bytes
         self._by_age[tenant, response_id] = self._clock() + settings.max_stored_response_age_s
-        while len(held.responses) > settings.max_stored_responses_per_tenant or held.num_bytes > most_bytes:
+        while len(held.responses) > settings.max_stored_responses_per_tenant or held.num_bytes > most_of_tenant:
             self._drop(tenant, next(iter(held.responses)))
         while self.num_bytes > settings.max_stored_bytes:
             largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -83,18 +85,45 @@ class ResponsesWriter:
     def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
         """The body of an answer that is not streamed."""
         [output] = outputs
-        for delta in self._deltas(output, is_last=True):
-            self._items.add(delta)
-        status, _ = self._end(output)
+        logprobs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        """Item's id -> those of its tokens."""
+
+        def keep(events: list[dict[str, Any]]) -> None:
+            for event in events:
+                if event["type"] == "response.output_text.delta":
+                    logprobs[event["item_id"]] += event["logprobs"]
+
+        for piece in self._pieces(output):
+            keep(self._new(piece))
+        status, ends = self._end(output)
+        keep(ends)
         self._ended = self._final(status, usage, timeline)
-        message = next((item for item in self._items.items if item["type"] == "message"), None)
-        if self._num_logprobs is None or message is None:
+        if self._num_logprobs is None:
             return self._ended
-        [part] = message["content"]
-        part["logprobs"] = raw_list(chat_logprobs(output, self._num_logprobs)["content"])
+        parts = [(item["id"], item["content"][0]) for item in self._items.items if item["type"] == "message"]
+        for item_id, part in parts:
+            part["logprobs"] = raw_list(logprobs[item_id])
         body = self._final(status, usage, timeline)
-        part["logprobs"] = []
+        for _, part in parts:
+            part["logprobs"] = []
         return body
+
+    def _pieces(self, output: CompletionOutput) -> Iterator[CompletionOutput]:
+        """The whole output, token by token where each token's log-probabilities have to find their item."""
+        offsets, logprobs = output.text_offsets, output.logprobs
+        if self._parsed is None or not offsets or logprobs is None:
+            yield output
+            return
+        last = len(offsets) - 1
+        for place, token_id in enumerate(output.token_ids):
+            yield CompletionOutput(
+                index=output.index,
+                text=output.text[0 if place == 0 else offsets[place] : None if place == last else offsets[place + 1]],
+                token_ids=[token_id],
+                logprobs=[logprobs[place]],
+                prompt_token_ids=output.prompt_token_ids,
+                finish_reason=output.finish_reason if place == last else None,
+            )
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
         """Events of new output; before the first, the events that open the response."""

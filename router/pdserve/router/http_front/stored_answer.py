@@ -1,0 +1,50 @@
+"""`StoredAnswer`: a stored response, or a part of it, sent within a budget of bytes that all such answers share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.common.errors import DeadlineExceeded, Overloaded
+from pdserve.common.net.body_budget import BodyBudget
+from pdserve.router.http_front.generation_response import JSON
+
+_PART_BYTES = 64 << 10
+"""The server waits between parts until the client has read most of those before."""
+
+
+class StoredAnswer(Response):
+    """Has room in the budget from before it is loaded until all but its last part is read.
+
+    While others wait for room, the client that has read for longest loses its connection after `body_budget.FAIR_SHARE_S`.
+    """
+
+    def __init__(
+        self, budget: BodyBudget, most_bytes: int, timeout_s: float, load: Callable[[], Awaitable[bytes]]
+    ) -> None:
+        """most_bytes: of what `load` takes. timeout_s: for the client to read it. load: the body; its errors are the answer's."""
+        super().__init__()
+        self._budget = budget
+        self._most_bytes = most_bytes
+        self._timeout_s = timeout_s
+        self._load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._budget.room(self._most_bytes) as room:
+            body = await self._load()
+            room.shrink(len(body))
+            headers = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await room.read(_sent(body, send), self._timeout_s)
+            except (Overloaded, DeadlineExceeded):
+                # the answer has begun; the server closes the connection of one that is not complete
+                return
+
+
+async def _sent(body: bytes, send: Send) -> None:
+    for start in range(0, max(1, len(body)), _PART_BYTES):
+        part, is_last = body[start : start + _PART_BYTES], start + _PART_BYTES >= len(body)
+        await send({"type": "http.response.body", "body": part, "more_body": not is_last})
