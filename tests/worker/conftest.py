@@ -77,7 +77,7 @@ class Node:
         self.config = EngineConfig(**fields)
         self.model = HashModel()
         self.cache = make_hash_cache(self.config.num_blocks, BLOCK_SIZE)
-        self.device_pool = DevicePool(self.cache, 16, HANG_S) if on_device else None
+        self.device_pool = DevicePool(self.cache, 16, 4, HANG_S) if on_device else None
         self.connector = connectors[0]
         self.connectors = ConnectorSet(connectors)
         if self.device_pool is None:

@@ -20,8 +20,10 @@ from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 
-SEND_BYTES = 64 << 20
-"""Host memory through which the blocks of a pool on a device are sent over TCP, and digested."""
+SEND_BYTES = 32 << 20
+"""Host memory through which the blocks of a pool on a device are sent over TCP."""
+DIGEST_BYTES = 16 << 20
+"""Host memory through which blocks on a device are digested: as much for the pool, and for a ring on the device."""
 SLOT_WAIT_S = 3.0
 """Longest wait for memory to send from or to receive into."""
 
@@ -70,12 +72,13 @@ def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int) -> P
     return pool
 
 
-def device_pool(kv_cache: Tensor) -> DevicePool:
-    return DevicePool(kv_cache, max(1, SEND_BYTES // kv_cache[0].nbytes), SLOT_WAIT_S)
+def device_pool(kv_cache: Tensor, send_bytes: int = SEND_BYTES) -> DevicePool:
+    num_slots, num_digest_slots = (max(1, size // kv_cache[0].nbytes) for size in (send_bytes, DIGEST_BYTES))
+    return DevicePool(kv_cache, num_slots, num_digest_slots, SLOT_WAIT_S)
 
 
 def with_ring(connector: BlockConnector, pool: DevicePool, ring_bytes: int) -> RingConnector:
     """The connector with a ring that it can write: on the device for NIXL, in pinned memory of the host for others."""
     ring = pool.new_ring(max(1, ring_bytes // pool.block_bytes), pinned=not isinstance(connector, NixlConnector))
-    landing: PoolMemory = host_pool(ring) if ring.is_cpu else device_pool(ring)
+    landing: PoolMemory = host_pool(ring) if ring.is_cpu else device_pool(ring, send_bytes=0)
     return RingConnector(connector, pool, ring, landing, SLOT_WAIT_S)

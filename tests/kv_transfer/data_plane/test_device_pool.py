@@ -35,7 +35,7 @@ def _bytes(block: torch.Tensor) -> bytes:
 
 
 def test_lent_blocks_have_the_bytes_of_the_device(device: str, content: torch.Tensor) -> None:
-    pool = DevicePool(content.to(device), NUM_SLOTS, HANG_S)
+    pool = DevicePool(content.to(device), NUM_SLOTS, 4, HANG_S)
     assert (pool.num_blocks, pool.block_bytes) == (NUM_BLOCKS, content[0].nbytes)
     numbers = random.Random(5).sample(range(NUM_BLOCKS), NUM_SLOTS)
     for chosen in (numbers, [7, 8, 9, 3], [39], []):
@@ -44,7 +44,7 @@ def test_lent_blocks_have_the_bytes_of_the_device(device: str, content: torch.Te
 
 
 def test_digests_are_those_of_the_host(device: str, content: torch.Tensor) -> None:
-    pool, host = DevicePool(content.to(device), NUM_SLOTS, HANG_S), DevicePool(content, 1, HANG_S)
+    pool, host = DevicePool(content.to(device), NUM_SLOTS, 4, HANG_S), DevicePool(content, 1, 1, HANG_S)
     numbers = random.Random(6).sample(range(NUM_BLOCKS), 30)
     expected = [xxhash.xxh3_64_intdigest(_bytes(content[number])) for number in numbers]
     assert pool.digests(numbers, range(30), XXH3) == host.digests(numbers, range(30), XXH3) == expected
@@ -57,7 +57,7 @@ def test_digests_are_those_of_the_host(device: str, content: torch.Tensor) -> No
 @pytest.mark.parametrize("pinned", [True, False])
 def test_blocks_that_are_moved_in_are_written_and_no_others(device: str, content: torch.Tensor, pinned: bool) -> None:
     kv_cache = content.to(device)
-    pool = DevicePool(kv_cache, 1, HANG_S)
+    pool = DevicePool(kv_cache, 1, 1, HANG_S)
     ring = pool.new_ring(12, pinned=pinned)
     assert ring.device == (torch.device("cpu") if pinned else kv_cache.device)
     arrived = torch.arange(12).to(content.dtype).repeat(content[0].numel(), 1).t().contiguous()
@@ -74,16 +74,18 @@ def test_blocks_that_are_moved_in_are_written_and_no_others(device: str, content
 
 
 def test_numbers_outside_the_pool_and_too_many_are_refused(device: str, content: torch.Tensor) -> None:
-    pool = DevicePool(content.to(device), 4, HANG_S)
+    pool = DevicePool(content.to(device), 4, 1, HANG_S)
     for numbers in ([NUM_BLOCKS], [-1]):
         with pytest.raises(IndexError, match="not all in the pool of 40"), pool.lend(numbers):
             pass
+        with pytest.raises(IndexError, match="not all in the pool of 40"):
+            pool.digests(numbers, range(1), XXH3)
     with pytest.raises(ValueError, match="at most 4"), pool.lend([1, 2, 3, 4, 5]):
         pass
 
 
 def test_slots_are_waited_for_and_not_for_ever(content: torch.Tensor) -> None:
-    pool = DevicePool(content, 4, 0.05)
+    pool = DevicePool(content, 4, 1, 0.05)
     begun, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -102,6 +104,21 @@ def test_slots_are_waited_for_and_not_for_ever(content: torch.Tensor) -> None:
     thread.join()
     with pool.lend([5, 6, 7, 8]) as views:
         assert sum(map(len, views)) == 4 * pool.block_bytes
+
+
+def test_a_borrower_has_its_share_and_others_the_rest(content: torch.Tensor) -> None:
+    pool = DevicePool(content, 16, 1, 0.05)
+    with pool.lend([1, 2, 3], "one"), pool.lend([4], "one"), pool.lend(list(range(9)), "another"):
+        with (
+            pytest.raises(NoRoom, match=r"1 of 16 .*, of which this peer holds 4, .* within 0.05 s"),
+            pool.lend([5], "one"),
+        ):
+            pass
+        with pool.lend([5, 6, 7]) as [view]:
+            assert bytes(view) == b"".join(_bytes(content[number]) for number in (5, 6, 7))
+        assert pool.digests([8], [0], XXH3) == [xxhash.xxh3_64_intdigest(_bytes(content[8]))]
+    with pool.lend([1, 2, 3, 4], "one"):
+        assert pool.num_free_slots == 12
 
 
 def test_a_lent_view_of_the_host_is_the_pool_itself() -> None:

@@ -38,7 +38,7 @@ class _Reachable(DevicePool):
 def _on_device(pool: HostPool) -> DevicePool:
     """The pool's memory, used as if it were a device's."""
     rows = torch.frombuffer(pool.view, dtype=torch.uint8).view(pool.num_blocks, pool.block_bytes)
-    return _Reachable(rows, CONTRACT_SLOTS, HANG_S)
+    return _Reachable(rows, CONTRACT_SLOTS, 4, HANG_S)
 
 
 def _with_ring(

@@ -16,7 +16,7 @@ PROCESS_BYTES = 400 << 20
 CUDA_PROCESS_BYTES = 1 << 30
 """Additional host memory of a CUDA context."""
 _SEND_BYTES = 64 << 20
-"""As `SEND_BYTES` of `kv_transfer/make_connectors.py`."""
+"""As `SEND_BYTES` and twice `DIGEST_BYTES` of `kv_transfer/make_connectors.py`."""
 _LOGITS_BYTES, _LOGITS_COPIES = 4, 3
 """Bytes of a float32 logit, and copies: the logits, a copy for rows with token rules, and log-probabilities."""
 

@@ -10,7 +10,8 @@ nor delay them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,20 +21,23 @@ from pdserve.common.device_event import DeviceEvent
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
 
-_DIGEST_SHARE = 4
-"""Digests use at most one part in 4 of the slots at once, so that sends go on meanwhile."""
+LEND_SHARE = 16
+"""One call of `lend` should ask for at most one part in 16 of the slots."""
+BORROWER_SHARE = 4
+"""One borrower holds at most one part in 4 of the slots."""
 
 
 class DevicePool:
     """A `PoolMemory` on a device."""
 
-    def __init__(self, kv_cache: Tensor, num_slots: int, slot_wait_s: float) -> None:
-        """kv_cache: `[num_blocks, ...]`, contiguous. num_slots: blocks of host memory, pinned for CUDA, through which blocks leave.
-        slot_wait_s: longest wait for slots."""
+    def __init__(self, kv_cache: Tensor, num_slots: int, num_digest_slots: int, slot_wait_s: float) -> None:
+        """kv_cache: `[num_blocks, ...]`, contiguous. num_slots: blocks of host memory, pinned for CUDA, through which blocks are
+        lent. num_digest_slots: the same for digests, which therefore wait for no peer. slot_wait_s: longest wait for slots."""
         self._blocks = kv_cache.view(kv_cache.shape[0], -1)
         self.num_blocks = kv_cache.shape[0]
         self.block_bytes = self._blocks[0].nbytes
-        self._slots = SendSlots(host_rows(kv_cache, num_slots), slot_wait_s)
+        self._slots = HostSlots(host_rows(kv_cache, num_slots), slot_wait_s)
+        self._digest_slots = HostSlots(host_rows(kv_cache, num_digest_slots), slot_wait_s)
         self._in, self._out = _CopyStream(kv_cache.device), _CopyStream(kv_cache.device)
 
     @property
@@ -49,6 +53,16 @@ class DevicePool:
         """Most blocks that can be lent at once."""
         return self._slots.memory.num_blocks
 
+    @property
+    def num_free_slots(self) -> int:
+        """Blocks that can be lent now."""
+        return self._slots.num_free
+
+    @property
+    def most_lent(self) -> int:
+        """As `PoolMemory.most_lent`."""
+        return max(1, self.num_slots // LEND_SHARE)
+
     def new_ring(self, num_slots: int, *, pinned: bool) -> Tensor:
         """Memory for a `LandingRing`, `[num_slots, ...]`. pinned: memory of the host instead of the device."""
         if pinned:
@@ -56,23 +70,22 @@ class DevicePool:
         return torch.zeros_like(self._blocks[:1]).repeat(num_slots, 1)
 
     @contextmanager
-    def lend(self, blocks: Sequence[int]) -> Iterator[list[memoryview]]:
+    def lend(self, blocks: Sequence[int], borrower: Hashable = None) -> Iterator[list[memoryview]]:
         """As `PoolMemory.lend`: copies the blocks to pinned slots. Raises: also ValueError for more blocks than slots."""
         self._verify(blocks)
-        slots = self._slots.take(len(blocks))
-        try:
-            self._out.copy(self._slots.rows, slots, self._blocks, blocks)
-            yield self._slots.memory.views(slots)
-        finally:
-            self._slots.give_back(slots)
+        if len(blocks) > self.num_slots:
+            raise ValueError(f"{len(blocks)} blocks cannot be lent at once, at most {self.num_slots} can")
+        with self._copied(self._slots, blocks, borrower) as views:
+            yield views
 
     def digests(self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest) -> list[int]:
         """As `PoolMemory.digests`."""
-        at_once = max(1, self.num_slots // _DIGEST_SHARE)
+        self._verify(blocks)
+        at_once = self._digest_slots.memory.num_blocks
         found: list[int] = []
         for first in range(0, len(blocks), at_once):
             part = slice(first, first + at_once)
-            with self.lend(blocks[part]) as views:
+            with self._copied(self._digest_slots, blocks[part]) as views:
                 size = self.block_bytes
                 copies = (view[start : start + size] for view in views for start in range(0, len(view), size))
                 found += [digest.of(copy, index) for copy, index in zip(copies, indexes[part], strict=True)]
@@ -87,15 +100,23 @@ class DevicePool:
         """
         self._in.copy(self._blocks, blocks, ring, slots, unused)
 
+    @contextmanager
+    def _copied(self, slots: HostSlots, blocks: Sequence[int], borrower: Hashable = None) -> Iterator[list[memoryview]]:
+        """Copies of these blocks in slots of the host, while the context lasts."""
+        numbers = slots.take(len(blocks), borrower)
+        try:
+            self._out.copy(slots.rows, numbers, self._blocks, blocks)
+            yield slots.memory.views(numbers)
+        finally:
+            slots.give_back(numbers, borrower)
+
     def _verify(self, blocks: Sequence[int]) -> None:
-        if len(blocks) > self.num_slots:
-            raise ValueError(f"{len(blocks)} blocks cannot be lent at once, at most {self.num_slots} can")
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise IndexError(f"blocks {min(blocks)} to {max(blocks)} are not all in the pool of {self.num_blocks}")
 
 
-class SendSlots:
-    """Blocks of host memory that are lent one group at a time. Thread-safe."""
+class HostSlots:
+    """Blocks of host memory that are taken one group at a time. Thread-safe."""
 
     def __init__(self, rows: Tensor, wait_s: float) -> None:
         """rows: `[num_slots, ...]`, on the host."""
@@ -104,19 +125,43 @@ class SendSlots:
         self._wait_s = wait_s
         self._changed = threading.Condition()
         self._free = list(range(self.memory.num_blocks - 1, -1, -1))
+        self._share = max(1, self.memory.num_blocks // BORROWER_SHARE)
+        self._held: Counter[Hashable] = Counter()
+        """Slots by borrower."""
 
-    def take(self, count: int) -> list[int]:
-        """`count` slots, in ascending order. Raises: NoRoom after `wait_s`."""
+    @property
+    def num_free(self) -> int:
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._free) >= count, self._wait_s):
+            return len(self._free)
+
+    def take(self, count: int, borrower: Hashable = None) -> list[int]:
+        """`count` slots, in ascending order. A borrower, unless it is None, has no more than its share, or one group.
+
+        Raises: NoRoom after `wait_s`.
+        """
+
+        def has_room() -> bool:
+            held = 0 if borrower is None else self._held[borrower]
+            return len(self._free) >= count and (held == 0 or held + count <= self._share)
+
+        with self._changed:
+            if not self._changed.wait_for(has_room, self._wait_s):
+                held = f", of which this peer holds {self._held[borrower]}" if self._held[borrower] else ""
                 raise NoRoom(
-                    f"{count} of {self.memory.num_blocks} blocks of host memory were not free within {self._wait_s:g} s"
+                    f"{count} of {self.memory.num_blocks} blocks of host memory{held}, were not free within "
+                    f"{self._wait_s:g} s"
                 )
+            if borrower is not None:
+                self._held[borrower] += count
             return sorted(self._free.pop() for _ in range(count))
 
-    def give_back(self, slots: Sequence[int]) -> None:
+    def give_back(self, slots: Sequence[int], borrower: Hashable = None) -> None:
         with self._changed:
             self._free.extend(reversed(slots))
+            if borrower is not None:
+                self._held[borrower] -= len(slots)
+                if not self._held[borrower]:
+                    del self._held[borrower]
             self._changed.notify_all()
 
 

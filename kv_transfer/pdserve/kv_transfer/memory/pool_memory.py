@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,10 +29,15 @@ class PoolMemory(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
-    def lend(self, blocks: Sequence[int]) -> AbstractContextManager[list[memoryview]]:
+    @property
+    def most_lent(self) -> int:
+        """Most blocks that one call of `lend` should ask for, so that room remains for other calls; at least 1."""
+
+    def lend(self, blocks: Sequence[int], borrower: Hashable = None) -> AbstractContextManager[list[memoryview]]:
         """The bytes of these blocks, in this order, in memory of the host, while the context lasts.
 
-        On a device this copies, and may wait for room. Raises: IndexError for a number outside the pool, NoRoom.
+        On a device this copies, and may wait for room, of which one borrower holds a part at most. Raises: IndexError for a number
+        outside the pool, NoRoom.
         """
 
     def digests(self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest) -> list[int]:
@@ -66,8 +71,13 @@ class HostPool:
             raise IndexError(f"block {number} is outside the pool of {self.num_blocks} blocks")
         return self.view[number * self.block_bytes : (number + 1) * self.block_bytes]
 
+    @property
+    def most_lent(self) -> int:
+        """As `PoolMemory.most_lent`: all blocks, since nothing is copied."""
+        return max(1, self.num_blocks)
+
     @contextmanager
-    def lend(self, blocks: Sequence[int]) -> Iterator[list[memoryview]]:
+    def lend(self, blocks: Sequence[int], borrower: Hashable = None) -> Iterator[list[memoryview]]:
         """As `PoolMemory.lend`, without a copy."""
         yield self.views(blocks)
 

@@ -148,9 +148,12 @@ class TcpSource:
         try:
             if not self._connections.settle(connection):
                 raise StreamBroken("too many connections")
-            header = memoryview(ReadAnswer.to_request(request).encode())
-            with self._pool.lend(allowed.blocks) as views:
-                stream.send([header, *views])
+            # in pieces, since blocks of a device are copied to memory that all peers share
+            head = [memoryview(ReadAnswer.to_request(request).encode())]
+            for first in range(0, request.count, self._pool.most_lent):
+                with self._pool.lend(allowed.blocks[first : first + self._pool.most_lent], reader) as views:
+                    stream.send([*head, *views])
+                head = []
             self.counters.add(blocks_sent=request.count)
         finally:
             self._grants.end(allowed)
