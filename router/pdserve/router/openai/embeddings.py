@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from pdserve.common.request.pooling_params import PoolingParams, PoolingType
+from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
@@ -37,6 +38,7 @@ class EmbeddingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def requests(self, call: CallFields) -> list[ClientRequest]:
         """One request per input. Raises: InvalidRequest."""
+        verify_caller(self)
         num_prompts(self.input, "input", MAX_EMBEDDING_INPUTS)
         prompts = as_prompts(self.input, "input")
         pooling = PoolingParams(

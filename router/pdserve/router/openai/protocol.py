@@ -19,6 +19,7 @@ from pdserve.common.request.sampling_params import (
 )
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import shown
+from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import verify_neutral
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.openai.response_format import ResponseFormat, output_form
@@ -142,6 +143,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
         verify_neutral(self)
+        verify_caller(self)
 
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
         """Sampling parameters without `logprobs`, which differ between completions and chats.

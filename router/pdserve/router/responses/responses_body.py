@@ -11,6 +11,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.request_body import convert_part, shown
+from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import RESPONSES_NO_OP, verify_neutral
 from pdserve.router.openai.response_format import of_schema
 from pdserve.router.requests.chat_fields import verify_effort
@@ -131,6 +132,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ):
             if isinstance(entries, list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{field} has {len(entries)} entries, at most {most} are allowed", field)
+        verify_caller(self)
         if not self.input:
             raise InvalidRequest("input is empty, a text or at least one item is needed", "input")
         for wanted in self.include or ():
