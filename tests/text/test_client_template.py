@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.common.errors import InvalidRequest, Overloaded
+from pdserve.common.errors import ConfigError, InvalidRequest, Overloaded
+from pdserve.text import client_template_process
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.client_template import (
+    FIELD,
     MAX_TEMPLATE_BYTES,
     ClientTemplate,
     TemplateForkServer,
@@ -115,3 +119,60 @@ def test_a_long_source_is_refused_before_a_process_is_made() -> None:
 def test_values_that_json_does_not_have_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode or nested too deeply"):
         ClientTemplate("x", TOKENS).render([{"role": "user", "content": "\ud800"}])
+
+
+def in_limits(answer: Callable[[TemplateTask], TemplateResult], monkeypatch: pytest.MonkeyPatch) -> TemplateResult:
+    """Result of a task that runs this instead of a template."""
+    monkeypatch.setattr(client_template_process, "answer", answer)
+    task = TemplateTask(source="", special_tokens={}, messages=[], options={}, limits=TemplateLimits())
+    ours, theirs = socket.socketpair()
+    unused, control = socket.socketpair()
+    with ours, theirs, unused, control:
+        ours.sendall(msgspec.json.encode(task))
+        ours.shutdown(socket.SHUT_WR)
+        assert client_template_process.in_child(control, theirs) == 0
+        theirs.close()
+        return msgspec.json.decode(b"".join(iter(lambda: ours.recv(1 << 16), b"")), type=TemplateResult)
+
+
+def test_code_that_leaves_the_sandbox_opens_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    paths = [f"/proc/{os.getpid()}/environ", "/proc/self/environ", str(tmp_path / "key")]
+    assert all(Path(path).read_bytes() for path in paths)
+
+    def reads(task: TemplateTask) -> TemplateResult:
+        told = []
+        for path in paths:
+            try:
+                told.append(Path(path).read_text())
+            except OSError as error:
+                told.append(str(error.errno))
+        return TemplateResult(text=" ".join(told))
+
+    assert in_limits(reads, monkeypatch).text == " ".join([str(errno.EMFILE)] * 3)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ strftime_now('%Y %c %Z') }}",
+        "{{ messages | tojson(indent=1) }}{{ 'a <b>' | escape | urlize | wordwrap(2) | title }}{{ 1000 | filesizeformat }}",
+        "{{ 'é'.encode('idna') }}{{ 'é'.encode('utf-16') }}{{ [3, 1] | sort | batch(1) | list }}{{ {'a': 1} | xmlattr }}",
+        "{% for %}",
+        "{{ raise_exception('no') }}",
+        "{{ nothing.here.now }}",
+        "{{ 1 / 0 }}",
+        "{% break %}",
+    ],
+)
+def test_a_template_needs_no_file(source: str) -> None:
+    """The process renders what a process that may open files renders."""
+
+    outcomes = []
+    for make in (lambda: ChatTemplate(source, TOKENS, FIELD, name=FIELD), lambda: ClientTemplate(source, TOKENS)):
+        try:
+            outcomes.append(make().render(MESSAGES))
+        except (InvalidRequest, ConfigError) as error:
+            outcomes.append(error.message)
+    # a clock goes on
+    assert outcomes[0] == outcomes[1] or ("strftime_now" in source and outcomes[1][:2] == "20")

@@ -1,8 +1,9 @@
 """`ClientTemplate`: a chat template that came with a request, compiled and rendered in a process of its own.
 
 A template is a program. The sandbox and the budget of `template_budget.py` hold for an honest author; comparing two values that
-share their parts may still take exponential time in one operation. So the kernel limits the process: its processor time, its
-memory, and the files that it may write. A fork server (`client_template_process.py`) makes one process per rendering.
+share their parts may still take exponential time in one operation. So the kernel limits the process: its processor time and its
+memory. It opens no file, so that not even code that has left the sandbox reads a secret from the disk or from `/proc`. A fork
+server (`client_template_process.py`) makes one process per rendering.
 """
 
 from __future__ import annotations

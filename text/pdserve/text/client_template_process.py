@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import encodings
 import gc
+import importlib
 import os
+import pkgutil
 import resource
 import signal
 import socket
@@ -27,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 _PAGE_BYTES = resource.getpagesize()
 _PART_BYTES = 1 << 20
+_SAMPLE = "{{ [1] | tojson }}{{ strftime_now('%c') }}{{ 'x' | urlize | escape | title }}{{ [{'a': 1}] | groupby('a') | list }}"
 
 
 def main() -> None:
@@ -34,6 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the router goes on serving beside it
     os.nice(_NICENESS)
+    warm_up()
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         while True:
@@ -66,12 +71,26 @@ def in_child(control: socket.socket, task: socket.socket) -> int:
         os._exit(status)
 
 
+def warm_up() -> None:
+    """Load what a rendering loads at its first need, since a child opens no file."""
+    codecs = [f"encodings.{found.name}" for found in pkgutil.iter_modules(encodings.__path__)]
+    for name in ("html.entities", "jinja2.debug", "unicodedata", *codecs):
+        # some codecs are those of other systems
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for source in (_SAMPLE, "{% for %}", "{{ raise_exception('x') }}"):
+        answer(TemplateTask(source=source, special_tokens={}, messages=[], options={}, limits=TemplateLimits()))
+
+
 def limit(limits: TemplateLimits) -> None:
-    """Limit this process from now on; the kernel kills it, or refuses it memory."""
+    """Limit this process from now on; the kernel kills it, or refuses it memory and descriptors.
+
+    Without descriptors it opens no file: neither keys on the disk nor another process' environment in /proc.
+    """
     begins_with = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
     most = begins_with + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    for none in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+    for none in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE):
         resource.setrlimit(none, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
