@@ -182,12 +182,51 @@ def test_the_log_forgets_by_number_and_by_age():
         log.find("0", ALICE)
     assert log.find("1", ALICE).outcome == "stop"
     # the log holds less than the window: rates are taken over what it holds
+    assert log.recent(ANYBODY).requests_per_s == pytest.approx(100, rel=0.01)
     assert log.recent(ALICE).requests_per_s == pytest.approx(100, rel=0.01)
     clock.now_s += KEPT_S
     ended(log, clock, "new", 0.01)
     with pytest.raises(NotFound):
         log.find("1000", ALICE)
     assert [request.request_id for request in log.slowest(ALICE)] == ["new"]
+
+
+def test_a_tenant_displaces_no_others_requests():
+    """Each keeps its share, and a tenant's rates are taken over its own requests."""
+    log = RequestLog(clock=(clock := Clock()))
+    carol = Client(key_name="c", tenant="carol")
+    ended(log, clock, "alice", 1.0)
+    clock.now_s += 9
+    for number in range(2 * KEPT_REQUESTS):
+        ended(log, clock, f"bob{number}", 0.001, BOB)
+    assert log.find("alice", ALICE).outcome == "stop"
+    assert (log.recent(ALICE).window_s, log.recent(ALICE).num_requests) == (pytest.approx(12.048), 1)
+    assert (log.recent(BOB).window_s, log.recent(BOB).num_requests) == (pytest.approx(1.023), KEPT_REQUESTS - 1)
+    assert log.recent(ANYBODY).window_s == log.recent(BOB).window_s
+    for number in range(2 * KEPT_REQUESTS):
+        ended(log, clock, f"carol{number}", 0.0, carol)
+    kept = {each.tenant: log.recent(each).num_requests for each in (ALICE, BOB, carol)}
+    assert kept["alice"] == 1
+    assert abs(kept["bob"] - kept["carol"]) <= 1
+    assert sum(kept.values()) == log._num_ended == KEPT_REQUESTS
+
+
+def test_more_tenants_than_the_log_has_room_for():
+    log = RequestLog(clock=(clock := Clock()))
+    tenants = [Client(key_name="k", tenant=f"t{number}") for number in range(KEPT_REQUESTS + 10)]
+    for tenant in tenants:
+        ended(log, clock, tenant.tenant, 0.001, tenant)
+    assert [log.recent(each).num_requests for each in tenants] == [0] * 10 + [1] * KEPT_REQUESTS
+    assert log._num_ended == len(log._ended) == KEPT_REQUESTS
+
+
+def test_a_tenant_that_is_gone_gives_up_its_room():
+    log = RequestLog(clock=(clock := Clock()))
+    for number in range(100):
+        ended(log, clock, f"{number}", 0.01)
+    clock.now_s += KEPT_S + 1
+    ended(log, clock, "new", 0.01, BOB)
+    assert (log._num_ended, list(log._ended)) == (1, ["bob"])
 
 
 def test_the_slowest_are_of_the_client_and_bounded():

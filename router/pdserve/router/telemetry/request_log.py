@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
@@ -20,7 +20,7 @@ from pdserve.router.tenants.client import Client
 
 KEPT_REQUESTS = 1024
 KEPT_S = 600.0
-"""Limits of the log: number of ended requests, and seconds since the end."""
+"""Limits of the log: number of ended requests of all tenants, and seconds since the end."""
 WINDOW_S = 30.0
 """Seconds over which rates are taken."""
 _SERVICES = {
@@ -123,8 +123,21 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
             yield PhaseView(name="kv_transfer", service="decode", start_s=start, duration_s=transfer, overlaps=True)
 
 
+class _Kept:
+    """The last ended requests of one tenant."""
+
+    def __init__(self) -> None:
+        self.requests: deque[LoggedRequest] = deque()
+        self.lost_unix_ns = 0
+        """End of the newest request that others displaced; 0 if there is none."""
+
+
 class RequestLog:
-    """The last ended requests, and those under way, for use in the event loop. Contains no text of requests."""
+    """The last ended requests of each tenant, and those under way, for use in the event loop. Contains no text of requests.
+
+    All tenants share the room for `KEPT_REQUESTS`: when it is full, the tenant that has most loses its oldest, so that each keeps
+    as many as it would have if all had equally many.
+    """
 
     def __init__(self, *, clock: Callable[[], int] = now_unix_ns) -> None:
         """clock: Unix time in nanoseconds, which never goes back."""
@@ -132,7 +145,11 @@ class RequestLog:
         self.started_unix_ns = clock()
         # a trace whose request never started has no end
         self._under_way: weakref.WeakKeyDictionary[RequestTrace, AskedRequest] = weakref.WeakKeyDictionary()
-        self._ended: deque[LoggedRequest] = deque(maxlen=KEPT_REQUESTS)
+        self._ended: OrderedDict[str, _Kept] = OrderedDict()
+        """By tenant; last the one whose request ended last."""
+        self._num_ended = 0
+        self._lost_unix_ns = 0
+        """As `_Kept.lost_unix_ns`, of all tenants."""
 
     def began(self, record: RequestTrace, asked: AskedRequest) -> None:
         """Add a request that has arrived."""
@@ -141,7 +158,26 @@ class RequestLog:
     def ended(self, record: RequestTrace) -> None:
         """Move a request to the ended ones."""
         if (asked := self._under_way.pop(record, None)) is not None:
-            self._ended.append(LoggedRequest.of(asked, record.runs, self._clock(), has_ended=True))
+            now, tenant = self._clock(), asked.client.tenant
+            self._ended.setdefault(tenant, _Kept()).requests.append(
+                LoggedRequest.of(asked, record.runs, now, has_ended=True)
+            )
+            self._ended.move_to_end(tenant)
+            self._num_ended += 1
+            self._make_room(now - int(KEPT_S * 1e9))
+
+    def _make_room(self, oldest_unix_ns: int) -> None:
+        """Drop tenants without a request since this time, and what is too much."""
+        while next(iter(self._ended.values())).requests[-1].end_unix_ns < oldest_unix_ns:
+            _, kept = self._ended.popitem(last=False)
+            self._num_ended -= len(kept.requests)
+        if self._num_ended > KEPT_REQUESTS:
+            # the first of several that have equally many has been idle for longest
+            tenant, largest = max(self._ended.items(), key=lambda item: len(item[1].requests))
+            self._lost_unix_ns = largest.lost_unix_ns = largest.requests.popleft().end_unix_ns
+            self._num_ended -= 1
+            if not largest.requests:
+                del self._ended[tenant]
 
     def find(self, name: str, client: Client) -> RequestView:
         """The newest request with this id: the router's, also as a part of a response's or an engine's id, or the client's own.
@@ -158,7 +194,7 @@ class RequestLog:
                 return request.view(client)
         raise NotFound(
             f"no request {name[:_MAX_SHOWN_CHARS]!r} is known to this router: it keeps the last {KEPT_REQUESTS} "
-            f"requests for {KEPT_S:g} s after their end, of this client's tenant unless it is an operator"
+            f"requests for {KEPT_S:g} s after their end, fewer of a tenant while others need the room, and shows a tenant its own"
         )
 
     def slowest(self, client: Client) -> list[RequestView]:
@@ -174,10 +210,14 @@ class RequestLog:
         """Rates and percentiles of requests that ended lately."""
         now = self._clock()
         window_s = min(WINDOW_S, (now - self.started_unix_ns) / 1e9)
-        if len(self._ended) == KEPT_REQUESTS:
-            window_s = min(window_s, (now - self._ended[0].end_unix_ns) / 1e9)
+        lost_unix_ns = self._lost_unix_ns
+        if not client.sees_all:
+            kept = self._ended.get(client.tenant)
+            lost_unix_ns = kept.lost_unix_ns if kept is not None else 0
+        # within the window all requests are known
+        window_s = min(window_s, (now - lost_unix_ns) / 1e9)
         window_s = max(window_s, 1.0)
-        seen = list(self._seen(client, window_s))
+        seen = self._seen(client, window_s)
         ttfts = sorted(ttft for each in seen if each.timeline and (ttft := each.timeline.ttft_s) is not None)
         durations = sorted(each.duration_s for each in seen if not each.has_failed)
         num_prompt_tokens = sum(each.num_prompt_tokens for each in seen)
@@ -199,14 +239,17 @@ class RequestLog:
     def _seen_under_way(self, client: Client) -> list[tuple[RequestTrace, AskedRequest]]:
         return [(record, asked) for record, asked in self._under_way.items() if _may_see(client, asked)]
 
-    def _seen(self, client: Client, max_age_s: float) -> Iterator[LoggedRequest]:
+    def _seen(self, client: Client, max_age_s: float) -> list[LoggedRequest]:
         """Ended requests that the client may see, the last one first."""
         oldest = self._clock() - max_age_s * 1e9
-        for request in reversed(self._ended):
-            if request.end_unix_ns < oldest:
-                return
-            if _may_see(client, request.asked):
-                yield request
+        seen = [
+            request
+            for tenant, kept in self._ended.items()
+            if client.sees_all or tenant == client.tenant
+            for request in kept.requests
+            if request.end_unix_ns >= oldest
+        ]
+        return sorted(seen, key=lambda request: request.end_unix_ns, reverse=True)
 
 
 def _may_see(client: Client, asked: AskedRequest) -> bool:
