@@ -1,4 +1,4 @@
-"""openai-agents over its chat model."""
+"""openai-agents over its chat model, and with the name of a model alone, over its default, the Responses API."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from agents import (
     OpenAIChatCompletionsModel,
     Runner,
     function_tool,
+    set_default_openai_client,
     set_tracing_disabled,
 )
+from agents.models import _openai_shared
 from openai import AsyncOpenAI
 from pydantic import Field
 
@@ -81,3 +83,45 @@ async def test_an_agent_calls_a_tool(model: Any, stream: bool) -> None:
 async def test_an_output_type(model: Any) -> None:
     agent = Agent(name="a", model=model, output_type=City, model_settings=ModelSettings(temperature=0))
     assert isinstance((await Runner.run(agent, QUESTION)).final_output, City)
+
+
+@pytest.fixture(params=["client", "environment"])
+async def default_server(
+    base_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[None]:
+    """The package's default client is one of pdserve, given to it or found by the variables of the openai package."""
+    monkeypatch.setattr(_openai_shared, "_default_openai_client", None)
+    if request.param == "environment":
+        monkeypatch.setenv("OPENAI_BASE_URL", base_url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        yield
+        return
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        set_default_openai_client(client, use_for_tracing=False)
+        yield
+
+
+@pytest.mark.usefixtures("default_server")
+async def test_the_name_of_a_model_alone() -> None:
+    calls = []
+
+    @function_tool
+    def add(a: Number, b: Number) -> str:
+        """Add two numbers."""
+        calls.append((a, b))
+        return str(a + b)
+
+    done = await Runner.run(Agent(name="a", model="demo"), QUESTION)
+    assert done.final_output
+    assert str(done.last_response_id).startswith("resp_")
+    greedy = Agent(name="a", model="demo", model_settings=ModelSettings(temperature=0))
+    assert (await Runner.run(greedy, QUESTION)).final_output == ANSWER
+    streamed = Runner.run_streamed(greedy, QUESTION)
+    kinds = [event.type async for event in streamed.stream_events()]
+    assert "raw_response_event" in kinds
+    assert streamed.final_output == ANSWER
+    settings = ModelSettings(temperature=0, tool_choice="required", parallel_tool_calls=False, max_tokens=300)
+    await Runner.run(Agent(name="a", model="demo", tools=[add], model_settings=settings), "What is 7 plus 5?")
+    assert len(calls) == 1
+    form = Agent(name="a", model="demo", output_type=City, model_settings=ModelSettings(temperature=0))
+    assert isinstance((await Runner.run(form, QUESTION)).final_output, City)
