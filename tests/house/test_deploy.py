@@ -163,6 +163,23 @@ def test_the_systemd_unit_starts_each_service_and_lets_it_drain() -> None:
     assert service["LimitCORE"] == "0", "a core has prompts and keys in it"
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    program = tmp_path / ".venv/bin/pdserve"
+    program.parent.mkdir(parents=True)
+    program.symlink_to("/bin/true")
+    text = (ROOT / "deploy/systemd/pdserve@.service").read_text().replace("/opt/pdserve", str(tmp_path))
+
+    def complaints(unit: str) -> str:
+        (tmp_path / "pdserve@.service").write_text(unit)
+        command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pdserve@.service")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+        return done.stdout + done.stderr
+
+    assert complaints(text) == ""
+    assert "strickt" in complaints(text.replace("ProtectSystem=strict", "ProtectSystem=strickt"))
+
+
 def test_no_service_has_the_key_of_another() -> None:
     at_tls = {
         name: {volume.split(":")[0] for volume in COMPOSE["services"][name].get("volumes", []) if "tls-" in volume}
