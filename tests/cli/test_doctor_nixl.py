@@ -70,7 +70,10 @@ def test_a_package_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     assert "install" not in findings[0].advice
 
 
-@pytest.mark.parametrize(("installed", "advice"), [("", "pip install 'pdserve[nixl]'"), ("1.5.0", "look at UCX_TLS")])
+@pytest.mark.parametrize(
+    ("installed", "advice"),
+    [("", "in pdserve's repository: .venv/bin/python deploy/install.py nixl"), ("1.5.0", "look at UCX_TLS")],
+)
 def test_the_advice_is_to_install_it_only_where_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, installed: str, advice: str
 ) -> None:

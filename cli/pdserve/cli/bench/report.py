@@ -123,8 +123,8 @@ def plots(records: Sequence[RequestRecord]) -> dict[str, bytes]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "--html and --plots need matplotlib, which is not installed: run `python deploy/install.py bench`, or "
-            "`pip install 'pdserve[bench]'`"
+            "--html and --plots need matplotlib, which is not installed: in pdserve's repository, "
+            ".venv/bin/python deploy/install.py bench"
         ) from error
     answered = [record for record in records if record.error is None]
     latencies = [Latencies.of(record) for record in answered]

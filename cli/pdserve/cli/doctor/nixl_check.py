@@ -15,7 +15,7 @@ from pdserve.kv_transfer.nixl.nixl_probe import NixlView, ReadView, UcxTransport
 _PROBE = "pdserve.kv_transfer.nixl.nixl_probe"
 _KINDS = ("shared memory", "RDMA", "CUDA IPC", "TCP")
 _WITHOUT = "or set connector=tcp, and nothing looks for it"
-_INSTALL = f"pip install 'pdserve[nixl]'; {_WITHOUT}"
+_INSTALL = f"in pdserve's repository: .venv/bin/python deploy/install.py nixl; {_WITHOUT}"
 _REPAIR = f"look at UCX_TLS, at drivers and at the installed package; {_WITHOUT}"
 _AGAIN = f"the machine may be busy, or a driver hangs: run the doctor again when it is idle; {_WITHOUT}"
 _NO_READ = (

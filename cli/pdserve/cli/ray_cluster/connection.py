@@ -34,7 +34,9 @@ def ray_workers(
     reservation. verbose: print what workers write at their nodes. Raises: ConfigError in one line.
     """
     if find_spec("ray") is None:
-        raise ConfigError("--ray needs the package ray: pip install 'pdserve[ray]'")
+        raise ConfigError(
+            "--ray needs the package ray: in pdserve's repository, .venv/bin/python deploy/install.py ray"
+        )
     _look_at_port(address, min(timeout_s, _LOOK_AT_PORT_S))
     _connect(address, timeout_s, verbose)
 
