@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -10,10 +11,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.cli.main import app
+from pdserve.cli.main import app, main
 from pdserve.cli.status_client import StatusClient
 from pdserve.cli.status_text import count, one_line_waterfall, seconds
-from pdserve.common.errors import ConfigError, NotFound, PdServeError
+from pdserve.common.errors import ConfigError, NotFound, PdServeError, PeerError
 from pdserve.router.telemetry.status_view import PhaseView, QueueView, RecentView, RequestView, StatusView, WorkerView
 
 PHASES = [
@@ -145,18 +146,31 @@ def test_an_answer_that_cannot_be_shown_is_one_error(
     assert isinstance(failure.value, NotFound) == ("keeps" in told)
 
 
-def test_a_refused_key_and_a_router_that_is_not_there_end_with_2(serve: Callable[[int, bytes], str]) -> None:
+def test_a_refused_key_and_a_router_that_is_not_there_are_failures(serve: Callable[[int, bytes], str]) -> None:
     url = serve(200, b"{}")
     with (
         StatusClient(url, "another-key") as client,
-        pytest.raises(ConfigError, match=r"status 401 \(PDSERVE_API_KEY\)"),
+        pytest.raises(PeerError, match=r"status 401 \(PDSERVE_API_KEY\)"),
     ):
         client.status()
     with (
         StatusClient("127.0.0.1:1", None) as client,
-        pytest.raises(ConfigError, match="no router answers at http://127"),
+        pytest.raises(PeerError, match="no router answers at http://127"),
     ):
         client.status()
+
+
+@pytest.mark.parametrize("command", [["top", "--once"], ["trace", "x"]])
+@pytest.mark.parametrize(("url", "status"), [("127.0.0.1:1", 1), ("http://127.0.0.1:x", 2)])
+def test_the_exit_status_is_that_of_the_document(
+    command: list[str], url: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 for a request that failed, 2 for an option that cannot be used (docs/command_line.md)."""
+    monkeypatch.setattr(sys, "argv", ["pdserve", *command, "--url", url])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1e9"])

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from pdserve.cli.bench.endpoints import tls_options
-from pdserve.common.errors import ConfigError, NotFound
+from pdserve.common.errors import ConfigError, NotFound, PeerError
 from pdserve.common.security.tls import ClientTls
 from pdserve.router.telemetry.status_view import RequestView, StatusView
 
@@ -48,11 +48,11 @@ class StatusClient:
         self._client.close()
 
     def status(self) -> StatusView:
-        """The router's status. Raises: ConfigError without a usable answer."""
+        """The router's status. Raises: PeerError without a usable answer."""
         return self._get("/debug/status", StatusView)
 
     def request(self, request_id: str) -> RequestView:
-        """One request. Raises: NotFound for an unknown id; ConfigError without a usable answer."""
+        """One request. Raises: NotFound for an unknown id; PeerError without a usable answer."""
         return self._get(f"/debug/requests/{quote(request_id, safe='')}", RequestView)
 
     def _get(self, path: str, kind: type[T]) -> T:
@@ -62,15 +62,15 @@ class StatusClient:
                 for data in reply.iter_bytes():
                     body += data
                     if len(body) > MAX_ANSWER_BYTES:
-                        raise ConfigError(f"the answer of {self._url} has more than {MAX_ANSWER_BYTES} bytes")
+                        raise PeerError(f"the answer of {self._url} has more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ConfigError(f"no router answers at {self._url}: {str(error) or type(error).__name__}") from None
+            raise PeerError(f"no router answers at {self._url}: {str(error) or type(error).__name__}") from None
         if reply.status_code != httpx.codes.OK:
             self._refuse(reply.status_code, body)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self._url}{path} is not the answer of a pdserve router: {error}") from None
+            raise PeerError(f"{self._url}{path} is not the answer of a pdserve router: {error}") from None
 
     def _refuse(self, status: int, body: bytes) -> None:
         try:
@@ -80,7 +80,7 @@ class StatusClient:
         if status == httpx.codes.NOT_FOUND and message.startswith("no request "):
             raise NotFound(message)
         hint = " (PDSERVE_API_KEY)" if status == httpx.codes.UNAUTHORIZED else ""
-        raise ConfigError(f"{self._url} answers with status {status}{': ' if message else ''}{message}{hint}")
+        raise PeerError(f"{self._url} answers with status {status}{': ' if message else ''}{message}{hint}")
 
 
 def plain(text: str) -> str:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pdserve.cli.status_client import StatusClient, plain
 from pdserve.cli.status_text import count, legend, meter, one_line_waterfall, outcome, seconds
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, PeerError
 from pdserve.router.telemetry.status_view import StatusView, WorkerView
 
 MIN_INTERVAL_S = 0.2
@@ -29,7 +29,7 @@ _STATES = {"live": "green", "draining": "yellow"}
 def run_top(client: StatusClient, interval_s: float, *, once: bool) -> None:
     """Show frames until `q`, Ctrl-C or end of input; `once` prints one.
 
-    Raises: ConfigError for an interval out of range, and if the router does not answer at the start; later a frame says so.
+    Raises: ConfigError for an interval out of range; PeerError if the router does not answer at the start; later a frame says so.
     """
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError(f"--interval is {interval_s:g}, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} s are allowed")
@@ -50,7 +50,7 @@ def _follow(client: StatusClient, status: StatusView, interval_s: float, console
             error = ""
             try:
                 status = client.status()
-            except ConfigError as failure:
+            except PeerError as failure:
                 error = failure.message
             live.update(frame(status, console.width, error, console.height), refresh=True)
 
