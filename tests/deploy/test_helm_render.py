@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -243,6 +244,25 @@ def test_selectors_choose_the_pods_of_their_component() -> None:
                 expected = {component} if component else {"router", "prefill", "decode"}
                 # a ServiceMonitor chooses a Service, by the labels of that
                 assert chosen == expected, f"{name} {kind} {component}"
+
+
+def test_rules_are_the_alerts_for_the_pods_of_the_release() -> None:
+    [rule] = of_kind("everything", "PrometheusRule").values()
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    [group] = rule["spec"]["groups"]
+    [source] = yaml.safe_load((CHART.parents[1] / "prometheus/alerts.yml").read_text())["groups"]
+    changed = [(made, given) for made, given in zip(group["rules"], source["rules"], strict=True) if made != given]
+    [(down, _)] = changed
+    # jobs have other names under the operator; labels are those that the monitor copies
+    assert down["expr"] == (
+        'up{app_kubernetes_io_instance="release",app_kubernetes_io_component=~"router|prefill|decode"} == 0'
+    )
+    [monitor] = of_kind("everything", "ServiceMonitor").values()
+    copied = {re.sub(r"[^a-z]", "_", label) for label in monitor["spec"]["podTargetLabels"]}
+    assert copied == set(re.findall(r"app_\w+", down["expr"]))
+    assert not of_kind("minimal", "PrometheusRule")
+    with pytest.raises(Exception, match=r"monitoring\.rules\.enabled needs monitoring\.kind"):
+        render({"monitoring": {"rules": {"enabled": True}}})
 
 
 def test_what_scales_scales_a_deployment_without_replicas() -> None:

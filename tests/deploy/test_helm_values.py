@@ -165,3 +165,8 @@ def test_pods_are_of_the_image_and_of_the_release() -> None:
     [version] = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert chart["version"] == chart["appVersion"] == version
     assert VALUES["drainSeconds"] == RouterSettings().drain_s == PrefillSettings().drain_s
+
+
+def test_the_chart_has_the_alerts_of_the_repository() -> None:
+    """A chart contains its files, so that these are a copy."""
+    assert (CHART / "files/alerts.yml").read_bytes() == (ROOT / "deploy/prometheus/alerts.yml").read_bytes()
