@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import openai
 import pytest
 
-from tests.router.fake_worker import said
+from tests.router.fake_worker import ADMITTED, forever, play, said
 
 
 @pytest.fixture
@@ -49,3 +51,24 @@ async def test_chat_streamed(client, cluster):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said(6)
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+async def test_vllms_ping_and_load(cluster):
+    await cluster.start(api_keys=("0123456789abcdef",))
+    headers = {"authorization": "Bearer 0123456789abcdef"}
+    for method in ("GET", "POST"):
+        assert (await cluster.http.request(method, "/ping")).status_code == 200
+    assert (await cluster.http.get("/load")).status_code == 401
+    assert (await cluster.http.get("/load", headers=headers)).json() == {"server_load": 0}
+    decode = cluster.of("decode")
+    decode.script = play(ADMITTED, forever)
+    body = {"prompt": "hello", "max_tokens": 5}
+    asking = asyncio.create_task(cluster.http.post("/v1/completions", json=body, headers=headers))
+    await decode.called(1)
+    assert (await cluster.http.get("/load", headers=headers)).json() == {"server_load": 1}
+    asking.cancel()
+    await cluster.idle()
+    assert (await cluster.http.get("/load", headers=headers)).json() == {"server_load": 0}
+    await decode.kill()
+    await cluster.live(prefill=1, decode=0)
+    assert (await cluster.http.get("/ping")).status_code == 503

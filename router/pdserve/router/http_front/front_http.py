@@ -65,6 +65,9 @@ class HttpFront:
         routes = [
             *DebugHttp(inference, self._keys).routes,
             Route("/health", self.health, methods=["GET"]),
+            Route("/ping", self.health, methods=["GET"], name="ping"),
+            Route("/ping", self.health, methods=["POST"], name="ping_by_post"),
+            Route("/load", self.load, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
@@ -98,6 +101,11 @@ class HttpFront:
             "workers": self._inference.fleet.counts(),
         }
         return json_response(content, 200 if healthy else 503)
+
+    async def load(self, request: Request) -> Response:
+        """Number of requests in the router, in vLLM's shape."""
+        await self._authenticate(request)
+        return json_response({"server_load": self._inference.admission.num_requests})
 
     async def ready(self, request: Request) -> Response:
         """Status 200 if a request could be served now."""

@@ -33,11 +33,11 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/detokenize": DetokenizeBody,
 }
 """Path -> type that decodes its body."""
-OPEN_PATHS = ("/", "/health", "/ready", "/live", "/openapi.json", "/docs")
+OPEN_PATHS = ("/", "/health", "/ping", "/ready", "/live", "/openapi.json", "/docs")
 """Paths that need no API key."""
 STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Paths that answer with server-sent events if the body asks for them."""
-PROBE_PATHS = ("/health", "/ready")
+PROBE_PATHS = ("/health", "/ping", "/ready")
 """Paths whose answer has the same form with status 503."""
 MEDIA_TYPES = {
     "/": "text/html",
@@ -57,6 +57,8 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "/tokenize": ("count", "max_model_len", "tokens", "token_strs"),
     "/detokenize": ("prompt",),
     "/health": ("status", "requests", "workers"),
+    "/ping": ("status", "requests", "workers"),
+    "/load": ("server_load",),
     "/version": ("version",),
 }
 """Path -> fields that every answer has; answers of other paths are described by `docs/`."""
