@@ -59,10 +59,13 @@ def ray_nodes(num_nodes: int) -> Iterator[RayNodes]:
 
 def _ray_nodes(num_nodes: int, folder: Path) -> Iterator[RayNodes]:
     program = Path(__file__).with_name("ray_nodes.py")
+    # Ray writes the address of its last cluster into this folder, which it makes only for a cluster in the default place
+    (folder / "ray").mkdir()
+    environ = os.environ | {"RAY_TMPDIR": str(folder)}
     with (folder / "nodes").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, str(program), str(num_nodes), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=log, text=True, start_new_session=True,
+            stderr=log, text=True, start_new_session=True, env=environ,
         )  # fmt: skip
     started: list[psutil.Process] = []
     try:
