@@ -61,7 +61,7 @@ def test_no_rows_and_no_keys_make_no_pieces() -> None:
 
 def test_tiles_cover_each_query_token_once_with_its_position() -> None:
     query_lens, seq_lens = lens(1, 1, 20, 16, 1, 33), lens(9, 0, 50, 16, 7, 34)
-    tiles = cut_into_tiles(query_lens, seq_lens, 2, 16)
+    tiles = cut_into_tiles(query_lens, seq_lens, np.arange(2, 6), 16)
     assert tiles.dtype == np.int32
     assert sorted(tiles.tolist()) == [
         [2, 2, 16, 30, 50],
@@ -76,5 +76,10 @@ def test_tiles_cover_each_query_token_once_with_its_position() -> None:
     assert ends == sorted(ends, reverse=True)
 
 
+def test_only_the_named_sequences_are_cut() -> None:
+    tiles = cut_into_tiles(lens(1, 20, 16, 5), lens(9, 20, 16, 7), lens(1, 3), 16)
+    assert sorted(tiles.tolist()) == [[1, 1, 16, 0, 20], [1, 17, 4, 16, 20], [3, 37, 5, 2, 7]]
+
+
 def test_a_step_without_chunks_has_no_tiles() -> None:
-    assert cut_into_tiles(lens(1, 1), lens(5, 6), 2, 16).shape == (0, 5)
+    assert cut_into_tiles(lens(1, 1), lens(5, 6), lens(), 16).shape == (0, 5)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.kernels.make_attention import AttentionBackendError, _fastest, make_attention
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.pretend_device import pretended_device
@@ -62,22 +63,25 @@ def test_every_device_has_a_back_end() -> None:
         assert isinstance(make_attention("auto", torch.zeros(4, 1, 2, 2, 4, 8, device=device)), TorchAttentionBackend)
 
 
-def test_triton_needs_a_gpu(kv_cache: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["triton", "sdpa"])
+def test_triton_needs_a_gpu(name: str, kv_cache: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(AttentionBackendError, match="'triton', which needs a GPU; the device is 'cpu'"):
-        make_attention("triton", kv_cache)
+    with pytest.raises(AttentionBackendError, match=f"'{name}', which needs a GPU; the device is 'cpu'"):
+        make_attention(name, kv_cache)
     monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: None)
-    with pytest.raises(AttentionBackendError, match="'triton', but the package triton is not installed"):
-        make_attention("triton", kv_cache)
+    with pytest.raises(AttentionBackendError, match=f"'{name}', but the package triton is not installed"):
+        make_attention(name, kv_cache)
 
 
 def test_a_gpu_without_triton_has_the_torch_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: ModuleSpec(name, None))
-    assert _fastest(torch.device("cuda")) == "triton"
-    assert _fastest(torch.device("cpu")) == "torch"
-    monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: None)
-    assert _fastest(torch.device("cuda")) == "torch"
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr("pdserve.kernels.make_attention.TorchAttentionBackend", lambda cache: "torch")
+    monkeypatch.setattr("pdserve.kernels.make_attention._make_triton", lambda name, cache: f"triton, {name}")
+    for is_there, expected in ((True, "triton, auto"), (False, "torch")):
+        spec = ModuleSpec("triton", None) if is_there else None
+        monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name, spec=spec: spec)
+        assert make_attention("auto", on_gpu) == expected  # type: ignore[arg-type]
 
 
 def test_a_plug_in_is_made_over_the_cache(kv_cache: Tensor, plugin_folder: Path) -> None:
@@ -87,7 +91,7 @@ def test_a_plug_in_is_made_over_the_cache(kv_cache: Tensor, plugin_folder: Path)
 
 def test_an_unknown_name_lists_what_there_is(kv_cache: Tensor, plugin_folder: Path) -> None:
     install(plugin_folder, f"mine = {PLUGIN}:Mine")
-    message = "attention_backend is 'yours', which is not installed; there are auto, torch, triton, mine"
+    message = "attention_backend is 'yours', which is not installed; there are auto, torch, triton, sdpa, mine"
     with pytest.raises(AttentionBackendError, match=message):
         make_attention("yours", kv_cache)
     assert PLUGIN not in sys.modules

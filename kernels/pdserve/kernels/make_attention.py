@@ -7,10 +7,11 @@ an `AttentionBackend`. An entry point is imported only if the setting names it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
@@ -24,28 +25,34 @@ class AttentionBackendError(Exception):
     """The setting names a back end that is not installed, or that cannot be made over this cache."""
 
 
-def _make_triton(kv_cache: Tensor) -> AttentionBackend:
+def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> AttentionBackend:
+    """name: `auto` for what the table of the device's architecture says."""
     device = kv_cache.device
     if find_spec("triton") is None:
-        raise AttentionBackendError("attention_backend is 'triton', but the package triton is not installed")
+        raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")
     # imported here, so that a processor that serves does not spend the time and memory
     import triton
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise AttentionBackendError(f"attention_backend is 'triton', which needs a GPU; the device is {str(device)!r}")
+        raise AttentionBackendError(f"attention_backend is {name!r}, which needs a GPU; the device is {str(device)!r}")
     from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 
-    return TritonAttentionBackend(kv_cache)
+    return TritonAttentionBackend(kv_cache, None if name == "auto" else name)
+
+
+def _make_auto(kv_cache: Tensor) -> AttentionBackend:
+    """Triton's on a GPU where it is installed, else torch's."""
+    if kv_cache.device.type == "cuda" and find_spec("triton") is not None:
+        return _make_triton("auto", kv_cache)
+    return TorchAttentionBackend(kv_cache)
 
 
 _BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {
+    AUTO: _make_auto,
     "torch": TorchAttentionBackend,
-    "triton": _make_triton,
+    "triton": partial(_make_triton, "triton"),
+    "sdpa": partial(_make_triton, "sdpa"),
 }
-
-
-def _fastest(device: torch.device) -> str:
-    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
 
 
 def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
@@ -54,13 +61,11 @@ def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
     name: `auto` for the fastest back end of the cache's device, a built-in back end, or an entry point. kv_cache: `[num_blocks,
     Hkv, L, 2, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
     """
-    if name == AUTO:
-        name = _fastest(kv_cache.device)
     if name in _BUILT_IN:
         return _BUILT_IN[name](kv_cache)
     points = _installed().get(name, [])
     if len(points) != 1:
-        there = ", ".join([AUTO, *_BUILT_IN, *sorted(_installed())])
+        there = ", ".join([*_BUILT_IN, *sorted(_installed())])
         found = (
             f"is installed {len(points)} times: {', '.join(point.value for point in points)}"
             if points

@@ -61,8 +61,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `triton` on GPUs; any other name is
-    an entry point of the group `pdserve.attention_backends`, imported only when this setting names it."""
+    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `triton` on GPUs, as `sdpa`, which
+    is `triton` with torch's fused attention within full prompt chunks; any other name is an entry point of the group
+    `pdserve.attention_backends`, imported only when this setting names it."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
     `triton` on a GPU where it is installed."""
@@ -158,7 +159,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(f"logits_processors has {name!r}, each entry must be a name and stand there once")
         if not self.attention_backend.strip():
             raise ConfigError(
-                f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, or a plug-in's"
+                f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, sdpa, or a plug-in's"
             )
         self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars")
         if not 0 < self.run_ahead_share <= 1:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pdserve.kernels.triton.launch_configs import INTERPRETER
+
+Prefill = Literal["triton", "sdpa"]
+"""`triton`: one launch for all chunks; `sdpa`: full chunks attend to themselves in torch's fused attention, and to earlier keys in
+our kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +29,18 @@ class AttentionConfigs:
     """Keys of a prefill tile."""
     prefill_warps: int = 8
     prefill_stages: int = 2
+    prefill: Prefill = "triton"
+    """What `attention_backend` `auto` means."""
+    full_chunk: int = 256
+    """A chunk is full if its number of tokens is a multiple of this: cuDNN makes a plan per number of tokens, which takes time."""
+    fused: tuple[str, ...] = ("flash",)
+    """Kernels of `fused_attention`, the preferred one first."""
 
 
 _WIDE = 128
 """Heads with more numbers need smaller tiles, or a program's sums would not fit its registers."""
 _AMPERE = AttentionConfigs(decode_programs=2 * 108)
-_HOPPER = replace(_AMPERE, decode_programs=2 * 132, prefill_rows=128, prefill_stages=3)
+_HOPPER = replace(_AMPERE, decode_programs=2 * 132, prefill_rows=128, prefill_stages=3, fused=("cudnn", "flash"))
 _TABLE = {
     "sm_80": _AMPERE,
     "sm_90": _HOPPER,
@@ -37,9 +48,15 @@ _TABLE = {
     "sm_120": replace(_AMPERE, decode_programs=2 * 170),
     "gfx942": replace(_AMPERE, decode_programs=2 * 304, decode_stages=2, prefill_keys=32),
     # a few programs, and tiles so small that short tests have several
-    INTERPRETER: AttentionConfigs(decode_programs=3),
+    INTERPRETER: AttentionConfigs(decode_programs=3, full_chunk=3),
 }
-_SMALL = {"decode_keys": 32, "decode_stages": 2, "prefill_rows": 32, "prefill_keys": 32, "prefill_warps": 4}
+_SMALL: dict[str, Any] = {
+    "decode_keys": 32,
+    "decode_stages": 2,
+    "prefill_rows": 32,
+    "prefill_keys": 32,
+    "prefill_warps": 4,
+}
 _WIDE_TABLE = {name: replace(configs, **_SMALL) for name, configs in _TABLE.items()} | {
     "sm_90": replace(_HOPPER, decode_keys=32, prefill_rows=64, prefill_keys=32),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +12,8 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
 from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -34,16 +38,17 @@ def add_tiles(
 
 @triton.jit(do_not_specialize=["layer"])
 def attend_tiles(
-    q, pages, tables, tiles, out, layer, scale, softcap,
-    q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride,
+    q, pages, tables, tiles, out, lse, layer, scale, softcap,
+    q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride, lse_token_stride, lse_head_stride,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`softmax(cap(scale q k^T) + mask) v` of one tile: BLOCK_M // G tokens with the G query heads of one KV head each.
 
     So keys are read once for G heads. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the tiles at the
-    edges of what the rows see need a mask. WINDOW 0: none. Reference: `attend_prefill`.
+    edges of what the rows see need a mask. WINDOW 0: none. With JOIN, out `[T, Hq, D]` already has the result over other keys,
+    with the natural logarithm of its denominators in lse, and becomes the result over both. Reference: `attend_prefill`.
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     tile = tiles + tl.program_id(0) * 5
@@ -78,9 +83,17 @@ def attend_tiles(
         full_begin = tl.maximum(first_position + num_rows - WINDOW + BLOCK_N - 1, 0) // BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
 
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    places = rows[:, None] * (HKV * G * D) + heads[:, None] * D + d[None, :]
+    if JOIN:
+        of_row = (token < num_rows) & (m < TOKENS * G)
+        # that result is one key's value, with the weight of all keys that it comes from
+        best = tl.load(lse + rows * lse_token_stride + heads * lse_head_stride, mask=of_row, other=0.0) * LOG2E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+        acc = tl.load(out + places, mask=here, other=0.0).to(tl.float32)
+    else:
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOW > 0:
         best, total, acc = add_tiles(
             queries, keys, table, position, begin, full_begin, last_key, best, total, acc, scale, softcap, block_stride,
@@ -96,7 +109,6 @@ def attend_tiles(
     )  # fmt: skip
     # rows of no token may have seen no key
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    places = rows[:, None] * (HKV * G * D) + heads[:, None] * D + d[None, :]
     tl.store(out + places, result.to(out.dtype.element_ty), mask=here)
 
 
@@ -112,13 +124,52 @@ def prefill_attention(
 ) -> None:
     """One launch. q `[T, Hq, D]`, rows may be strided; tables `[B, N]` int32; tiles `[n, 5]` int32, of `cut_into_tiles` with
     `head_tile(...).prefill_tokens` -> rows of these tiles in out `[T, Hq, D]`, contiguous."""
+    _launch(
+        q, kv_cache, layer, tables, tiles, spec, out, configs, window=spec.window or 0, causal=spec.causal, lse=None
+    )
+
+
+def add_context(
+    q: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    tables: Tensor,
+    tiles: Tensor,
+    spec: AttentionSpec,
+    out: Tensor,
+    lse: Tensor,
+    configs: AttentionConfigs,
+) -> None:
+    """One launch that adds keys, all of which each row sees, to a result over other keys.
+
+    As `prefill_attention`, but tiles list the sequences' keys before the chunk as all their tokens; out `[T, Hq, D]`, contiguous,
+    has the result over other keys and becomes the one over both; lse `[T, Hq]` float32, strided: the natural logarithm of its
+    denominators.
+    """
+    _launch(q, kv_cache, layer, tables, tiles, spec, out, configs, window=0, causal=False, lse=lse)
+
+
+def _launch(
+    q: Tensor,
+    kv_cache: Tensor,
+    layer: int,
+    tables: Tensor,
+    tiles: Tensor,
+    spec: AttentionSpec,
+    out: Tensor,
+    configs: AttentionConfigs,
+    *,
+    window: int,
+    causal: bool,
+    lse: Tensor | None,
+) -> None:
     tile = head_tile(spec, kv_cache, configs)
     scale, softcap = softmax_scales(spec)
     attend_tiles[(tiles.shape[0], spec.num_kv_heads)](
-        q, kv_cache, tables, tiles, out, layer, scale, softcap,
-        q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0),
+        q, kv_cache, tables, tiles, out, out if lse is None else lse, layer, scale, softcap,
+        q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0), *((0, 0) if lse is None else lse.stride()),
         HKV=spec.num_kv_heads, G=tile.group, D=spec.head_dim, BS=kv_cache.shape[4],
-        BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=spec.window or 0,
-        CAUSAL=spec.causal, SOFTCAP=spec.softcap is not None, PRECISION=tile.precision,
+        BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
+        CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, PRECISION=tile.precision,
         num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,
     )  # fmt: skip

@@ -9,15 +9,14 @@ FIELDS = 5
 
 
 def cut_into_tiles(
-    query_lens: NDArray[np.int64], seq_lens: NDArray[np.int64], first_seq: int, tile_tokens: int
+    query_lens: NDArray[np.int64], seq_lens: NDArray[np.int64], sequences: NDArray[np.int64], tile_tokens: int
 ) -> NDArray[np.int32]:
-    """Tiles of sequences `first_seq..B-1`.
+    """Tiles of some sequences.
 
-    query_lens and seq_lens `[B]`; tile_tokens: query tokens of a tile -> `[n, 5]`: sequence, first row of the batch, number of
-    rows, position of the first one, tokens of the sequence. Tiles that see the most keys come first, so that short ones fill the
-    end of a launch.
+    query_lens and seq_lens `[B]`; sequences: numbers of those that are cut; tile_tokens: query tokens of a tile -> `[n, 5]`:
+    sequence, first row of the batch, number of rows, position of the first one, tokens of the sequence. Tiles that see the most
+    keys come first, so that short ones fill the end of a launch.
     """
-    sequences = np.arange(first_seq, len(query_lens))
     counts = -(-query_lens[sequences] // tile_tokens)
     sequences = np.repeat(sequences, counts)
     starts = (np.arange(len(sequences)) - np.repeat(counts.cumsum() - counts, counts)) * tile_tokens
