@@ -30,7 +30,7 @@ class AttentionConfigs:
     prefill_warps: int = 8
     prefill_stages: int = 2
     prefill: Prefill = "triton"
-    """What `attention_backend` `auto` means."""
+    """The meaning of `attention_backend` `auto`."""
     full_chunk: int = 256
     """A chunk is full if its number of tokens is a multiple of this: cuDNN makes a plan per number of tokens, which takes time."""
     fused: tuple[str, ...] = ("flash",)
