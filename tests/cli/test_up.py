@@ -33,6 +33,8 @@ from tests.support.waiting import HANG_S, wait_until
     ("arguments", "line"),
     [
         (["up", "--port", "{port}"], "port (OpenAI HTTP): cannot listen on 127.0.0.1:{port}: Address already in use: "),
+        # ports are tried before a model is looked for
+        (["up", "--grpc-port", "{port}", "/no/such"], "grpc_port (gRPC): cannot listen on 127.0.0.1:{port}: "),
         (["up", "--host", "0.0.0.0"], "host is '0.0.0.0', which is not loopback: "),
         (["up", "a", "--model", "b"], "MODEL is 'a' and --model is 'b': give one of them"),
         (["up", "--port", "0", "--grpc-port", "0", "/no/such"], "model '/no/such': no such folder"),
