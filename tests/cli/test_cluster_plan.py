@@ -60,6 +60,14 @@ def test_what_was_asked_for_comes_after_what_up_chooses_itself() -> None:
     assert (prefill.settings.num_threads, prefill.settings.log_level) == (9, "warning")
 
 
+@pytest.mark.parametrize(("cores", "first"), [({4, 5, 6}, [4, 5, 6]), ({4, 5}, [None, None, None])])
+def test_workers_get_cores_of_their_own_from_those_that_the_cluster_may_use(
+    monkeypatch: pytest.MonkeyPatch, cores: set[int], first: list[int | None]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
+    assert [child.settings.cpu_core for child in plan(decode=2).children] == first
+
+
 def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "up.toml"
     file.write_text('port = 1\ngrpc_port = 2\nlog_level = "error"\nmax_model_len = 30\n[router]\nmax_attempts = 7\n')

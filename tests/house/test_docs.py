@@ -165,6 +165,17 @@ def test_every_rule_of_security_names_its_tests() -> None:
         assert re.fullmatch(r"(`?tests/[\w/]+/test_\w+\.py`?(, )?)+", tests), f"{rule}: {tests}"
 
 
+def test_every_promise_to_users_is_shown_by_a_test_or_a_page() -> None:
+    table = re.findall(r"^\| (?!promise|---)(.+) \| (.+) \|$", (ROOT / "docs/users.md").read_text(), re.MULTILINE)
+    assert len(table) > 40
+    for promise, shown in table:
+        tests = re.findall(r"`(tests/[\w/]+/test_\w+\.py)::(test_\w+)`", shown)
+        assert tests or "](" in shown, promise
+        assert shown.count("::") == len(tests), promise
+        for file, name in tests:
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{promise}: {name}"
+
+
 def test_every_bound_has_the_value_that_the_code_has() -> None:
     for name, value, path in rows(ROOT / "docs/failure.md", "Every bound"):
         source = PACKAGES[path.split("/")[0]].parent / path
