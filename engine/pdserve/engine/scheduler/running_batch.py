@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pdserve.engine.request import Request
-from pdserve.engine.scheduler_output import SchedulerOutput
+from pdserve.engine.scheduler_output import NewRequestData, SchedulerOutput
 
 
 class RunningBatch(Mapping[str, Request]):
@@ -123,3 +123,20 @@ class BatchBuilder:
         self.output.scheduled_cached_reqs.new_block_ids.pop(request.request_id, None)
         if request in self.new_requests:
             self.new_requests.remove(request)
+
+
+def new_request_data(request: Request, block_ids: list[int]) -> NewRequestData:
+    """All that the runner must know of a sequence that enters the batch. block_ids: its block table."""
+    return NewRequestData(
+        req_id=request.request_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=[block_ids],
+        sampling_params=request.sampling_params,
+        pooling_params=request.core.pooling_params,
+        eos_token_ids=request.core.eos_token_ids,
+        index=request.index,
+        num_sequences=request.num_sequences,
+        collects_prompt_logprobs=request.collects_prompt_logprobs,
+    )

@@ -21,14 +21,14 @@ from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
 from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
-from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
+from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch, new_request_data
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
 from pdserve.engine.scheduler.transfer_events import End, KvSendTracker, TransferEvents
 from pdserve.engine.scheduler.waiting_queues import Refusal, WaitingQueues
-from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
@@ -249,7 +249,9 @@ class Scheduler:
         self._schedule_waiting(step)
         self._schedule_running(step, ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
-        step.output.scheduled_new_reqs = [self._new_request_data(request) for request in step.new_requests]
+        step.output.scheduled_new_reqs = [
+            new_request_data(request, self.kv.block_ids(request)) for request in step.new_requests
+        ]
         if step.output.num_scheduled_tokens:
             copies = self.kv.take_copies()
             step.output.block_copies = [copies] if copies else []
@@ -264,21 +266,6 @@ class Scheduler:
             if (request := self.requests[req_id]).grammar is not None and request.num_uncomputed_tokens == num_tokens
         ]
         return self.grammars.grammar_output(takers) if takers else None
-
-    def _new_request_data(self, request: Request) -> NewRequestData:
-        return NewRequestData(
-            req_id=request.request_id,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            block_ids=[self.kv.block_ids(request)],
-            sampling_params=request.sampling_params,
-            pooling_params=request.core.pooling_params,
-            eos_token_ids=request.core.eos_token_ids,
-            index=request.index,
-            num_sequences=request.num_sequences,
-            collects_prompt_logprobs=request.collects_prompt_logprobs,
-        )
 
     def _schedule_running(self, step: BatchBuilder, requests: list[Request]) -> None:
         for request in requests:
