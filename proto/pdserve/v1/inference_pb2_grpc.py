@@ -62,17 +62,17 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Continue a prompt. The first message contains the first token, or the call ends with a status: INVALID_ARGUMENT names the
         field, its value and its limit; RESOURCE_EXHAUSTED is overload (retry later); DEADLINE_EXCEEDED; UNAVAILABLE if no worker can
-        serve the request. // Metadata `pdserve-error-code` is the code of common/errors.py.
+        serve the request. Metadata `pdserve-error-code` is the code of common/errors.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """A session: each request is a turn, answered as by Generate and ended by a // finish reason; then the next may follow. Its
-        prompt continues all earlier prompts and answers; `text` is // tokenized without special tokens. `chat`, model, cache_salt,
-        client_request_id and // priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
-        session by closing its // side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
+        """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
+        prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
+        client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+        session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
         session_idle_timeout_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

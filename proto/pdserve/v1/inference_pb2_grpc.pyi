@@ -28,13 +28,13 @@ class InferenceServiceStub:
     Generate: grpc.UnaryStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]
     """Continue a prompt. The first message contains the first token, or the call ends with a status: INVALID_ARGUMENT names the
     field, its value and its limit; RESOURCE_EXHAUSTED is overload (retry later); DEADLINE_EXCEEDED; UNAVAILABLE if no worker can
-    serve the request. // Metadata `pdserve-error-code` is the code of common/errors.py.
+    serve the request. Metadata `pdserve-error-code` is the code of common/errors.py.
     """
     Session: grpc.StreamStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]
-    """A session: each request is a turn, answered as by Generate and ended by a // finish reason; then the next may follow. Its
-    prompt continues all earlier prompts and answers; `text` is // tokenized without special tokens. `chat`, model, cache_salt,
-    client_request_id and // priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
-    session by closing its // side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
+    """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
+    prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
+    client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+    session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
     session_idle_timeout_s.
     """
     Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.EmbedRequest, pdserve.v1.inference_pb2.EmbedResponse]
@@ -48,13 +48,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: grpc.aio.UnaryStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Continue a prompt. The first message contains the first token, or the call ends with a status: INVALID_ARGUMENT names the
     field, its value and its limit; RESOURCE_EXHAUSTED is overload (retry later); DEADLINE_EXCEEDED; UNAVAILABLE if no worker can
-    serve the request. // Metadata `pdserve-error-code` is the code of common/errors.py.
+    serve the request. Metadata `pdserve-error-code` is the code of common/errors.py.
     """
     Session: grpc.aio.StreamStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """A session: each request is a turn, answered as by Generate and ended by a // finish reason; then the next may follow. Its
-    prompt continues all earlier prompts and answers; `text` is // tokenized without special tokens. `chat`, model, cache_salt,
-    client_request_id and // priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
-    session by closing its // side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
+    """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
+    prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
+    client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+    session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
     session_idle_timeout_s.
     """
     Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.EmbedRequest, pdserve.v1.inference_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -71,7 +71,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[pdserve.v1.inference_pb2.GenerateResponse]]:
         """Continue a prompt. The first message contains the first token, or the call ends with a status: INVALID_ARGUMENT names the
         field, its value and its limit; RESOURCE_EXHAUSTED is overload (retry later); DEADLINE_EXCEEDED; UNAVAILABLE if no worker can
-        serve the request. // Metadata `pdserve-error-code` is the code of common/errors.py.
+        serve the request. Metadata `pdserve-error-code` is the code of common/errors.py.
         """
 
     @abc.abstractmethod
@@ -80,10 +80,10 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[pdserve.v1.inference_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[pdserve.v1.inference_pb2.GenerateResponse]]:
-        """A session: each request is a turn, answered as by Generate and ended by a // finish reason; then the next may follow. Its
-        prompt continues all earlier prompts and answers; `text` is // tokenized without special tokens. `chat`, model, cache_salt,
-        client_request_id and // priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
-        session by closing its // side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
+        """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
+        prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
+        client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+        session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
         session_idle_timeout_s.
         """
 
