@@ -17,7 +17,7 @@ from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, leads
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw, highest_sums
 from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, usable
-from tests.support.sampled_rows import coordinates, metadata, rows_of
+from tests.support.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
 
 
 def drawn_with_all_noise(kept: KeptRows, noise: NoiseRows) -> NDArray[np.int64]:
@@ -120,23 +120,7 @@ def test_a_devices_leads_are_the_processors_bit_by_bit(device: torch.device) -> 
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "two", "one", "masked"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.4},
-        {"temperature": 1.1e-5},
-        {"temperature": 100.0},
-        {"top_p": 0.9},
-        {"top_k": 20},
-        {"top_k": 1},
-        {"min_p": 0.1},
-        {"min_p": 1.0},
-        {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", SAMPLING_FIELDS, ids=str)
 def test_a_device_draws_as_the_processor_does(device: torch.device, kind: str, fields: dict[str, Any]) -> None:
     logits = rows_of(kind, 40, 1500)
     asked = metadata(40, 1500, **fields)

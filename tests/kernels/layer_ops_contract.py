@@ -38,7 +38,7 @@ class Slots:
         pages.token_rows[layer].index_copy_(0, pages.write_rows(self.slot_mapping), rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+        pytest.fail("an operation beside attention has called it")
 
 
 def close(found: Tensor, expected: Tensor) -> None:

@@ -10,6 +10,23 @@ from numpy.typing import NDArray
 from pdserve.engine.sampling.sampler import SamplingMetadata
 from pdserve.engine.sampling.token_draw import NoiseRows
 
+SAMPLING_FIELDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 1.1e-5},
+    {"temperature": 0.4, "top_p": 0.95},
+    {"temperature": 100.0},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"top_k": 1},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    {"top_k": 300, "top_p": 0.999},
+    {"temperature": 0.05, "top_k": 500},
+]
+"""Parameters that take every path of the draw: greedy, nearly greedy, each limit alone and all together, short and long lists."""
+
 
 def coordinates(count: int, first: int = 0) -> NoiseRows:
     rows = np.arange(first, first + count)

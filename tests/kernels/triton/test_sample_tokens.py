@@ -20,24 +20,9 @@ from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits
 from pdserve.kernels.triton.launch_configs import TABLE, launch_configs
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
-from tests.support.sampled_rows import coordinates, metadata, rows_of
+from tests.support.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FIELDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"temperature": 1.1e-5},
-    {"temperature": 0.4, "top_p": 0.95},
-    {"temperature": 100.0},
-    {"top_p": 0.9},
-    {"top_k": 20},
-    {"top_k": 1},
-    {"min_p": 0.1},
-    {"min_p": 1.0},
-    {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
-    {"top_k": 300, "top_p": 0.999},
-    {"temperature": 0.05, "top_k": 500},
-]
 
 
 def ops(**configs: Any) -> TritonLayerOps:
@@ -45,12 +30,12 @@ def ops(**configs: Any) -> TritonLayerOps:
 
 
 def mixed(vocab_size: int, first: int = 0) -> SamplingMetadata:
-    """A row for each of `FIELDS`. first: where the rows' coordinates begin."""
-    asked = metadata(len(FIELDS), vocab_size)
-    for row, fields in enumerate(FIELDS):
+    """A row for each of `SAMPLING_FIELDS`. first: where the rows' coordinates begin."""
+    asked = metadata(len(SAMPLING_FIELDS), vocab_size)
+    for row, fields in enumerate(SAMPLING_FIELDS):
         for name, value in fields.items():
             getattr(asked, name)[row] = value
-    noise = coordinates(len(FIELDS), first)
+    noise = coordinates(len(SAMPLING_FIELDS), first)
     return replace(asked, seeds=noise.seeds, indexes=noise.indexes, positions=noise.positions)
 
 
@@ -66,18 +51,18 @@ def check(logits: NDArray[np.float32], asked: SamplingMetadata, **configs: Any) 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "steep", "equal", "two", "one", "masked"])
 def test_rows_of_every_kind(kind: str) -> None:
-    check(rows_of(kind, len(FIELDS), 500), mixed(500))
+    check(rows_of(kind, len(SAMPLING_FIELDS), 500), mixed(500))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 257])
 def test_small_vocabularies(vocab_size: int) -> None:
-    check(rows_of("flat", len(FIELDS), vocab_size), mixed(vocab_size))
+    check(rows_of("flat", len(SAMPLING_FIELDS), vocab_size), mixed(vocab_size))
 
 
 @pytest.mark.parametrize("limit", [16, 1024])
 def test_ties_are_cut_by_their_ids(limit: int) -> None:
     """As logits in bfloat16 have them; among them both zeros, which are equal."""
-    logits = torch.from_numpy(rows_of("flat", len(FIELDS), 500)).bfloat16().mul_(4).round_().float().numpy()
+    logits = torch.from_numpy(rows_of("flat", len(SAMPLING_FIELDS), 500)).bfloat16().mul_(4).round_().float().numpy()
     logits[:, ::50], logits[:, 1::50] = 0.0, -0.0
     check(logits, mixed(500), sample_list=limit)
 
@@ -85,13 +70,13 @@ def test_ties_are_cut_by_their_ids(limit: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_many_seeds(first: int) -> None:
-    check(rows_of("peaked", len(FIELDS), 2000), mixed(2000, first))
+    check(rows_of("peaked", len(SAMPLING_FIELDS), 2000), mixed(2000, first))
 
 
 @pytest.mark.parametrize("programs", [1, 10_000])
 def test_the_number_of_parts_changes_nothing(programs: int) -> None:
     """One part per row, and a part per tile."""
-    check(rows_of("peaked", len(FIELDS), 600), mixed(600), sample_programs=programs)
+    check(rows_of("peaked", len(SAMPLING_FIELDS), 600), mixed(600), sample_programs=programs)
 
 
 def test_rows_without_a_distribution_get_their_most_likely_token() -> None:

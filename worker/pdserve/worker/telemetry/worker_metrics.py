@@ -82,19 +82,22 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
     works = {name: int(name in identity.connectors) for name in names}
     meaning = "1 for each connector that works here."
     yield by_label(GaugeMetricFamily, "pdserve_connector_up", meaning, ["connector"], works)
-    blocks = {
-        "free": stats.num_blocks_free,
-        "cached": stats.num_blocks_cached,
-        "in_use": stats.num_blocks_in_use,
+    states = {
+        "pdserve_kv_blocks": (
+            "KV blocks of the pool; they add up to it.",
+            {"free": stats.num_blocks_free, "cached": stats.num_blocks_cached, "in_use": stats.num_blocks_in_use},
+        ),
+        "pdserve_engine_requests": (
+            "Sequences in the engine.",
+            {
+                "running": stats.num_running_reqs,
+                "waiting": stats.num_waiting_reqs,
+                "waiting_for_kv": stats.num_remote_kv_reqs,
+            },
+        ),
     }
-    meaning = "KV blocks of the pool; they add up to it."
-    yield by_label(GaugeMetricFamily, "pdserve_kv_blocks", meaning, ["state"], blocks)
-    requests = {
-        "running": stats.num_running_reqs,
-        "waiting": stats.num_waiting_reqs,
-        "waiting_for_kv": stats.num_remote_kv_reqs,
-    }
-    yield by_label(GaugeMetricFamily, "pdserve_engine_requests", "Sequences in the engine.", ["state"], requests)
+    for name, (meaning, counts) in states.items():
+        yield by_label(GaugeMetricFamily, name, meaning, ["state"], counts)
     meaning = "Ended KV transfers, by outcome."
     yield by_label(CounterMetricFamily, "pdserve_kv_transfers", meaning, ["role", "outcome"], transfers.num_ended)
     for name, meaning, value in (
