@@ -97,7 +97,7 @@ class Arrival:
 
 
 def make_connectors(folder: Path, with_tls: bool) -> dict[str, BlockConnector]:
-    """By the name of their column. folder: the files of `issue`."""
+    """Connectors by the name of their column. folder: the files of `issue`."""
     connectors: dict[str, BlockConnector] = {"tcp": TcpConnector()}
     if with_tls:
         connectors["tcp with tls"] = TcpConnector(TcpSettings(tls=identity(folder)))

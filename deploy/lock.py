@@ -36,7 +36,7 @@ from pathlib import Path
 INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
 EXTRAS = ["nixl", "bench", "ray"]
-"""Those that users install; no package is in two of them, and `dev` has none of nixl and bench."""
+"""Extras that users install; no package is in two of them, and `dev` has none of nixl and bench."""
 CLIENTS = Path("tests/clients/requirements")
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""

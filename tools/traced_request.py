@@ -1,4 +1,4 @@
-"""Which product files run one chat request: router, prefill and decode are processes of their own, and warm.
+"""The product files that run one chat request: router, prefill and decode are processes of their own, and warm.
 
 Usage: python tools/traced_request.py. To look at another revision, run this file with that checkout's interpreter. A file counts
 when a function of it is called, returns or calls a builtin between question and last byte. Threads that poll run beside it: files

@@ -45,6 +45,6 @@ class Snippet:
 
 
 def snippets(environment: str) -> list[Snippet]:
-    """Those of one environment."""
+    """Snippets of one environment."""
     found = _SNIPPET.findall(PAGE.read_text())
     return [Snippet(heading, code, printed) for heading, name, code, printed in found if name == environment]

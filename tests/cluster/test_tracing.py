@@ -97,7 +97,7 @@ def start(
 
 
 def spans_of(collector: OtlpReceiver, trace_id: str, names: set[str] = SPANS) -> dict[str, ReceivedSpan]:
-    """By name; all in one trace, each once."""
+    """Spans by name; all in one trace, each once."""
     spans = collector.wait_for(lambda spans: {span.part for span in spans} >= names, trace_id)
     by_name = {span.part: span for span in spans}
     assert len(by_name) == len(spans), [span.part for span in spans]

@@ -92,9 +92,9 @@ class Life:
         self.forms: set[str] = set()
         """Requests with a grammar."""
         self.given_up: set[str] = set()
-        """Those of them of which prefill has heard that decode failed."""
+        """Requests with a grammar of which prefill has heard that decode failed."""
         self.impossible: set[str] = set()
-        """Those whose grammar cannot be compiled."""
+        """Requests whose grammar cannot be compiled."""
         self.sessions: list[Session] = []
         self.stems = [[draw.randrange(60) for _ in range(24)] for _ in range(3)]
 

@@ -145,7 +145,7 @@ class Load:
 
     @contextmanager
     def sessions_may_be_lost(self, may: bool = True) -> Iterator[None]:
-        """Those that are under way meanwhile, to their worker's end and to nothing else."""
+        """Lose sessions that are under way meanwhile, to their worker's end and to nothing else."""
         self._disturbances += may
         for asked in self.under_way.values():
             asked.disturbed |= may

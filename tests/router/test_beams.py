@@ -47,7 +47,7 @@ def likely(given: Sequence[int], num: int) -> list[tuple[int, float]]:
 
 
 def step(call: Call) -> tuple[request_pb2.Outputs, list[int]]:
-    """What a worker answers to a beam's step, and the tokens of the beam."""
+    """A worker's answer to a beam's step, and the tokens of the beam."""
     prepared = call.request.request
     beam = list(prepared.resume.output_token_ids)
     found = likely([*prepared.prompt_token_ids, *beam], prepared.sampling.logprobs)

@@ -240,7 +240,7 @@ async def long_worker(cluster: Any) -> None:
 
 
 async def sent(cluster: Any, **body: Any) -> Any:
-    """What the worker was sent for this body."""
+    """The request that the worker got for this body."""
     response = await cluster.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2, **body})
     assert response.status_code == 200, response.text
     return cluster.of("decode").calls[-1].request.request

@@ -254,7 +254,7 @@ def test_log_probabilities_of_reasoning_and_calls_are_not_kept_until_the_next_te
 
 
 def test_log_probabilities_of_a_whole_answer_are_those_of_a_stream() -> None:
-    """Those of reasoning and calls are left out, and each message has those of its own tokens."""
+    """Log-probabilities of reasoning and calls are left out, and each message has those of its own tokens."""
     text = f"<think>reason</think>Hi{CALLS}you"
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
     items = whole(writer(**asked), text, logprobs=True)["output"]

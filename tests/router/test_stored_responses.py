@@ -43,7 +43,7 @@ async def created(cluster: Any, given: Any = "hi", key: str = "", status: int = 
 
 
 def prompt(cluster: Any) -> list[int]:
-    """What the worker was sent last."""
+    """The prompt that the worker got last."""
     return list(cluster.of("decode").calls[-1].request.request.prompt_token_ids)
 
 

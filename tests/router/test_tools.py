@@ -118,7 +118,7 @@ async def long_worker(cluster: Any) -> None:
 
 
 async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> request_pb2.PreparedRequest:
-    """What the worker was sent for this body."""
+    """The request that the worker got for this body."""
     prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "x"}
     response = await cluster.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, **body})
     assert response.status_code == 200, response.text

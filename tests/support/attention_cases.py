@@ -35,7 +35,7 @@ class Case:
     """`[num_blocks, Hkv, L, 2, bs, D]`, before the step."""
     layer: int
     keys: list[Tensor]
-    """By sequence, `[seq_len, Hkv, D]` in float64; empty for a padded row."""
+    """Keys by sequence, `[seq_len, Hkv, D]` in float64; empty for a padded row."""
     values: list[Tensor]
 
     def to(self, device: str) -> Case:

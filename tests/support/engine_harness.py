@@ -111,7 +111,7 @@ class Harness:
         assert isinstance(executor, SingleDeviceExecutor)
         self.runner = executor.runner
         self.answers: dict[str, Answer] = {}
-        """By request; by `request/index` where it has several sequences."""
+        """Answers by request; by `request/index` where it has several sequences."""
         self.wide: set[str] = set()
         """Requests with several sequences."""
         self.turns: dict[str, list[Answer]] = {}

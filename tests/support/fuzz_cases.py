@@ -22,7 +22,7 @@ from tests.support.process_memory import settled_bytes
 DEFAULT_S = 30.0
 """All fuzz tests together in `make test`."""
 MOST_LATE_BYTES = 32 << 20
-"""By which memory may grow in the second half of a run."""
+"""Growth of memory that is allowed in the second half of a run."""
 LONG_S = 120.0
 """In shorter runs its second half is part of the beginning."""
 MOST_S = 3.0

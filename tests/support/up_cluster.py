@@ -115,7 +115,7 @@ def is_group_alive(group: int) -> bool:
 
 
 def open_ports(addresses: set[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Those that accept a connection."""
+    """Addresses that accept a connection."""
     found = []
     for address in sorted(addresses):
         with socket.socket() as client:

@@ -138,7 +138,7 @@ class Hostile:
             message.request_digest = hasher.request_digest(message.hash_root, hashes, given)
 
     def changed(self, worker: Worker, message: Message) -> bytes:
-        """By fields, by bytes, cut off, or as it was. Nothing reaches a port that somebody else may listen at."""
+        """The message changed by fields or bytes, cut off, or as it was. Nothing reaches a port at which others may listen."""
         while True:
             raw = self._changed(worker, message)
             if not self._reaches_out(type(message), raw):

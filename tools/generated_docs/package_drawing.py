@@ -1,4 +1,4 @@
-"""Which package imports which, as a Mermaid flowchart. Arrows that follow from others are left out."""
+"""The imports between packages, as a Mermaid flowchart. Arrows that follow from others are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which test files cover which module, as Markdown tables.
+"""The test files that cover each module, as Markdown tables.
 
 A test file covers the modules that it imports. A module that no test file imports is covered through others: for it the tables list
 the tests of its nearest enclosing package that have any.

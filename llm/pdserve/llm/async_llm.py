@@ -46,7 +46,7 @@ class AsyncLLM:
         self._tokenizer = engine.tokenizer
         self._requests = RequestFactory(engine, seed)
         self._streams: dict[str, OutputStream] = {}
-        """By the engine's request id."""
+        """Streams by the engine's request id."""
         self._active: dict[str, str] = {}
         """The caller's request id -> the engine's."""
         self._receiving: asyncio.Task[None] | None = None

@@ -63,7 +63,7 @@ class LLMEngine:
         self.tokenizer: Tokenizer = engine.tokenizer
         self.requests = RequestFactory(engine, seed)
         self._unfinished: dict[str, EngineItem] = {}
-        """By the engine's request id."""
+        """Requests by the engine's request id."""
         self._names: dict[str, str] = {}
         """The caller's request id -> the engine's, of requests of `add_request`."""
         self._outputs: deque[EngineCoreOutput] = deque()

@@ -22,7 +22,7 @@ MAX_LENGTH_PENALTY = 32.0
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """By vLLM's name; `early_stopping` as in transformers."""
+    """Parameters by vLLM's name; `early_stopping` as in transformers."""
 
     beam_width: int
     """Beams that are kept, and answers that are returned; at least 1."""

@@ -105,7 +105,7 @@ class KvTransferManager:
         self._block_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blocks")
         self._sources: dict[str, _Source] = {}
         self._reruns: dict[str, _Source] = {}
-        """By `rerun_id`."""
+        """Sources by `rerun_id`."""
         self._receivers: dict[str, _Receiver] = {}
         self._streams: set[asyncio.Task[None]] = set()
         self._log = TransferLog()

@@ -56,7 +56,7 @@ class _Generation:
     """The files as loaded at one time; a later load may have taken their place."""
 
     peers: PeerRoles | None = None
-    """Which roles peers must have; None: roles do not count."""
+    """Roles that peers must have; None: roles do not count."""
     _renewed: Self | None = field(default=None, init=False, repr=False)
 
     @property

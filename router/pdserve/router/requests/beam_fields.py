@@ -22,7 +22,7 @@ _SUPPORTED = {
 
 
 class BeamFields(msgspec.Struct, kw_only=True):
-    """By vLLM's names, `early_stopping` as in transformers; None: not given."""
+    """Fields of a beam search by vLLM's names, `early_stopping` as in transformers; None: not given."""
 
     use_beam_search: bool | None = None
     length_penalty: float | None = None

@@ -17,7 +17,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatFields(msgspec.Struct, kw_only=True):
-    """By OpenAI's and vLLM's names; None: not given."""
+    """Fields of a chat by OpenAI's and vLLM's names; None: not given."""
 
     messages: list[dict[str, Any]]
     tools: list[ToolBody] | None = None

@@ -137,5 +137,5 @@ class MemoryResponseStore:
 class _Tenant:
     def __init__(self) -> None:
         self.responses: dict[str, StoredResponse] = {}
-        """By id, the oldest first."""
+        """Responses by id, the oldest first."""
         self.num_bytes = 0

@@ -77,7 +77,7 @@ class ResponsesWriter:
         self._include_timeline = include_timeline
         self._items = OutputItems()
         self._logprobs: list[dict[str, Any]] = []
-        """Those of tokens whose text is held back."""
+        """Log-probabilities of tokens whose text is held back."""
         self._num_events = 0
         self._ended = b""
         """The response without log-probabilities, once it has ended."""

@@ -146,7 +146,7 @@ class RequestLog:
         # a trace whose request never started has no end
         self._under_way: weakref.WeakKeyDictionary[RequestTrace, AskedRequest] = weakref.WeakKeyDictionary()
         self._ended: OrderedDict[str, _Kept] = OrderedDict()
-        """By tenant; last the one whose request ended last."""
+        """Requests by tenant; last the tenant whose request ended last."""
         self._num_ended = 0
         self._lost_unix_ns = 0
         """As `_Kept.lost_unix_ns`, of all tenants."""

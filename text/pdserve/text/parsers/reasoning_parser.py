@@ -24,7 +24,7 @@ REASONING_TAGS: Mapping[str, ReasoningTags] = {
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
 }
-"""By vLLM's names of families."""
+"""Tags by vLLM's names of families."""
 
 
 class _State(enum.Enum):

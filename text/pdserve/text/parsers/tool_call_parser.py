@@ -99,7 +99,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     ),
     "pythonic": ToolFormat(PythonCall, ("<|python_start|>",), ("]<|python_end|>", "]"), (",",), opener="["),
 }
-"""By vLLM's names."""
+"""Forms of calls by vLLM's names."""
 
 
 _PART_CHARS = 1024
