@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("meta")
@@ -95,7 +95,10 @@ def _held(value: Any) -> Any:
 
 @contextmanager
 def pretended_device() -> Iterator[torch.device]:
-    """While it lasts, this thread can make tensors on the device."""
+    """While it lasts, this thread can make tensors on the device. Within another of the thread, it changes nothing."""
+    if any(isinstance(mode, _OnDevice) for mode in _get_current_dispatch_mode_stack()):
+        yield DEVICE
+        return
     with _OnDevice():  # type: ignore[no-untyped-call]
         yield DEVICE
 

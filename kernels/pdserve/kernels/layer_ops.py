@@ -20,6 +20,8 @@ from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 
 Block = tuple[int, int]
 """Numbers of a source block and of a target block."""
+DIGESTED_UNIT, SHORTEST_DIGESTED = 8, 248
+"""Bytes of blocks that `LayerOps.digests` takes: multiples of the first, at least the second."""
 
 
 class SampledRows(Protocol):
@@ -124,7 +126,7 @@ def check_numbers(pool: Tensor, blocks: Sequence[int]) -> None:
 def check_digested(pool: Tensor, blocks: Sequence[int]) -> int:
     """Check the arguments of `LayerOps.digests` and return a block's size in bytes. Raises: ValueError."""
     size = pool[:1].numel() * pool.element_size()
-    if size % 8 or size <= 240 or not pool.is_contiguous():
+    if size % DIGESTED_UNIT or size < SHORTEST_DIGESTED or not pool.is_contiguous():
         raise ValueError(f"a contiguous pool whose blocks have a multiple of 8 bytes above 240 is needed, not {size}")
     check_numbers(pool, blocks)
     return size

@@ -56,6 +56,6 @@ class TorchLayerOps:
 
     def digests(self, pool: Tensor, blocks: Sequence[int]) -> Tensor:
         check_digested(pool, blocks)
-        held = pool[torch.tensor(blocks, dtype=torch.int64, device=pool.device)].cpu()
+        held = pool[torch.tensor(blocks, dtype=torch.int64).to(pool.device)].cpu()
         found = [xxhash.xxh3_64_intdigest(block.view(torch.uint8).numpy()) for block in held]
         return torch.from_numpy(np.array(found, np.uint64).view(np.int64)).to(pool.device)

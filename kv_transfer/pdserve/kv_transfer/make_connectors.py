@@ -10,10 +10,14 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.kernels.layer_ops import DIGESTED_UNIT, SHORTEST_DIGESTED
+from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
+from pdserve.kernels.torch_layer_ops import TorchLayerOps
+from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.landing_ring import RingConnector
-from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
+from pdserve.kv_transfer.memory.device_pool import DevicePool, DigestBlocks, host_pool
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
@@ -23,7 +27,7 @@ from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 SEND_BYTES = 32 << 20
 """Host memory through which the blocks of a pool on a device are sent over TCP."""
 DIGEST_BYTES = 16 << 20
-"""Host memory through which blocks on a device are digested: as much for the pool, and for a ring on the device."""
+"""Host memory through which blocks on a device are digested on the host: for the pool, and as much for a ring on the device."""
 SLOT_WAIT_S = 3.0
 """Longest wait for memory to send from or to receive into."""
 
@@ -58,27 +62,47 @@ def make_connectors(
     return ConnectorSet([tcp])
 
 
-def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int) -> PoolMemory:
+def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int, kernels: str = "auto") -> PoolMemory:
     """Give all connectors an engine's pool. Reads land in it on a host, and in a ring of `ring_bytes` on a device.
 
-    kv_cache: `[num_blocks, ...]`, contiguous. Raises: ConfigError.
+    kv_cache: `[num_blocks, ...]`, contiguous. kernels: the setting, which also chooses where blocks of a device are digested.
+    Raises: ConfigError.
     """
     if kv_cache.is_cpu:
         memory = host_pool(kv_cache)
         connectors.serve(memory)
         return memory
-    pool = device_pool(kv_cache)
-    connectors.serve(pool, lambda connector: with_ring(connector, pool, ring_bytes))
+    digest_blocks = device_digests(kv_cache, kernels)
+    pool = device_pool(kv_cache, digest_blocks)
+    if digest_blocks is not None:
+        # kernels are compiled now, and not while the first transfer waits for them
+        pool.digests([0], [0], XXH3)
+    connectors.serve(pool, lambda connector: with_ring(connector, pool, ring_bytes, digest_blocks))
     return pool
 
 
-def device_pool(kv_cache: Tensor, send_bytes: int = SEND_BYTES) -> DevicePool:
+def device_digests(kv_cache: Tensor, kernels: str) -> DigestBlocks | None:
+    """Digests in kernels on the cache's device; None without kernels, or for blocks of another size. Raises: ConfigError."""
+    try:
+        ops = make_layer_ops(kernels, kv_cache.device)
+    except LayerOpsError as error:
+        raise ConfigError(str(error)) from error
+    size = kv_cache[0].nbytes
+    is_fit = size % DIGESTED_UNIT == 0 and size >= SHORTEST_DIGESTED
+    return None if isinstance(ops, TorchLayerOps) or not is_fit else ops.digests
+
+
+def device_pool(
+    kv_cache: Tensor, digest_blocks: DigestBlocks | None = None, send_bytes: int = SEND_BYTES
+) -> DevicePool:
     num_slots, num_digest_slots = (max(1, size // kv_cache[0].nbytes) for size in (send_bytes, DIGEST_BYTES))
-    return DevicePool(kv_cache, num_slots, num_digest_slots, SLOT_WAIT_S)
+    return DevicePool(kv_cache, num_slots, num_digest_slots, SLOT_WAIT_S, digest_blocks)
 
 
-def with_ring(connector: BlockConnector, pool: DevicePool, ring_bytes: int) -> RingConnector:
+def with_ring(
+    connector: BlockConnector, pool: DevicePool, ring_bytes: int, digest_blocks: DigestBlocks | None = None
+) -> RingConnector:
     """The connector with a ring that it can write: on the device for NIXL, in pinned memory of the host for others."""
     ring = pool.new_ring(max(1, ring_bytes // pool.block_bytes), pinned=not isinstance(connector, NixlConnector))
-    landing: PoolMemory = host_pool(ring) if ring.is_cpu else device_pool(ring, send_bytes=0)
+    landing: PoolMemory = host_pool(ring) if ring.is_cpu else device_pool(ring, digest_blocks, send_bytes=0)
     return RingConnector(connector, pool, ring, landing, SLOT_WAIT_S)

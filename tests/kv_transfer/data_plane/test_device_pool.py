@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, Gmac
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
 from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, usable
+from tests.support.pretend_pool import digest_on_device
 from tests.support.waiting import HANG_S
 
 NUM_BLOCKS, NUM_SLOTS = 40, 17
@@ -52,6 +53,28 @@ def test_digests_are_those_of_the_host(device: str, content: torch.Tensor) -> No
     assert pool.digests([4, 5], [9, 1], gmac) == [
         gmac.of(memoryview(_bytes(content[n])), i) for n, i in ((4, 9), (5, 1))
     ]
+
+
+def test_digests_on_the_device_are_those_of_the_host(
+    device: str, content: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kv_transfer.memory.device_pool.DIGESTED_BYTES", 7 * content[0].nbytes)
+    numbers = random.Random(6).sample(range(NUM_BLOCKS), 30)
+    parts: list[Sequence[int]] = []
+
+    def digest_blocks(blocks: torch.Tensor, part: Sequence[int]) -> torch.Tensor:
+        assert str(blocks.device).startswith(device)
+        parts.append(part)
+        return digest_on_device(blocks, part)
+
+    pool = DevicePool(content.to(device), 1, 1, HANG_S, digest_blocks)
+    assert pool.digests(numbers, range(30), XXH3) == [xxhash.xxh3_64_intdigest(_bytes(content[n])) for n in numbers]
+    assert [len(part) for part in parts] == [7, 7, 7, 7, 2]
+    assert pool.digests([], [], XXH3) == []
+    gmac = Gmac(bytes(KEY_BYTES))
+    assert pool.digests([4], [9], gmac) == [gmac.of(memoryview(_bytes(content[4])), 9)]
+    with pytest.raises(IndexError, match="not all in the pool of 40"):
+        pool.digests([NUM_BLOCKS], [0], XXH3)
 
 
 @pytest.mark.parametrize("pinned", [True, False])

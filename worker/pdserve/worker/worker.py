@@ -98,7 +98,7 @@ class Worker:
         self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
         self._is_source = False
         [kv_cache] = model.kv_caches  # transfers move blocks of one group
-        pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20)
+        pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
         self.digests = DigestRule(
             settings.kv_digest,
             lambda context: deployment_key.derive(DATA_PLANE, context),

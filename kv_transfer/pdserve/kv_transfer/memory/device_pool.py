@@ -1,44 +1,60 @@
 """`DevicePool`: a KV pool on a device, whose blocks leave and arrive through memory of the host or of the device.
 
-    source    pool --lend, digests--> pinned slots --TCP-->        pool --NIXL-->
+    source    pool --lend--> pinned slots --TCP-->                 pool --NIXL-->
     receiver  --TCP or NIXL--> ring --move_in--> pool              (`landing_ring.py`)
 
-A block is one run of bytes, so neighbouring blocks are one copy. Copies use streams of their own: they neither wait for later steps
-nor delay them.
+A block is one run of bytes, so neighbouring blocks are one copy. Copies and digests use streams of their own: they neither wait for
+later steps nor delay them. `xxh3_64` is computed on the device; `gmac`, for which there is no kernel, on the host.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.block_digest import XXH3_64, BlockDigest
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
 
 LEND_SHARE = 16
 """One call of `lend` should ask for at most one part in 16 of the slots."""
 BORROWER_SHARE = 4
 """One borrower holds at most one part in 4 of the slots."""
+DIGESTED_BYTES = 64 << 20
+"""Bytes that one call digests on a device, at most: its kernels need a sixteenth as much memory there."""
+
+DigestBlocks = Callable[[Tensor, Sequence[int]], Tensor]
+"""As `LayerOps.digests`: a pool `[num_blocks, ...]` and block numbers -> xxh3_64 of each, `[n]` int64 on the pool's device."""
 
 
 class DevicePool:
     """A `PoolMemory` on a device."""
 
-    def __init__(self, kv_cache: Tensor, num_slots: int, num_digest_slots: int, slot_wait_s: float) -> None:
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        num_slots: int,
+        num_digest_slots: int,
+        slot_wait_s: float,
+        digest_blocks: DigestBlocks | None = None,
+    ) -> None:
         """kv_cache: `[num_blocks, ...]`, contiguous. num_slots: blocks of host memory, pinned for CUDA, through which blocks are
-        lent. num_digest_slots: the same for digests, which therefore wait for no peer. slot_wait_s: longest wait for slots."""
+        lent. num_digest_slots: the same for digests on the host, which therefore wait for no peer. slot_wait_s: longest wait for
+        slots. digest_blocks: computes xxh3_64 on the device; None: it is computed on the host."""
         self._blocks = kv_cache.view(kv_cache.shape[0], -1)
         self.num_blocks = kv_cache.shape[0]
         self.block_bytes = self._blocks[0].nbytes
         self._slots = HostSlots(host_rows(kv_cache, num_slots), slot_wait_s)
         self._digest_slots = HostSlots(host_rows(kv_cache, num_digest_slots), slot_wait_s)
-        self._in, self._out = _CopyStream(kv_cache.device), _CopyStream(kv_cache.device)
+        self._in, self._out = _SideStream(kv_cache.device), _SideStream(kv_cache.device)
+        # a digest is short, and a receiver waits for it: it goes before kernels of a step that have not begun
+        self._digesting = _SideStream(kv_cache.device, priority=-1)
+        self._digest_blocks = digest_blocks
 
     @property
     def address(self) -> int:
@@ -81,6 +97,8 @@ class DevicePool:
     def digests(self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest) -> list[int]:
         """As `PoolMemory.digests`."""
         self._verify(blocks)
+        if self._digest_blocks is not None and digest.name == XXH3_64:
+            return self._digests_there(self._digest_blocks, blocks)
         at_once = self._digest_slots.memory.num_blocks
         found: list[int] = []
         for first in range(0, len(blocks), at_once):
@@ -99,6 +117,15 @@ class DevicePool:
         unused: the event of the last step that may write these blocks for an earlier owner; the copy waits for it.
         """
         self._in.copy(self._blocks, blocks, ring, slots, unused)
+
+    def _digests_there(self, digest_blocks: DigestBlocks, blocks: Sequence[int]) -> list[int]:
+        """xxh3_64 of these blocks, computed on the device."""
+        at_once = max(1, DIGESTED_BYTES // self.block_bytes)
+        found: list[int] = []
+        for first in range(0, len(blocks), at_once):
+            with self._digesting.use():
+                found += digest_blocks(self._blocks, blocks[first : first + at_once]).cpu().tolist()
+        return [value % (1 << 64) for value in found]
 
     @contextmanager
     def _copied(self, slots: HostSlots, blocks: Sequence[int], borrower: Hashable = None) -> Iterator[list[memoryview]]:
@@ -165,12 +192,24 @@ class HostSlots:
             self._changed.notify_all()
 
 
-class _CopyStream:
-    """Copies of blocks in one direction, one call after the other."""
+class _SideStream:
+    """Work on a device beside the engine's, one call after the other."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        """priority: as of `torch.cuda.Stream`, lower numbers first."""
         self._lock = threading.Lock()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """What is launched in this context goes to the stream; on leaving it is done."""
+        with self._lock, torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+            if self._stream is not None:
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record(self._stream)
+                done.synchronize()
 
     def copy(
         self,
@@ -183,17 +222,13 @@ class _CopyStream:
         """`target[to[i]] = origin[of[i]]`, done when this returns."""
         if after is not None:
             after.synchronize()
-        with self._lock, torch.inference_mode(), torch.cuda.stream(self._stream):
+        with self.use():
             position = 0
             for first, count in number_runs(of):
                 for start, length in number_runs(to[position : position + count]):
                     target[start : start + length].copy_(origin[first : first + length], non_blocking=True)
                     first += length
                 position += count
-            if self._stream is not None:
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(self._stream)
-                done.synchronize()
 
 
 def host_rows(like: Tensor, count: int) -> Tensor:
