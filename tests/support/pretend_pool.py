@@ -48,4 +48,6 @@ def reachable_by_nixl() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("nixl", "nixl_peer"):
             patch.setattr(f"pdserve.kv_transfer.nixl.{module}.pool_region", region_on_host)
+        # a connector of a pool on a device would set it, for all that follow in this process
+        patch.setenv("UCX_PROTO_EMULATION_ENABLE", "y")
         yield

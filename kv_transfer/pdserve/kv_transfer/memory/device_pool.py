@@ -203,7 +203,7 @@ class _SideStream:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """What is launched in this context goes to the stream; on leaving it is done."""
+        """Work that is launched in this context goes to the stream; on leaving it is done."""
         with self._lock, torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
             if self._stream is not None:

@@ -28,12 +28,20 @@ PROGRESS_WAKE_US = 1000
 _BACKEND = "UCX"
 _BACKEND_OPTIONS = {"ucx_error_handling_mode": "none"}
 """`none` and not `peer`, which disables shared memory. An ended peer is detected by the deadline of a read."""
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ENVIRONMENT = {
     "UCX_TLS": "^tcp",
     # UCX warns of each unfinished read of a destroyed agent, although ending such reads is the purpose
     "UCX_LOG_LEVEL": "error",
 }
 """Default environment variables of UCX."""
+
+
+_DEVICE_ENVIRONMENT = {
+    # what UCX cannot read directly it would copy through the host, slower than the TCP connector: it fails instead
+    "UCX_PROTO_EMULATION_ENABLE": "n",
+}
+"""Default environment variables of UCX where memory of a device is registered."""
 
 
 class MemoryKind(enum.Enum):
@@ -215,6 +223,23 @@ class _UcxRead:
         if status == nixl.NIXL_SUCCESS:
             return ReadStatus.DONE
         return ReadStatus.UNDER_WAY if status == nixl.NIXL_IN_PROG else ReadStatus.FAILED
+
+
+def prepare_device_memory() -> None:
+    """Call before memory of a device is registered, and before its agents are made.
+
+    Raises: TransferFailed if torch's allocator hands out memory that UCX cannot share with other processes.
+    """
+    for variable in _ALLOCATOR_VARIABLES:
+        for option in os.environ.get(variable, "").split(","):
+            name, _, value = option.partition(":")
+            if name.strip() == "expandable_segments" and value.strip().lower() == "true":
+                raise TransferFailed(
+                    f"{variable} is {os.environ[variable][:200]!r}: NIXL cannot share expandable segments with other "
+                    "processes; set expandable_segments:False"
+                )
+    for variable, value in _DEVICE_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
 
 
 _probe_lock = threading.Lock()

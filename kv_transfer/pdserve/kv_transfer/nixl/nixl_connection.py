@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockToRead
@@ -20,7 +22,7 @@ from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
 
 _PIECE_BYTES = 512 << 10
-"""Bytes of one NIXL read; it is digested while the next one transfers."""
+"""Bytes of one NIXL read; it is digested while the next ones transfer."""
 
 
 class NixlConnection:
@@ -60,16 +62,28 @@ class NixlConnection:
                     f"{self._source} published block {block.index} at {block.location}, "
                     f"outside its pool of {self._source.num_blocks} blocks"
                 )
-        pieces = [blocks[first : first + self._piece_blocks] for first in range(0, len(blocks), self._piece_blocks)]
+        waiting = deque(
+            blocks[first : first + self._piece_blocks] for first in range(0, len(blocks), self._piece_blocks)
+        )
+        posted: deque[_Posted] = deque()
         num_received = 0
-        read: AgentRead | None = None
-        for number, piece in enumerate(pieces):
-            travels = self._wait(read or self._post(piece), piece)
-            num_received += len(piece)
-            # Post the next read early only if hardware transfers it. If a processor copies, it is this one, and the copy would #
-            # displace the bytes to digest from its cache.
-            read = self._post(pieces[number + 1]) if travels and number + 1 < len(pieces) else None
+        while waiting or posted:
+            # All pieces of the window are posted if hardware transfers them: the first is still under way then. If a processor
+            # copies, it is this one, and the next copy would displace the bytes to digest from its cache.
+            while waiting and (not posted or posted[-1].is_under_way):
+                posted.append(_Posted(self._post(waiting[0]), waiting.popleft()))
+            num_received += self._take(posted)
             yield num_received
+
+    def _take(self, posted: deque[_Posted]) -> int:
+        """Wait for the oldest posted piece; remove it and those after it that are done, too. Returns their blocks' number."""
+        self._wait(posted[0])
+        num_blocks = 0
+        while posted and not posted[0].is_under_way:
+            piece = posted.popleft()
+            self._finish(piece)
+            num_blocks += len(piece.blocks)
+        return num_blocks
 
     def interrupt(self) -> bool:
         """As `Connection.interrupt`. The active read has `cancel_drain_s` to end by itself; the connection then stays usable."""
@@ -81,31 +95,43 @@ class NixlConnection:
         self._peer.destroy(self._closing, self._settings.close_wait_s)
 
     def _post(self, piece: Sequence[BlockToRead]) -> AgentRead:
-        # One read at a time, the next one posted before this one is digested, so that a hanging read affects the fewest blocks.
         try:
             return self._peer.read([block.local_block for block in piece], [block.location for block in piece])
         except TransferFailed as error:
             raise ConnectionBroken(error.message) from error
 
-    def _wait(self, read: AgentRead, blocks: Sequence[BlockToRead]) -> bool:
-        """Wait until the read is done; True if it was still active at first. Raises: ConnectionBroken."""
-        status = read.status()
-        travels = status is ReadStatus.UNDER_WAY
+    def _wait(self, posted: _Posted) -> None:
+        """Wait until the piece is under way no more. Raises: ConnectionBroken."""
         stalled_at = time.monotonic() + self._settings.read_stall_s
         backoff = PollBackoff()
-        where = f"blocks {blocks[0].index} to {blocks[-1].index} from {self._source}"
-        while status is ReadStatus.UNDER_WAY:
+        while posted.is_under_way:
             now, drain_until = time.monotonic(), self._drain_until
             if now > stalled_at:
                 self._on_condemned()
-                raise ConnectionBroken(f"reading {where}: nothing for {self._settings.read_stall_s:g} s")
+                raise ConnectionBroken(f"reading {self._shown(posted)}: nothing for {self._settings.read_stall_s:g} s")
             if drain_until is not None and now > drain_until:
                 self._on_condemned()
-                raise ConnectionBroken(f"reading {where}: cancelled, and not ended in time")
+                raise ConnectionBroken(f"reading {self._shown(posted)}: cancelled, and not ended in time")
             backoff.wait()
-            status = read.status()
-        if status is ReadStatus.FAILED:
+
+    def _finish(self, posted: _Posted) -> None:
+        """Free the handle of a piece that is done. Raises: ConnectionBroken if it failed."""
+        if posted.read.status() is ReadStatus.FAILED:
             self._on_condemned()
-            raise ConnectionBroken(f"reading {where} failed")
-        read.release()
-        return travels
+            raise ConnectionBroken(f"reading {self._shown(posted)} failed")
+        posted.read.release()
+
+    def _shown(self, posted: _Posted) -> str:
+        return f"blocks {posted.blocks[0].index} to {posted.blocks[-1].index} from {self._source}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A posted read and its blocks."""
+
+    read: AgentRead
+    blocks: Sequence[BlockToRead]
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.read.status() is ReadStatus.UNDER_WAY
