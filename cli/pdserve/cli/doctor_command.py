@@ -56,7 +56,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
         Check("memory", partial(check_memory, settings), deadline_s=70.0),
         Check("gpu", partial(check_gpu, settings), deadline_s=60.0),
         *everywhere,
-        Check("nixl", partial(check_nixl, settings), deadline_s=60.0),
+        Check("nixl", partial(check_nixl, settings), deadline_s=100.0),
     ]
 
 

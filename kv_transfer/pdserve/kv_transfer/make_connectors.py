@@ -10,14 +10,12 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.kernels.layer_ops import DIGESTED_UNIT, SHORTEST_DIGESTED
-from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
-from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.landing_ring import RingConnector
-from pdserve.kv_transfer.memory.device_pool import DevicePool, DigestBlocks, host_pool
+from pdserve.kv_transfer.memory.device_digests import DigestBlocks, device_digests
+from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
@@ -79,17 +77,6 @@ def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int, kern
         pool.digests([0], [0], XXH3)
     connectors.serve(pool, lambda connector: with_ring(connector, pool, ring_bytes, digest_blocks))
     return pool
-
-
-def device_digests(kv_cache: Tensor, kernels: str) -> DigestBlocks | None:
-    """Digests in kernels on the cache's device; None without kernels, or for blocks of another size. Raises: ConfigError."""
-    try:
-        ops = make_layer_ops(kernels, kv_cache.device)
-    except LayerOpsError as error:
-        raise ConfigError(str(error)) from error
-    size = kv_cache[0].nbytes
-    is_fit = size % DIGESTED_UNIT == 0 and size >= SHORTEST_DIGESTED
-    return None if isinstance(ops, TorchLayerOps) or not is_fit else ops.digests
 
 
 def device_pool(

@@ -14,8 +14,9 @@ from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.landing_ring import RingConnector
-from pdserve.kv_transfer.make_connectors import device_digests, serve_pool
+from pdserve.kv_transfer.make_connectors import serve_pool
 from pdserve.kv_transfer.memory import device_pool
+from pdserve.kv_transfer.memory.device_digests import device_digests
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.pretend_device import PretendTensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
@@ -18,6 +18,11 @@ _WITHOUT = "or set connector=tcp, and nothing looks for it"
 _INSTALL = f"in pdserve's repository: .venv/bin/python deploy/install.py nixl; {_WITHOUT}"
 _REPAIR = f"look at UCX_TLS, at drivers and at the installed package; {_WITHOUT}"
 _AGAIN = f"the machine may be busy, or a driver hangs: run the doctor again when it is idle; {_WITHOUT}"
+_DEVICE_S = 40.0
+_NO_DEVICE = (
+    "look at the driver, at UCX_TLS (CUDA IPC on one machine, RDMA between machines) and at PYTORCH_CUDA_ALLOC_CONF; or set "
+    "connector=tcp"
+)
 _NO_READ = (
     "processes may have to share a user, a PID namespace and the right to trace each other (CAP_SYS_PTRACE in "
     "containers); or set connector=tcp"
@@ -30,6 +35,7 @@ def check_nixl(
     """In child processes: a UCX that does not fit the machine may abort them. environ: added to this process's environment."""
 
     def cannot(what: str, advice: str) -> Finding:
+        """Not usable at all."""
         if settings.connector == "nixl":
             return failed(what, advice)
         return warning(f"{what}; connector is auto, so blocks move over TCP", advice)
@@ -41,7 +47,7 @@ def check_nixl(
         yield ok("TLS is configured, and NIXL encrypts nothing: it is not used (nixl_plaintext would allow it)")
         return
     try:
-        view, read = _probe(environ, answer_s)
+        view, read = probe("cpu", environ, answer_s)
     except ChildBroke as error:
         yield cannot(f"NIXL ends the process that starts it: {error}", _REPAIR)
         return
@@ -61,20 +67,46 @@ def check_nixl(
     if read.why_not is not None:
         yield cannot(f"two processes of this machine do not read each other over NIXL: {read.why_not}", _NO_READ)
         return
-    yield ok(f"two processes of this machine read each other over NIXL ({read.seconds * 1e3:.0f} ms)")
+    yield ok(f"two processes of this machine read each other over NIXL ({_shown(read)})")
+    yield _device_memory(settings, environ, cannot)
     yield choice(settings, view.used)
     yield from _locked_memory(settings, view.used)
 
 
-def _probe(environ: Mapping[str, str] | None, answer_s: float) -> tuple[NixlView, ReadView]:
-    """answer_s: limit for both processes together. Raises: ChildBroke, TimeoutError."""
+def _device_memory(
+    settings: WorkerSettings, environ: Mapping[str, str] | None, cannot: Callable[[str, str], Finding]
+) -> Finding:
+    """The same reads in memory of the device that the worker would use."""
+    device = settings.device
+    if device == "cpu":
+        return ok("device is cpu: blocks are in memory of the host, and no GPU's is read over NIXL")
+    try:
+        view, read = probe(device, environ, _DEVICE_S)
+    except ChildBroke as error:
+        return cannot(f"memory of {device} ends the process that registers it with NIXL: {error}", _NO_DEVICE)
+    except TimeoutError:
+        return cannot(f"memory of {device} was not read over NIXL within {_DEVICE_S:g} s", _NO_DEVICE)
+    if (why_not := view.why_not or read.why_not) is not None:
+        return cannot(f"memory of {device} cannot be read over NIXL: {why_not}", _NO_DEVICE)
+    return ok(f"two processes of this machine read each other's memory of {device} over NIXL ({_shown(read)})")
+
+
+def _shown(read: ReadView) -> str:
+    return f"{read.seconds * 1e3:.0f} ms with the connection, then {read.bytes_per_s / 1e9:.1f} GB/s with digests"
+
+
+def probe(device: str, environ: Mapping[str, str] | None, answer_s: float) -> tuple[NixlView, ReadView]:
+    """Reads between two processes whose pools are on a device. answer_s: limit for both processes together.
+
+    Raises: ChildBroke, TimeoutError.
+    """
     ends_at = time.monotonic() + answer_s
-    with child(_PROBE, "source", environ=environ, timeout_s=answer_s) as source:
+    with child(_PROBE, "source", device, environ=environ, timeout_s=answer_s) as source:
         view = source.answer(NixlView)
         if view.why_not is not None:
             return view, ReadView(None)
         metadata = source.answer(bytes)
-        with child(_PROBE, "reader", environ=environ, timeout_s=ends_at - time.monotonic()) as reader:
+        with child(_PROBE, "reader", device, environ=environ, timeout_s=ends_at - time.monotonic()) as reader:
             reader.send(metadata)
             return view, reader.answer(ReadView)
 

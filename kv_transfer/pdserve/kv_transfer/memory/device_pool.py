@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.kv_transfer.block_digest import XXH3_64, BlockDigest
+from pdserve.kv_transfer.memory.device_digests import DigestBlocks
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
 
 LEND_SHARE = 16
@@ -27,9 +28,6 @@ BORROWER_SHARE = 4
 """One borrower holds at most one part in 4 of the slots."""
 DIGESTED_BYTES = 64 << 20
 """Bytes that one call digests on a device, at most: its kernels need a sixteenth as much memory there."""
-
-DigestBlocks = Callable[[Tensor, Sequence[int]], Tensor]
-"""As `LayerOps.digests`: a pool `[num_blocks, ...]` and block numbers -> xxh3_64 of each, `[n]` int64 on the pool's device."""
 
 
 class DevicePool:
