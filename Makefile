@@ -8,7 +8,8 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all clients coverage faults fuzz soak check proto docs-generated bench lock sbom format clean
+.PHONY: up demo test test-all clients coverage faults fuzz soak check proto docs-generated bench gpu gpu-dry gpu-carry lock
+.PHONY: sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -79,6 +80,18 @@ docs-generated: $(VENV)/.dev  ## rewrite the parts of docs/ that are made from t
 # benchmarks import what lies beside them
 bench: $(VENV)/.dev  ## TTFT, TPOT and requests/s of a cluster on this machine
 	PYTHONSAFEPATH= $(BIN)/python benchmarks/serving.py
+
+# A machine with a GPU may have no network: then no environment is made, and python3 must have torch (docs/gpu.md).
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/.runtime),$(BIN)/python,$(PYTHON))
+GPU_OUT ?= gpu-results
+gpu:  ## everything that needs a GPU, measured in ten minutes: rows as they come, then a table; GPU_OUT=folder receives them
+	PYTHONPATH=benchmarks $(GPU_PYTHON) -m gpu --out $(GPU_OUT)
+
+gpu-dry: $(VENV)/.all  ## the same stages with tiny shapes on a processor, to prove that they run; measures nothing
+	PYTHONPATH=benchmarks $(BIN)/python -m gpu --dry --out $(GPU_OUT)
+
+gpu-carry: $(VENV)/.dev  ## wheels for Python 3.12 that make gpu needs where there is no network: the folder gpu-carry
+	$(BIN)/python deploy/gpu_carry.py gpu-carry
 
 # not after .dev, which installs what the old locks say
 lock: $(VENV)/bin/python  ## resolve pyproject.toml into locks/*.txt; UPGRADE=1 to the newest versions

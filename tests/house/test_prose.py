@@ -38,7 +38,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def documented_files() -> Iterator[Path]:
-    for pattern in ("*/pdserve/**/*.py", "benchmarks/*.py", "deploy/*.py", "tools/**/*.py"):
+    for pattern in ("*/pdserve/**/*.py", "benchmarks/**/*.py", "deploy/*.py", "tools/**/*.py"):
         yield from (path for path in sorted(ROOT.glob(pattern)) if "_pb2" not in path.name)
 
 

@@ -1,0 +1,1 @@
+"""Stages: one module each, with a function `run(bench)`."""

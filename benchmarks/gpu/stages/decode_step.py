@@ -1,0 +1,102 @@
+"""A decode step of Llama 3.1 8B's shape: seconds from its schedule to its tokens, against bytes over bandwidth.
+
+The bytes are those of every weight but the embedding, of which a step reads a row per sequence, and of all keys and values. The
+bandwidth is a copy's, from the same process.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+from gpu.bench import NOT_MEASURED, Bench, folder_of
+from gpu.engine import LLAMA_8B, TINY, Engine, has_graphs, load_shape, write_shape
+from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.runner.memory_needs import weight_bytes
+
+CONTEXT = 1024
+NUM_STEPS, WARM_STEPS = 30, 6
+BATCHES = (1, 8, 32, 64)
+
+
+def run(bench: Bench) -> None:
+    batches, context = ((1, 2), 20) if bench.dry else (BATCHES, CONTEXT)
+    changes = TINY if bench.dry else {}
+    folder = write_shape(folder_of(bench.rows, "llama_8b"), **changes)
+    num_new = 4 if bench.dry else NUM_STEPS + WARM_STEPS + 2
+    num_blocks = max(batches) * (-(-(context + num_new) // 16) + 1)
+    settings = {"num_blocks": num_blocks, "max_num_seqs": max(batches), "max_model_len": context + num_new}
+    for mode in ({"enforce_eager": False}, {"enforce_eager": True}) if has_graphs() else ({},):
+        began = time.monotonic()
+        loaded, engine = make(bench, folder, settings | mode)
+        bench.rows.add(f"start {words(mode)}", start_s=NOT_MEASURED if bench.dry else time.monotonic() - began)
+        for batch in batches:
+            name = f"B {batch}, {context} tokens, {words(mode)}"
+            if bench.is_late(name):
+                return
+            with bench.case(name):
+                measure(bench, name, loaded, engine, batch, context, num_new, judged=not mode.get("enforce_eager"))
+        del loaded, engine
+
+
+def words(mode: dict[str, Any]) -> str:
+    return {None: "eager: no graphs here", True: "eager", False: "graphs"}[mode.get("enforce_eager")]
+
+
+def make(bench: Bench, folder: Any, settings: dict[str, Any]) -> tuple[LoadedModel, Engine]:
+    loaded, config = load_shape(folder, bench.device, bench.kernels, **settings)
+    engine = Engine(loaded, config)
+    engine.core.warm_up()
+    return loaded, engine
+
+
+def measure(
+    bench: Bench,
+    name: str,
+    loaded: LoadedModel,
+    engine: Engine,
+    batch: int,
+    context: int,
+    num_new: int,
+    *,
+    judged: bool,
+) -> None:
+    draw = random.Random(batch)
+    for _ in range(batch):
+        engine.add([draw.randrange(3, engine.vocab_size) for _ in range(context)], max_tokens=num_new)
+    began = time.monotonic()
+    started = 0
+    while started < batch:  # prefill; rows that are complete decode beside it
+        started += sum(output.first_position == 0 for output in engine.step() if output.new_token_ids)
+    prefill_s = time.monotonic() - began
+    times = []
+    while engine.core.has_work:
+        began = time.perf_counter()
+        num_outputs = len(engine.step())
+        if num_outputs == batch:
+            times.append((time.perf_counter() - began) * 1e3)
+    steady = times[min(WARM_STEPS, len(times) - 1) :]
+    need = step_bytes(bench, loaded, batch, context)
+    step_ms = NOT_MEASURED if bench.dry else statistics.median(steady)
+    floor_ms = need / bench.copy_bytes_per_s * 1e3
+    fields = {
+        "step_ms": step_ms,
+        "floor_ms": floor_ms,
+        "rate_tokens_per_s": None if bench.dry else batch / step_ms * 1e3,
+        "steps": len(steady),
+        "prefill_s": NOT_MEASURED if bench.dry else prefill_s,
+    }
+    if judged:
+        bench.rows.judge(name, "decode_step", step_ms / floor_ms, **fields)
+    else:
+        bench.rows.add(name, **fields, ratio=step_ms / floor_ms, goal=None, met=None)
+
+
+def step_bytes(bench: Bench, loaded: LoadedModel, batch: int, context: int) -> int:
+    config = loaded.decoder.config
+    weights = weight_bytes(loaded.folder, LLAMA_8B["dtype"], "dummy")
+    embedding = config.vocab_size * config.hidden_size * 2
+    token = loaded.layout.block_bytes // loaded.layout.block_size
+    return weights - embedding + batch * context * token
