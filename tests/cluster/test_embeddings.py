@@ -11,7 +11,7 @@ import torch
 from openai import AsyncOpenAI
 
 from pdserve.common.net.public_server import make_public_channel
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 from tests.support.cluster_processes import pd_cluster
 from tests.support.inference_client import InferenceClient

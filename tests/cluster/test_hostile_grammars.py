@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.cluster_processes import Cluster, running_cluster
 from tests.support.hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
 from tests.support.inference_client import InferenceClient

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pdserve.text.bad_words import bad_words_token_ids
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
 from tests.support.cluster_processes import pd_cluster
 from tests.support.inference_client import InferenceClient

@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.cluster_processes import pd_cluster
 
 pytestmark = pytest.mark.process

@@ -25,7 +25,7 @@ from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob, JobQu
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.engine_harness import Harness
 from tests.support.hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
 from tests.support.hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH

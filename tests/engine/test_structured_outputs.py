@@ -26,7 +26,7 @@ from pdserve.engine.structured_outputs import structured_output_manager as gramm
 from pdserve.engine.structured_outputs.grammar import GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher, Vocabulary, compile_grammar
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.engine_harness import Answer, Harness
 from tests.support.engine_pair import Pair
 from tests.support.waiting import HANG_S

@@ -34,7 +34,7 @@ from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.models.config.config_fields import HARMLESS, READ
 from pdserve.models.config.family_fields import FAMILY_FIELDS
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_CASE_S = 5.0
 """Processor time of one case."""

@@ -73,7 +73,7 @@ PLAIN_WITHOUT_TLS = {
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
     "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.text.client_template_process",
+    "pdserve.text.templates.client_template_process",
 }  # fmt: skip
 """Modules that a process starts with."""
 

@@ -19,7 +19,7 @@ from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed, Ended, Landed, Outputs
 from pdserve.router.placement.placement import Placement
-from pdserve.text.output_processor import PositionGap
+from pdserve.text.outputs.output_processor import PositionGap
 from tests.router.candidates import worker
 from tests.support.waiting import HANG_S
 

@@ -10,9 +10,9 @@ from openai import AsyncOpenAI
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, REASONS, RESPONSES_NO_OP
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
+from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import TextInput
-from pdserve.text.request_output import CompletionOutput
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.router.fake_worker import EOS, SPECIAL, said, tokens
 
 

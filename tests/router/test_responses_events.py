@@ -16,10 +16,10 @@ from pdserve.router.requests.preparation import CallFields
 from pdserve.router.requests.usage import Usage
 from pdserve.router.responses.responses_body import ResponsesBody
 from pdserve.router.responses.responses_writer import ResponsesWriter, fixed_fields
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
-from pdserve.text.request_output import CompletionOutput, Logprob
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CALL = CallFields(60.0, {}, "")

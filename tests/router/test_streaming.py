@@ -13,7 +13,7 @@ from pdserve.common.errors import Cancelled, InternalError, InvalidRequest, Tran
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.requests import generation
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.text.request_output import CompletionOutput, Logprob
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from tests.router.fake_worker import (
     ADMITTED,
     LANDED,

@@ -12,7 +12,7 @@ from pdserve.common.settings.api_key_file import key_hash
 from pdserve.router.http_front.tokenization_http import MAX_TOKENS
 from pdserve.router.requests.preparation import Preparation
 from pdserve.text.prompt import max_text_bytes
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.router.fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
 from tests.support.waiting import HANG_S, eventually
 

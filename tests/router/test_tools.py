@@ -12,10 +12,10 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.response_writer import CompletionResponseWriter
 from pdserve.router.requests.usage import Usage
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningTags
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
-from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
 

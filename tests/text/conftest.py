@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 CORPUS = ["the cat sat on the mat, naïve café", "你好世界 你好", "🙂🚀 e\u0301 🇫🇷 नमस्ते", "def f(x): return x + 1"] * 4
 CHAT_TEMPLATE = (

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.bad_words import bad_words_token_ids
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 def test_a_word_is_refused_at_the_beginning_and_after_a_space(byte_level_tokenizer: Tokenizer) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import ConfigError, InvalidRequest, Overloaded
-from pdserve.text import client_template_process
-from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.client_template import (
+from pdserve.text.templates import client_template_process
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.client_template import (
     FIELD,
     MAX_TEMPLATE_BYTES,
     ClientTemplate,

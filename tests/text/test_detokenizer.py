@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from pdserve.text.detokenizer import ByteDetokenizer, WindowDetokenizer
-from pdserve.text.token_bytes import DecoderRules
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.outputs.detokenizer import ByteDetokenizer, WindowDetokenizer
+from pdserve.text.tokenization.token_bytes import DecoderRules
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 FFFD = "\ufffd"
 IDS = st.lists(st.integers(0, 400), max_size=24)

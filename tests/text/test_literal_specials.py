@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import PromptTooLong
 from pdserve.text.prompt import ChatInput, LengthRule, TextInput, encode_prompt
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|im", "<s>")
 TEMPLATE = (

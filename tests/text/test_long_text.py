@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.models.model_folder import model_folder
-from pdserve.text.long_text import MAX_WORD_BYTES, LongText
 from pdserve.text.prompt import ChatInput, LengthRule, TextInput, encode_prompt
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.long_text import MAX_WORD_BYTES, LongText
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.process_memory import MemoryWatch
 
 LLAMA_3 = (

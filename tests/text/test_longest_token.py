@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from pdserve.common.errors import PromptTooLong
 from pdserve.models.model_folder import model_folder
 from pdserve.text.prompt import ChatInput, LengthRule, Prompt, TextInput, encode_prompt
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 LONG_TOKEN = "你好世界 " * 5
 WORDS = Regex(r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+|\p{L}+")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.text.output_processor import OutputProcessor, PositionConflict, PositionGap
-from pdserve.text.request_output import CompletionOutput
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.outputs.output_processor import OutputProcessor, PositionConflict, PositionGap
+from pdserve.text.outputs.request_output import CompletionOutput
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 EOS = 1

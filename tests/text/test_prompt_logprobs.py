@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.text.logprobs_accumulator import PromptLogprobsLedger
+from pdserve.text.outputs.logprobs_accumulator import PromptLogprobsLedger
 
 
 def _run(first: int, end: int) -> LogprobsLists:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
+from pdserve.text.outputs.stop_strings import StopAutomaton, StopStringMatcher
 
 
 def reference(stops: list[str], text: str, include: bool, suppressed: int = 0) -> tuple[str, str | None]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.text import template_budget
-from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.template_budget import MAX_CPU_S, MAX_VALUE_CHARS, MAX_WORK_CHARS
+from pdserve.text.templates import template_budget
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.template_budget import MAX_CPU_S, MAX_VALUE_CHARS, MAX_WORK_CHARS
 
 HELLO = [{"role": "user", "content": "hello"}]
 BIG = "{% set big = 'a' * 10**7 %}"

@@ -14,9 +14,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.text.detokenizer import ByteDetokenizer
+from pdserve.text.outputs.detokenizer import ByteDetokenizer
 from pdserve.text.prompt import TextInput, encode_prompt
-from pdserve.text.tokenizer import Tokenizer, TokenizerJson
+from pdserve.text.tokenization.tokenizer import Tokenizer, TokenizerJson
 
 
 def write(folder: Path, backend: Backend, **files: Any) -> Tokenizer:
@@ -234,7 +234,7 @@ def test_rules_that_the_library_contradicts_are_not_used(folders: dict[str, Path
 
 
 def _files(folder: Path) -> Any:
-    from pdserve.text.tokenizer_folder import TokenizerFolder
+    from pdserve.text.tokenization.tokenizer_folder import TokenizerFolder
 
     return TokenizerFolder.read(folder)
 
@@ -259,7 +259,7 @@ def test_many_threads(byte_level_tokenizer: Tokenizer) -> None:
 
 def test_imports_no_torch():
     program = (
-        "import sys; import pdserve.text.output_processor;"
+        "import sys; import pdserve.text.outputs.output_processor;"
         "print(sorted({'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

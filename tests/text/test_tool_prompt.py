@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.parsers.deltas import ToolCallDelta
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS, ToolCallParser
-from pdserve.text.tool_prompt import MAX_ARGUMENT_CONTAINERS
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.tool_prompt import MAX_ARGUMENT_CONTAINERS
 
 TOOLS = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "sum", "arguments": '{"a": [1, 2]}'}}

@@ -21,7 +21,7 @@ import pytest
 from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.net.service_channel import GENERATE
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import decode_pb2, request_pb2
 from pdserve.worker.worker import Worker
 from tests.support.fuzz_cases import Fuzzer

@@ -10,7 +10,7 @@ from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
 from pdserve.text.beam_search import BeamSearchParams
-from pdserve.text.request_output import CompletionOutput, RequestOutput
+from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 
 __all__ = [
     "LLM",

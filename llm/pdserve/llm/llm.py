@@ -32,8 +32,8 @@ from pdserve.llm.prompts import (
 )
 from pdserve.llm.request_factory import ValidRequest, checked
 from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams
-from pdserve.text.request_output import RequestOutput
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.outputs.request_output import RequestOutput
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 P = TypeVar("P", bound=msgspec.Struct | int)
 

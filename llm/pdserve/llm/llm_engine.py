@@ -16,8 +16,8 @@ from pdserve.llm.embedding_output import EmbeddingRequestOutput
 from pdserve.llm.local_engine import EngineOptions, LocalEngine
 from pdserve.llm.prompts import PromptType, as_prompt
 from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory
-from pdserve.text.request_output import RequestOutput
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.outputs.request_output import RequestOutput
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 class EngineItem(Protocol):

@@ -17,7 +17,7 @@ from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.clients.process_client import ProcessClient
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 class EngineOptions(TypedDict, total=False):

@@ -25,7 +25,8 @@ from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import best, for_engines
-from pdserve.text.output_processor import OutputProcessor
+from pdserve.text.outputs.output_processor import OutputProcessor
+from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 from pdserve.text.prompt import (
     EncodedPrompt,
     LengthRule,
@@ -34,7 +35,6 @@ from pdserve.text.prompt import (
     verify_cache_salt,
     verify_prompt_tokens,
 )
-from pdserve.text.request_output import CompletionOutput, RequestOutput
 
 _SEED_BITS = 63
 P = TypeVar("P", bound=msgspec.Struct)

@@ -35,7 +35,7 @@ from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Directory, Fleet
 from pdserve.router.workers.redis_discovery import make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 @functools.lru_cache(maxsize=32)

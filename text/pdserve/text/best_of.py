@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.outputs.request_output import CompletionOutput
 
 
 def for_engines(params: SamplingParams) -> SamplingParams:

@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.sampling_params import verify_token_ids
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 """Default of a completion; the default of a chat is the rest of the model's length."""

@@ -27,7 +27,7 @@ from pdserve.cli.bench.workload import BenchSession, DrawTokens, Shape, random_s
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import ClientTls
 from pdserve.models.model_folder import model_folder
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 Api = Literal["completions", "chat", "grpc"]
 MAX_SHOWN_ERRORS = 3

@@ -10,7 +10,7 @@ from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.model_folder import model_folder
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _DOWNLOAD = "give the folder of a whole Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)"
 _QUESTION = [{"role": "user", "content": "What is 7 plus 5?"}]

@@ -42,7 +42,7 @@ from pdserve.router.attempts.worker_calls import (
 )
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.worker import LoadReservation, Worker
-from pdserve.text.output_processor import PositionConflict
+from pdserve.text.outputs.output_processor import PositionConflict
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pdserve.common.request.wire import finish_reason_to_wire
 from pdserve.router.grpc_front.embed_servicer import moment_messages, usage_message
 from pdserve.router.requests.answer_reader import AnswerReader
 from pdserve.router.requests.generation import Generation
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from pdserve.text.parsers.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from pdserve.text.request_output import CompletionOutput, Logprob
 from pdserve.v1 import inference_pb2, request_pb2
 
 _FINISH = {str(reason): finish_reason_to_wire(reason) for reason in FinishReason}

@@ -43,7 +43,7 @@ from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.tenants.client import Client
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _PREFLIGHT_AGE_S = 600
 """Time for which browsers keep the answer to a preflight."""

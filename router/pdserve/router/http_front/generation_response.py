@@ -21,7 +21,7 @@ from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import CallFields
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.usage import Usage
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.outputs.request_output import CompletionOutput
 
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"

@@ -23,7 +23,7 @@ from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import Client
 from pdserve.text.prompt import max_text_bytes, verify_text_bytes
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_TOKENS = 5 << 17
 """Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""

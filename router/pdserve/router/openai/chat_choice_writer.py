@@ -6,9 +6,9 @@ import uuid
 from typing import Any
 
 from pdserve.router.requests.answer_reader import AnswerReader
+from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.parsers.answer_parsers import AnswerParser
 from pdserve.text.parsers.deltas import ReasoningDelta, TextDelta, ToolCallDelta
-from pdserve.text.request_output import CompletionOutput
 
 
 class ChatChoiceWriter(AnswerReader):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.router.openai.logprobs import completion_logprobs, finite, named_by_ids, named_candidates
+from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import Prompt, TextInput
-from pdserve.text.request_output import CompletionOutput
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 class Echo:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.text.request_output import CompletionOutput, Logprob
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 
 LEAST_LOGPROB = -9999.0
 """Replaces lower values, because JSON has no infinity."""

@@ -29,9 +29,9 @@ from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.tools import NamedTool, ToolBody
-from pdserve.text.chat_template import plain_message
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt, Truncation
+from pdserve.text.templates.chat_template import plain_message
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

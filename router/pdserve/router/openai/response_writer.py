@@ -14,7 +14,7 @@ from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, named_by_ids, prompt_logprobs
 from pdserve.router.requests.usage import Usage
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.outputs.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode
 _SLICE = 512

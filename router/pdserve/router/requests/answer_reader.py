@@ -7,12 +7,12 @@ from typing import Self
 import msgspec
 
 from pdserve.router.requests.preparation import ClientRequest
+from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.parsers.answer_parsers import AnswerParser, AnswerParsers
 from pdserve.text.parsers.deltas import Delta
 from pdserve.text.parsers.reasoning_parser import ReasoningParser, ReasoningTags, ReasoningTokenCounter
 from pdserve.text.parsers.tool_call_parser import ToolCallParser, ToolFormat
 from pdserve.text.prompt import ChatInput
-from pdserve.text.request_output import CompletionOutput
 
 
 class AnswerReader:

@@ -12,8 +12,8 @@ from pdserve.router.attempts.worker_calls import Outputs
 from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.retry_state import RetryState
 from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams, candidates_of, step_params
-from pdserve.text.output_processor import OutputProcessor
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.outputs.output_processor import OutputProcessor
+from pdserve.text.outputs.request_output import CompletionOutput
 
 
 class BeamPromptTask(PromptTask):

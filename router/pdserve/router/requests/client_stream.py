@@ -7,7 +7,7 @@ import time
 from typing import TypeVar
 
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.outputs.request_output import CompletionOutput
 
 T = TypeVar("T")
 _TOKEN_BYTES = 4

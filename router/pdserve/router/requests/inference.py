@@ -36,7 +36,7 @@ from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.workers.fleet import Fleet
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.prompt import ChatInput
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _RUNS_AT_ONCE = 256
 """Inputs of an embedding that are set up in one callback of the event loop."""

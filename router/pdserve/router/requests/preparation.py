@@ -32,7 +32,7 @@ from pdserve.text.prompt import (
     verify_cache_salt,
     verify_prompt_tokens,
 )
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _TOKENIZER_THREADS = 2
 MAX_ASIDE = 256

@@ -37,8 +37,8 @@ from pdserve.router.requests.retry_state import RetryState
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.text.best_of import best
-from pdserve.text.output_processor import OutputProcessor, PositionConflict
-from pdserve.text.request_output import CompletionOutput
+from pdserve.text.outputs.output_processor import OutputProcessor, PositionConflict
+from pdserve.text.outputs.request_output import CompletionOutput
 
 log = logging.getLogger(__name__)
 

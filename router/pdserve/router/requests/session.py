@@ -25,7 +25,7 @@ from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
-from pdserve.text.output_processor import OutputProcessor
+from pdserve.text.outputs.output_processor import OutputProcessor
 
 
 class StreamingSession:

@@ -19,8 +19,8 @@ from pdserve.router.requests.usage import Usage
 from pdserve.router.responses.output_items import OutputItems
 from pdserve.router.responses.response_store import StoredResponse
 from pdserve.router.responses.responses_body import ResponsesBody
+from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.parsers.deltas import Delta, TextDelta
-from pdserve.text.request_output import CompletionOutput
 
 _encode = msgspec.json.Encoder().encode
 

@@ -8,7 +8,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.text.parsers.deltas import Delta, TextDelta, joined
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningParser, ReasoningTags
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, TOOL_FORMATS, ForcedCalls, ToolCallParser, ToolFormat
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _CALLS_IN_TEMPLATES = (
     ("<tool_call>", "hermes"),

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.client_template import FIELD, STATUS, TemplateLimits, TemplateResult, TemplateTask
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.client_template import FIELD, STATUS, TemplateLimits, TemplateResult, TemplateTask
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.text.request_output import CompletionOutput, Logprob
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 class LogprobsAccumulator:

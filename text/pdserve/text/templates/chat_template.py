@@ -15,9 +15,9 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.text.literal_specials import hidden_in
-from pdserve.text.template_budget import MAX_VALUE_CHARS, BudgetedEnvironment, TemplateTooCostly, rendering
-from pdserve.text.tool_prompt import as_plain_text, with_parsed_calls
+from pdserve.text.templates.template_budget import MAX_VALUE_CHARS, BudgetedEnvironment, TemplateTooCostly, rendering
+from pdserve.text.templates.tool_prompt import as_plain_text, with_parsed_calls
+from pdserve.text.tokenization.literal_specials import hidden_in
 
 FIELD = "messages"
 _MAX_DEPTH = 64

@@ -159,7 +159,7 @@ class TemplateForkServer:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._program = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pdserve.text.client_template_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "pdserve.text.templates.client_template_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

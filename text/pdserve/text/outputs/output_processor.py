@@ -9,11 +9,11 @@ from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics
-from pdserve.text.detokenizer import IncrementalDetokenizer, NoDetokenizer
-from pdserve.text.logprobs_accumulator import LogprobsAccumulator, PromptLogprobsLedger
-from pdserve.text.request_output import CompletionOutput, Logprob, RequestOutput
-from pdserve.text.stop_strings import StopAutomaton, StopStringMatcher
-from pdserve.text.tokenizer import Tokenizer
+from pdserve.text.outputs.detokenizer import IncrementalDetokenizer, NoDetokenizer
+from pdserve.text.outputs.logprobs_accumulator import LogprobsAccumulator, PromptLogprobsLedger
+from pdserve.text.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from pdserve.text.outputs.stop_strings import StopAutomaton, StopStringMatcher
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
 class PositionConflict(InternalError):

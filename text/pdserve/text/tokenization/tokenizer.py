@@ -12,13 +12,13 @@ from tokenizers import Tokenizer as Backend
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.json_file import read_regular_file
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
-from pdserve.text.chat_template import ChatTemplate
-from pdserve.text.client_template import ClientTemplate
-from pdserve.text.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
-from pdserve.text.literal_specials import LiteralSpecials
-from pdserve.text.long_text import PART_BYTES, LongText
-from pdserve.text.token_bytes import DecoderRules, TokenBytes, longest_token_bytes
-from pdserve.text.tokenizer_folder import TokenizerFolder
+from pdserve.text.outputs.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
+from pdserve.text.templates.chat_template import ChatTemplate
+from pdserve.text.templates.client_template import ClientTemplate
+from pdserve.text.tokenization.literal_specials import LiteralSpecials
+from pdserve.text.tokenization.long_text import PART_BYTES, LongText
+from pdserve.text.tokenization.token_bytes import DecoderRules, TokenBytes, longest_token_bytes
+from pdserve.text.tokenization.tokenizer_folder import TokenizerFolder
 
 _SAMPLE_SIZE = 256
 MAX_TOKENIZER_BYTES = 512 << 20

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from tokenizers import Tokenizer as Backend
 
-from pdserve.text.token_bytes import TokenBytes
+from pdserve.text.tokenization.token_bytes import TokenBytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _UTF8_MAX_BYTES = 4

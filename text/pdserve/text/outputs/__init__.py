@@ -1,0 +1,1 @@
+"""Tokens to texts: detokenizer, stop strings and log-probabilities, which `OutputProcessor` brings together."""

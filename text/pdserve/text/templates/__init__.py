@@ -1,0 +1,1 @@
+"""Chat templates: the model's own, and those that come with requests, each with its budget."""
