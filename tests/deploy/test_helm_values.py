@@ -106,11 +106,8 @@ def test_templates_name_values_settings_and_metrics_that_exist() -> None:
     assert metrics == {"pdserve_requests_in_flight", "pdserve_engine_requests", "pdserve_kv_blocks"}
     documented = set(re.findall(r"^\| `(pdserve_\w+)`", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
     assert metrics <= documented
-    states = set(
-        re.findall(
-            r'^        "(\w+)": stats', (ROOT / "worker/pdserve/worker/telemetry/worker_metrics.py").read_text(), re.M
-        )
-    )
+    source = (ROOT / "worker/pdserve/worker/telemetry/worker_metrics.py").read_text()
+    states = set(re.findall(r'"(\w+)": stats\.', source))
     assert {"waiting", "waiting_for_kv", "in_use"} <= states
     known = {path for path, _ in objects(SCHEMA)}
     for path in re.findall(r"(?:\.Values|\$values|\.root\.Values)((?:\.[a-zA-Z]+)+)", text):
