@@ -12,7 +12,7 @@ import xgrammar
 
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
-from pdserve.router.requests.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, tool_use
+from pdserve.router.requests.fields.tools import FunctionBody, NamedFunction, NamedTool, ToolBody, tool_use
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.deltas import ToolCallDelta
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, TOOL_FORMATS, ToolCallParser

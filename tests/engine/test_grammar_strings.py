@@ -17,7 +17,7 @@ from pdserve.engine.runner.loaded_model import string_chars
 from pdserve.engine.structured_outputs.bounded_strings import with_bounded_strings
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
 from pdserve.models.model_folder import model_folder
-from pdserve.router.requests.tools import FunctionBody, ToolBody, tool_use
+from pdserve.router.requests.fields.tools import FunctionBody, ToolBody, tool_use
 
 LIMIT = 4
 STRING = {"type": "string"}

@@ -15,7 +15,7 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
 from pdserve.engine.structured_outputs.grammar_messages import WHITESPACE_CHARS
-from pdserve.router.requests.tools import FunctionBody, ToolBody, tool_use
+from pdserve.router.requests.fields.tools import FunctionBody, ToolBody, tool_use
 
 VOCAB_SIZE = 320
 LIMIT = 3

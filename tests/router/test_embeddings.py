@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded
 from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.router.requests import embedding_task as embedding_module
+from pdserve.router.requests.tasks import embedding_task as embedding_module
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
 from tests.router.fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, embed_well, embedding, forever, play, tokens
 from tests.support.otlp_receiver import otlp_receiver

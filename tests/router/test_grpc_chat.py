@@ -13,7 +13,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
 from pdserve.router.grpc_front.request_fields import chat_input, verify_chat_counts
 from pdserve.router.openai.protocol import ChatBody
-from pdserve.router.requests.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS
 from pdserve.v1 import inference_pb2, request_pb2

@@ -14,7 +14,7 @@ import pytest
 from pdserve.common.net import body_budget
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.http_front import responses_http
-from pdserve.router.requests.request_limits import MAX_MESSAGES
+from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
 from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.v1 import prefill_pb2
 from tests.router.fake_worker import ADMITTED, EOS, decode_outputs, play, said

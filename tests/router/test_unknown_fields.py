@@ -18,7 +18,7 @@ from pdserve.router.http_front.tokenization_http import DetokenizeBody, Tokenize
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
-from pdserve.router.requests.chat_fields import REASONING_EFFORTS
+from pdserve.router.requests.fields.chat_fields import REASONING_EFFORTS
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.text.prompt import ChatInput, TextInput
 from pdserve.v1 import inference_pb2

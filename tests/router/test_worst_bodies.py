@@ -25,7 +25,7 @@ from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.placement.routing_decision import LOG_LENGTH, RoutingLog
-from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS
+from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS
 from pdserve.router.telemetry.request_log import KEPT_REQUESTS, RequestLog
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.status_view import MAX_SLOWEST, MAX_WORKERS, StatusView

@@ -15,9 +15,9 @@ from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.params_wire import pooling_from_wire
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
+from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.usage import Usage
 from pdserve.router.tenants.client import ASKING, Client
 from pdserve.text.prompt import TextInput, TokenInput, Truncation

@@ -36,9 +36,9 @@ from pdserve.router.grpc_front.health_servicer import HealthServicer
 from pdserve.router.grpc_front.request_fields import beam_params, chat_input, verify_chat_counts
 from pdserve.router.requests.answer_reader import AnswerReader, with_visible_markers
 from pdserve.router.requests.client_stream import merged
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.output_constraint import OutputConstraint
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.outputs.request_output import CompletionOutput

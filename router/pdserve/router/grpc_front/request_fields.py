@@ -12,11 +12,11 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
 from pdserve.router.bodies.request_body import verify_num_values
-from pdserve.router.requests.beam_fields import BeamFields
-from pdserve.router.requests.chat_fields import ChatFields
-from pdserve.router.requests.output_constraint import OutputConstraint
-from pdserve.router.requests.request_limits import MAX_MESSAGES
-from pdserve.router.requests.tools import MAX_TOOLS, FunctionBody, NamedFunction, NamedTool, ToolBody
+from pdserve.router.requests.fields.beam_fields import BeamFields
+from pdserve.router.requests.fields.chat_fields import ChatFields
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
+from pdserve.router.requests.fields.tools import MAX_TOOLS, FunctionBody, NamedFunction, NamedTool, ToolBody
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.parsers.tool_call_parser import ForcedCalls
 from pdserve.text.prompt import ChatInput

@@ -13,7 +13,7 @@ from pdserve.common.errors import PdServeError
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.http_front.generation_response import JSON, REQUEST_ID_HEADER, cancel_on_disconnect, error_response
 from pdserve.router.openai.embeddings import PART_BYTES
-from pdserve.router.requests.embedding_task import Embedding
+from pdserve.router.requests.tasks.embedding_task import Embedding
 
 _NUMBER_BYTES = 20
 """Approximate bytes of a number in JSON."""

@@ -16,10 +16,10 @@ from pdserve.common.first_done import first_of
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.generation_response import json_response, until_disconnect
-from pdserve.router.requests.chat_fields import verify_continuation
+from pdserve.router.requests.fields.chat_fields import verify_continuation
+from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Limits
-from pdserve.router.requests.request_limits import MAX_MESSAGES
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import Client
 from pdserve.text.prompt import max_text_bytes, verify_text_bytes

@@ -13,8 +13,8 @@ import msgspec
 from pdserve.common.request.pooling_params import PoolingParams, PoolingType
 from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.usage import Usage
 from pdserve.text.prompt import Truncation
 

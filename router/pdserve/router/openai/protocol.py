@@ -23,12 +23,12 @@ from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import verify_neutral
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.openai.response_format import ResponseFormat, output_form
-from pdserve.router.requests.beam_fields import BeamFields
-from pdserve.router.requests.chat_fields import ChatFields
-from pdserve.router.requests.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.beam_fields import BeamFields
+from pdserve.router.requests.fields.chat_fields import ChatFields
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
+from pdserve.router.requests.fields.tools import NamedTool, ToolBody
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
-from pdserve.router.requests.tools import NamedTool, ToolBody
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt, Truncation
 from pdserve.text.templates.chat_template import plain_message

@@ -10,7 +10,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import writing
-from pdserve.router.requests.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _TYPES = ("text", "json_object", "json_schema")

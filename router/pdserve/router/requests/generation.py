@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission.admission import Admission
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.request_scope import RequestScope
+from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
 

@@ -20,15 +20,15 @@ from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.worker_selector import WorkerSelector
-from pdserve.router.requests.beam_task import BeamPromptTask
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.embedding_task import Embedding, EmbeddingInput
+from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import ClientRequest, Limits, Preparation
-from pdserve.router.requests.prompt_task import PromptTask
-from pdserve.router.requests.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
+from pdserve.router.requests.tasks.beam_task import BeamPromptTask
+from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
+from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys

@@ -20,9 +20,9 @@ from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest
-from pdserve.router.requests.prompt_task import PromptTask
 from pdserve.router.requests.request_services import RequestServices
-from pdserve.router.requests.retry_state import RetryState
+from pdserve.router.requests.tasks.prompt_task import PromptTask
+from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
 from pdserve.text.outputs.output_processor import OutputProcessor

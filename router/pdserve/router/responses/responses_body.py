@@ -14,11 +14,19 @@ from pdserve.router.bodies.request_body import convert_part, shown
 from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import RESPONSES_NO_OP, verify_neutral
 from pdserve.router.openai.response_format import of_schema
-from pdserve.router.requests.chat_fields import verify_effort
-from pdserve.router.requests.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.chat_fields import verify_effort
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.request_limits import MAX_MESSAGES, MAX_METADATA
+from pdserve.router.requests.fields.tools import (
+    MAX_TOOLS,
+    FunctionBody,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolUse,
+    tool_use,
+)
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.request_limits import MAX_MESSAGES, MAX_METADATA
-from pdserve.router.requests.tools import MAX_TOOLS, FunctionBody, NamedFunction, NamedTool, ToolBody, ToolUse, tool_use
 from pdserve.router.responses.input_items import as_items, as_messages
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import ChatInput

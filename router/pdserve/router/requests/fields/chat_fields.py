@@ -8,8 +8,8 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.request_body import shown
-from pdserve.router.requests.request_limits import MAX_MESSAGES
-from pdserve.router.requests.tools import NamedTool, ToolBody, ToolUse, tool_use
+from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
+from pdserve.router.requests.fields.tools import NamedTool, ToolBody, ToolUse, tool_use
 from pdserve.text.parsers.tool_call_parser import ForcedCalls
 from pdserve.text.prompt import ChatInput
 

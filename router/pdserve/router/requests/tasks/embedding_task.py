@@ -25,9 +25,9 @@ from pdserve.router.attempts.worker_calls import CallFailed
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
-from pdserve.router.requests.prompt_task import WAIT_FOR_WORKER_S
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client

@@ -33,7 +33,7 @@ from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
 from pdserve.router.requests.request_services import RequestServices
-from pdserve.router.requests.retry_state import RetryState
+from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.text.best_of import best

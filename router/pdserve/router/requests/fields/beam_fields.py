@@ -9,7 +9,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.bodies.request_body import shown
-from pdserve.router.requests.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.text.beam_search import MAX_LENGTH_PENALTY, BeamSearchParams
 
 _SUPPORTED = {
