@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.cluster_plan import ClusterPlan, make_plan, settings_by_role
-from pdserve.cli.reserved_ports import reserved_ports
+from pdserve.cli.up.cluster_plan import ClusterPlan, make_plan, settings_by_role
+from pdserve.cli.up.reserved_ports import reserved_ports
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
 from pdserve.common.settings.settings import load_settings

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pdserve.cli import conversation
 from pdserve.cli import main as command_line
-from pdserve.cli.conversation import WIDE, summary, timeline_table
-from pdserve.cli.grpc_client import Delta, Turn
+from pdserve.cli.clients import conversation
+from pdserve.cli.clients.conversation import WIDE, summary, timeline_table
+from pdserve.cli.clients.grpc_client import Delta, Turn
 from pdserve.common.timeline import ARRIVED, FINISHED, FIRST_TOKEN, PHASES, Timeline
 from tests.support.reserved_port import reserved_port
 

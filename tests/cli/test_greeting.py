@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdserve.cli.cluster import Addresses
-from pdserve.cli.greeting import Greeting
+from pdserve.cli.up.cluster import Addresses
+from pdserve.cli.up.greeting import Greeting
 
 URL = "127.0.0.1:50051"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pdserve.cli import main as command_line
-from pdserve.cli.cluster_plan import ClusterPlan, make_plan
 from pdserve.cli.ray_cluster import connection
 from pdserve.cli.ray_cluster.ray_directory import RayDirectory
+from pdserve.cli.up.cluster_plan import ClusterPlan, make_plan
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
@@ -81,7 +81,7 @@ def test_an_address_without_ray_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str, line: str
 ) -> None:
     monkeypatch.setattr(connection, "find_spec", lambda name: name)
-    monkeypatch.setattr("pdserve.cli.up_command.configure_logging", lambda *given: None)
+    monkeypatch.setattr("pdserve.cli.up.up_command.configure_logging", lambda *given: None)
     with reserved_port() as closed:
         ray = ["--ray", address.format(closed=closed)]
         monkeypatch.setattr("sys.argv", ["pdserve", "up", "--port", "0", "--grpc-port", "0", *ray])

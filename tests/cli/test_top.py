@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli.main import app, main
-from pdserve.cli.status_client import StatusClient
-from pdserve.cli.status_text import count, one_line_waterfall, seconds
+from pdserve.cli.status.status_client import StatusClient
+from pdserve.cli.status.status_text import count, one_line_waterfall, seconds
 from pdserve.common.errors import ConfigError, NotFound, PdServeError, PeerError
 from pdserve.router.telemetry.status_view import PhaseView, QueueView, RecentView, RequestView, StatusView, WorkerView
 

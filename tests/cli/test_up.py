@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli import main as command_line
-from pdserve.cli.cluster import Addresses, addresses_of, route
-from pdserve.cli.cluster_plan import make_plan
 from pdserve.cli.development_certificates import write_certificates
+from pdserve.cli.up.cluster import Addresses, addresses_of, route
+from pdserve.cli.up.cluster_plan import make_plan
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
 from pdserve.common.settings.api_key_file import key_hash, new_key
@@ -44,7 +44,7 @@ from tests.support.waiting import HANG_S, wait_until
 def test_errors_are_one_line_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
 ) -> None:
-    monkeypatch.setattr("pdserve.cli.up_command.configure_logging", lambda *given: None)
+    monkeypatch.setattr("pdserve.cli.up.up_command.configure_logging", lambda *given: None)
     with listening_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr("sys.argv", ["pdserve", *(argument.format(port=port) for argument in arguments)])

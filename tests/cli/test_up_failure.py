@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.child_report import MAX_MESSAGE_CHARS, FailedReport, ReportPipe, read_report
 from pdserve.cli.service_commands import ReportedFailure, serve_worker
+from pdserve.cli.up.child_report import MAX_MESSAGE_CHARS, FailedReport, ReportPipe, read_report
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import PrefillSettings
 from tests.support.checkpoints import edit_json

@@ -11,7 +11,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from pdserve.cli.grpc_client import GrpcClient
+from pdserve.cli.clients.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.security.tls import TlsFile, load_client

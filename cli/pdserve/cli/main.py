@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from pdserve.cli.bench.command import bench
-from pdserve.cli.client_commands import chat, generate, top, trace
+from pdserve.cli.clients.client_commands import chat, generate, top, trace
 from pdserve.cli.options import (
     ApiKey,
     ApiKeysFile,
@@ -103,8 +103,8 @@ def up(
     set_: Set = None,
 ) -> None:
     """The whole cluster: a router on this machine, prefill and decode workers here or on a Ray cluster, one process each."""
-    from pdserve.cli.cluster import RayCluster
-    from pdserve.cli.up_command import run_up
+    from pdserve.cli.up.cluster import RayCluster
+    from pdserve.cli.up.up_command import run_up
 
     if model_argument is not None and model is not None:
         raise ConfigError(f"MODEL is {model_argument!r} and --model is {model!r}: give one of them")

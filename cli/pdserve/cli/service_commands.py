@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from pdserve.cli.child_report import (
+from pdserve.cli.up.child_report import (
     MAX_MESSAGE_CHARS,
     FailedReport,
     LoadReport,

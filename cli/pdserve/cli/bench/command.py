@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from pdserve.cli.client_options import DEFAULT_HTTP_URL, DEFAULT_URL, CaFile, CertFile, ClientKeyFile, client_tls
+from pdserve.cli.clients.client_options import (
+    DEFAULT_HTTP_URL,
+    DEFAULT_URL,
+    CaFile,
+    CertFile,
+    ClientKeyFile,
+    client_tls,
+)
 
 
 def bench(

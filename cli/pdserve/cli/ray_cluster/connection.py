@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pdserve.cli.cluster_plan import ChildPlan
+from pdserve.cli.up.cluster_plan import ChildPlan
 from pdserve.common.errors import ConfigError
 
 if TYPE_CHECKING:

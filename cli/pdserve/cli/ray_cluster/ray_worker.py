@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pdserve.cli.child_report import LoadReport
-from pdserve.cli.cluster_plan import ChildPlan
 from pdserve.cli.ray_cluster.worker_actor import WorkerActor
+from pdserve.cli.up.child_report import LoadReport
+from pdserve.cli.up.cluster_plan import ChildPlan
 from pdserve.common.errors import ConfigError
 from pdserve.common.first_done import first_done
 

@@ -13,11 +13,11 @@ from typing import cast
 import ray
 import ray.util
 
-from pdserve.cli.child_report import LoadReport
-from pdserve.cli.cluster_plan import ChildPlan, WorkerRole
 from pdserve.cli.doctor.port_check import Port
-from pdserve.cli.reserved_ports import reserved_ports
-from pdserve.cli.worker_child import WorkerChild
+from pdserve.cli.up.child_report import LoadReport
+from pdserve.cli.up.cluster_plan import ChildPlan, WorkerRole
+from pdserve.cli.up.reserved_ports import reserved_ports
+from pdserve.cli.up.worker_child import WorkerChild
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import ENV_PREFIX, load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings

@@ -7,9 +7,9 @@ import sys
 
 from rich.console import Console
 
-from pdserve.cli.cluster import Addresses
-from pdserve.cli.conversation import show_answer
-from pdserve.cli.grpc_client import GrpcClient, Turn
+from pdserve.cli.clients.conversation import show_answer
+from pdserve.cli.clients.grpc_client import GrpcClient, Turn
+from pdserve.cli.up.cluster import Addresses
 from pdserve.common.address.host_address import loopback_of
 from pdserve.common.errors import PdServeError
 

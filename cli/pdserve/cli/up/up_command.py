@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pdserve.cli.client_options import DEFAULT_URL
-from pdserve.cli.cluster import RayCluster, run_cluster
-from pdserve.cli.cluster_plan import WorkerRole, make_plan
-from pdserve.cli.greeting import Greeting
+from pdserve.cli.clients.client_options import DEFAULT_URL
 from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
+from pdserve.cli.up.cluster import RayCluster, run_cluster
+from pdserve.cli.up.cluster_plan import WorkerRole, make_plan
+from pdserve.cli.up.greeting import Greeting
 from pdserve.common.telemetry.logging_setup import configure_logging
 
 

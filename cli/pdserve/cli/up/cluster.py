@@ -15,12 +15,12 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from pdserve.cli.child_report import LoadReport
-from pdserve.cli.cluster_plan import ClusterPlan
 from pdserve.cli.ray_cluster.connection import ray_workers
 from pdserve.cli.ray_cluster.ray_directory import RayDirectory
-from pdserve.cli.reserved_ports import reserved_ports
-from pdserve.cli.worker_child import WorkerChild
+from pdserve.cli.up.child_report import LoadReport
+from pdserve.cli.up.cluster_plan import ClusterPlan
+from pdserve.cli.up.reserved_ports import reserved_ports
+from pdserve.cli.up.worker_child import WorkerChild
 from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.address.host_address import host_and_port, loopback_of
 from pdserve.common.settings.router_settings import RouterSettings

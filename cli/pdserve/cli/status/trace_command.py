@@ -7,8 +7,8 @@ import datetime
 from rich.console import Console
 from rich.text import Text
 
-from pdserve.cli.status_client import StatusClient, plain
-from pdserve.cli.status_text import outcome, seconds, waterfall
+from pdserve.cli.status.status_client import StatusClient, plain
+from pdserve.cli.status.status_text import outcome, seconds, waterfall
 
 
 def show_trace(client: StatusClient, request_id: str) -> None:

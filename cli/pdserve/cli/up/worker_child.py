@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.cli.child_report import FailedReport, LoadReport, ReadyReport, read_report
-from pdserve.cli.cluster_plan import ChildPlan
+from pdserve.cli.up.child_report import FailedReport, LoadReport, ReadyReport, read_report
+from pdserve.cli.up.cluster_plan import ChildPlan
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
 from pdserve.common.first_done import first_done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.status_client import plain
+from pdserve.cli.status.status_client import plain
 from pdserve.router.telemetry.status_view import PhaseView, RequestView
 
 _STYLES = {"router": "blue", "prefill": "yellow", "decode": "green"}

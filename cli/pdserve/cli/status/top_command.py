@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.status_client import StatusClient, plain
-from pdserve.cli.status_text import count, legend, meter, one_line_waterfall, outcome, seconds
+from pdserve.cli.status.status_client import StatusClient, plain
+from pdserve.cli.status.status_text import count, legend, meter, one_line_waterfall, outcome, seconds
 from pdserve.common.errors import ConfigError, PeerError
 from pdserve.router.telemetry.status_view import StatusView, WorkerView
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.client_options import (
+from pdserve.cli.clients.client_options import (
     DEFAULT_HTTP_URL,
     DEFAULT_URL,
     CaFile,
@@ -25,8 +25,8 @@ from pdserve.cli.client_options import (
 )
 
 if TYPE_CHECKING:
-    from pdserve.cli.grpc_client import GrpcClient
-    from pdserve.cli.status_client import StatusClient
+    from pdserve.cli.clients.grpc_client import GrpcClient
+    from pdserve.cli.status.status_client import StatusClient
 
 
 def chat(
@@ -42,7 +42,7 @@ def chat(
     key_file: ClientKeyFile = None,
 ) -> None:
     """Ask the model; the answer streams."""
-    from pdserve.cli.conversation import converse
+    from pdserve.cli.clients.conversation import converse
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     connect = _way_to(url, ca_file, cert_file, key_file)
@@ -61,7 +61,7 @@ def generate(
     key_file: ClientKeyFile = None,
 ) -> None:
     """Continue a text; the continuation streams."""
-    from pdserve.cli.conversation import continue_text
+    from pdserve.cli.clients.conversation import continue_text
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     connect = _way_to(url, ca_file, cert_file, key_file)
@@ -77,7 +77,7 @@ def top(
     key_file: ClientKeyFile = None,
 ) -> None:
     """Workers, queues, rates and the slowest requests of a router, live; q ends. The API key is read from PDSERVE_API_KEY."""
-    from pdserve.cli.top_command import run_top
+    from pdserve.cli.status.top_command import run_top
 
     with _status_of(url, ca_file, cert_file, key_file) as client:
         run_top(client, interval, once=once)
@@ -93,21 +93,21 @@ def trace(
     key_file: ClientKeyFile = None,
 ) -> None:
     """The phases of one recent request, by service. The API key is read from PDSERVE_API_KEY."""
-    from pdserve.cli.trace_command import show_trace
+    from pdserve.cli.status.trace_command import show_trace
 
     with _status_of(url, ca_file, cert_file, key_file) as client:
         show_trace(client, request_id)
 
 
 def _status_of(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> StatusClient:
-    from pdserve.cli.status_client import StatusClient
+    from pdserve.cli.status.status_client import StatusClient
 
     return StatusClient(url, os.environ.get("PDSERVE_API_KEY"), client_tls(ca_file, cert_file, key_file))
 
 
 def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
     """The channel's address and TLS. Raises: ConfigError for files that cannot be used."""
-    from pdserve.cli.grpc_client import GrpcClient
+    from pdserve.cli.clients.grpc_client import GrpcClient
 
     tls = client_tls(ca_file, cert_file, key_file)
     return lambda: GrpcClient(url, os.environ.get("PDSERVE_API_KEY"), tls)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.grpc_client import Delta, GrpcClient, Turn
+from pdserve.cli.clients.grpc_client import Delta, GrpcClient, Turn
 from pdserve.common import timeline
 from pdserve.common.timeline import Timeline
 

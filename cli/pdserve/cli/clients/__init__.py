@@ -1,0 +1,1 @@
+"""`pdserve chat`, `generate` and `bench`: their options, and a client over gRPC."""

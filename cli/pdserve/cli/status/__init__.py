@@ -1,0 +1,1 @@
+"""`pdserve top` and `pdserve trace`: a router's status in the terminal."""
