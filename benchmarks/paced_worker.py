@@ -55,7 +55,7 @@ def pace() -> None:
 
     def paced(runner: ModelRunner, scheduled: SchedulerOutput) -> None:
         nonlocal due_s
-        due_s = time.monotonic() + STEP_S + TOKEN_S * sum(scheduled.num_scheduled_tokens.values())
+        due_s = time.monotonic() + STEP_S + TOKEN_S * scheduled.total_num_scheduled_tokens
         if not isinstance(runner._model, NoArithmetic):
             runner._model = NoArithmetic(runner._model)
         execute(runner, scheduled)

@@ -22,6 +22,8 @@ from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.output_stream import engine_error, failed_output
+from pdserve.engine.scheduler_output import SchedulerOutput
+from tests.support.engine_harness import MakeEngine
 
 SAMPLING = SamplingParams(
     temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5,
@@ -75,7 +77,7 @@ REQUEST: dict[str, Any] = {
     "transfer_source": True, "wanted_from": 0, "resumable": True, "prefill_here": True, "local_prefill_tokens": 0,
     "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
     "client_request_id": "mine", "deadline": 2.5,
-    "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",),
+    "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {
     "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,
@@ -103,6 +105,7 @@ def test_outputs_have_every_field() -> None:
                 "scheduler_stats": stats,
                 "blocks_stored": [b"\x00" * 24],
                 "blocks_removed": [b"\xff" * 24],
+                "finished_req_ids": ["é"],
             },
         )
     )
@@ -116,3 +119,43 @@ def test_an_error_is_the_same_after_its_output_was_sent() -> None:
     needs = copied(msgspec.structs.replace(failed_output("r", NeedsPrefill("long")), uncached_tokens=7))
     assert isinstance(answer := engine_error(needs), NeedsPrefill)
     assert answer.uncached_tokens == 7
+
+
+def test_one_eos_token_may_be_given_by_its_own_name() -> None:
+    fields: dict[str, Any] = {"request_id": "r", "prompt_token_ids": [1]}
+    assert EngineCoreRequest(**fields, eos_token_id=2).eos_token_ids == (2,)
+    assert EngineCoreRequest(**fields, eos_token_ids=(3,), eos_token_id=2).eos_token_ids == (2, 3)
+    assert EngineCoreRequest(**fields, eos_token_ids=(3, 2), eos_token_id=2).eos_token_ids == (3, 2)
+
+
+def test_an_output_with_a_finish_reason_is_the_last_unless_the_session_continues() -> None:
+    outputs = [
+        EngineCoreOutput(request_id="r", new_token_ids=[5]),
+        EngineCoreOutput(request_id="r", finish_reason=FinishReason.STOP, awaits_input=True),
+        EngineCoreOutput(request_id="r", finish_reason=FinishReason.STOP),
+    ]
+    assert [output.finished for output in outputs] == [False, False, True]
+
+
+def test_a_step_names_the_requests_whose_last_sequence_ended(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    one = engine.request([1, 2, 3], "one", params={"max_tokens": 2})
+    # sequence 1 ends with its first token, sequence 0 later
+    two = engine.request([4, 5], "two", n=2, params={"max_tokens": 4, "n": 2})
+    for request in (one, two):
+        engine.submit(request)
+    named = []
+    while engine.core.has_work:
+        outputs = engine.core.step()
+        named.append(outputs.finished_req_ids)
+        if len(named) == 1:
+            engine.core.end_sequence("two", 1)
+    assert [each for each in named if each] == [["one"], ["two"]]
+    engine.core.add_request(engine.request([7], "three"))
+    engine.core.abort_request("three")
+    assert engine.core.step().finished_req_ids == ["three"]
+
+
+def test_the_total_of_a_step_is_the_sum_of_its_sequences() -> None:
+    assert SchedulerOutput().total_num_scheduled_tokens == 0
+    assert SchedulerOutput(num_scheduled_tokens={"a": 3, "b": 1}).total_num_scheduled_tokens == 4

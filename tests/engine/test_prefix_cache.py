@@ -121,3 +121,18 @@ def test_of_two_blocks_with_one_content_one_is_found() -> None:
     pool.check({})
     assert (pool.num_available, pool.num_cached) == (4, 1)
     assert pool.find(b"same") is one
+
+
+def test_without_caching_every_prompt_is_computed_as_a_whole(make_engine: MakeEngine) -> None:
+    engine = make_engine(enable_prefix_caching=False, num_blocks=14, max_model_len=48)
+    prompt = list(range(20))
+    expected = greedy_answer(prompt, 4)
+    assert [engine.ask(prompt).token_ids for _ in range(2)] == [expected] * 2
+    assert engine.scheduler.pool.num_cached == 0
+    assert engine.scheduler.stats().prefix_cache_hits == 0
+    # preempted sequences find nothing either, and are computed again
+    names = [engine.add([start, *prompt], params={"max_tokens": 20}) for start in range(3)]
+    answers = engine.run()
+    assert engine.scheduler.num_preemptions > 0
+    for start, name in enumerate(names):
+        assert answers[name].token_ids == greedy_answer([start, *prompt], 20)

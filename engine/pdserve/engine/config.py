@@ -17,6 +17,7 @@ class EngineConfig:
     """Largest number of tokens of one sequence; at most what the pool holds."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
+    enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: order of arrival alone."""
     long_prefill_token_threshold: int = 0

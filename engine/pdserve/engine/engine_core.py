@@ -101,7 +101,7 @@ class EngineCore:
             )
 
     def _verify_resumed(self, request: EngineCoreRequest) -> None:
-        num_output, max_tokens = len(request.output_token_ids), request.sampling_params.max_tokens
+        num_output, max_tokens = len(request.output_token_ids), request.sampling_params.output_limit
         if not num_output:
             return
         room = min(max_tokens, self.config.max_model_len - len(request.prompt_token_ids))
@@ -215,8 +215,11 @@ class EngineCore:
             self.scheduler.requeue_finished_ids(step.scheduled)
             self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
+        outputs = self.scheduler.outputs.take()
+        ended = dict.fromkeys(output.request_id for output in outputs if output.finished)
         return EngineCoreOutputs(
-            outputs=self.scheduler.outputs.take(),
+            outputs=outputs,
+            finished_req_ids=[request_id for request_id in ended if not self.scheduler.group.has(request_id)],
             scheduler_stats=self.scheduler.stats(),
             blocks_stored=stored,
             blocks_removed=removed,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, NeedsPrefill, PdServeError, from_code
-from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, FinishReason, LogprobsLists
 
 
 class OutputStream:
@@ -122,6 +122,11 @@ def engine_error(output: EngineCoreOutput) -> PdServeError:
     if isinstance(error, NeedsPrefill):
         error.uncached_tokens = output.uncached_tokens
     return error
+
+
+def refused_outputs(request_id: str, error: PdServeError) -> EngineCoreOutputs:
+    """The results of a request that an engine did not take, or cannot report: `failed_output`."""
+    return EngineCoreOutputs(outputs=[failed_output(request_id, error)], finished_req_ids=[request_id])
 
 
 def failed_output(request_id: str, error: PdServeError) -> EngineCoreOutput:

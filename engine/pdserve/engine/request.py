@@ -260,6 +260,6 @@ class Request:
                 return RequestStatus.FINISHED_STOPPED
         if self.grammar is not None and self.grammar.has_ended:
             return RequestStatus.FINISHED_STOPPED
-        if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
+        if self.num_output_tokens >= params.output_limit or self.num_tokens >= max_model_len:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None

@@ -57,6 +57,11 @@ class SchedulerOutput(msgspec.Struct):
     """(from, to) block ids, per KV cache group: copied before the step computes, for sequences that begin within a block;
     empty when there are none."""
 
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.num_scheduled_tokens.values())
+
 
 class GrammarOutput(msgspec.Struct):
     """Token masks of the sequences that this step completes and whose output has a grammar."""

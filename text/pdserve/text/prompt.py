@@ -210,17 +210,25 @@ def verify_prompt_tokens(
 
 
 def resolve_max_tokens(
-    prompt: Prompt, num_tokens: int, max_model_len: int, max_tokens: int | None, *, field: str, max_tokens_field: str
+    prompt: Prompt,
+    num_tokens: int,
+    max_model_len: int,
+    max_tokens: int | None,
+    *,
+    field: str,
+    max_tokens_field: str,
+    takes_rest: bool = False,
 ) -> int:
     """Largest number of output tokens after a prompt of `num_tokens` tokens. max_tokens: None for the default of chat or
     completion.
 
-    field, max_tokens_field: the client's names of the two. Raises: PromptTooLong, InvalidRequest.
+    field, max_tokens_field: the client's names of the two. takes_rest: without `max_tokens`, a completion too may take the rest
+    of the model's length. Raises: PromptTooLong, InvalidRequest.
     """
     LengthRule(max_model_len).verify(num_tokens, field)
     left = max_model_len - num_tokens
     if max_tokens is None:
-        return left if isinstance(prompt, ChatInput) else min(left, DEFAULT_MAX_TOKENS)
+        return left if takes_rest or isinstance(prompt, ChatInput) else min(left, DEFAULT_MAX_TOKENS)
     if max_tokens > left:
         raise InvalidRequest(
             f"{max_tokens_field} is {max_tokens} and {field} has {num_tokens} tokens; together "

@@ -47,6 +47,12 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     """Prefill here a prompt of any length, because no prefill worker is live."""
     local_prefill_tokens: int | None = None
     """Most uncached tokens for which prefilling here is faster, by the router's estimate; None: its choice is final."""
+    eos_token_id: int | None = None
+    """vLLM's field, for callers with one EOS token: it becomes the first of `eos_token_ids`."""
+
+    def __post_init__(self) -> None:
+        if self.eos_token_id is not None and self.eos_token_id not in self.eos_token_ids:
+            self.eos_token_ids = (self.eos_token_id, *self.eos_token_ids)
 
     def sequence_id(self, index: int) -> str:
         """Id of one of the request's sequences in the engine; that of the first is the request's."""
@@ -159,6 +165,11 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     uncached_tokens: int = 0
     """Prompt tokens that are not cached here, where the error is `NeedsPrefill`."""
 
+    @property
+    def finished(self) -> bool:
+        """True if it is the sequence's last output; false for the last one of a session's turn."""
+        return self.finish_reason is not None and not self.awaits_input
+
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """State of the engine at the end of a step."""
@@ -193,6 +204,8 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Hashes of blocks that entered the prefix cache in this step."""
     blocks_removed: list[bytes] = []
     """Hashes of blocks that left it."""
+    finished_req_ids: list[str] = []
+    """Requests whose last sequence ended in this step."""
 
     @property
     def has_results(self) -> bool:

@@ -69,7 +69,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     request_id: str = ""
     """The router's name of the request; in an engine unique per attempt."""
     prompt_token_ids: list[TokenId] = []
-    sampling_params: SamplingParams = SamplingParams()
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     """No effect if `pooling_params` is given."""
     pooling_params: PoolingParams | None = None
     """An embedding of the prompt is requested and no token: the request ends with its prompt."""

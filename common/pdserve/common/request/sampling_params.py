@@ -74,11 +74,11 @@ class NamedLogitsProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """JSON values, which the processor interprets."""
 
 
-class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
-):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Parameters for choosing output tokens and for the end of the output.
 
+    None, given for a field whose type does not have it, is the field's default. A caller may change its own object, as in vLLM;
+    a request takes a copy.
     Source: the names, meanings and defaults are those of vLLM's `SamplingParams`, for the fields that exist here.
     """
 
@@ -106,8 +106,8 @@ class SamplingParams(
     """`bad_words` in tokens of the router's tokenizer: the last token of a sequence is not sampled after the others."""
     seed: int | None = None
     """Noise is a function of (seed, sequence index, output position)."""
-    max_tokens: int = 16
-    """Output tokens at most; at least 1."""
+    max_tokens: int | None = 16
+    """Output tokens at most; at least 1. None, from callers of the offline API alone: what the model's length leaves."""
     min_tokens: int = 0
     """EOS and stop token ids are not sampled before this many output tokens."""
     stop: tuple[str, ...] = ()
@@ -140,7 +140,19 @@ class SamplingParams(
         stop: object = self.stop
         if isinstance(stop, str):
             # one stop string, as users of other engines write it
-            msgspec.structs.force_setattr(self, "stop", (stop,))
+            self.stop = (stop,)
+        for name, default in _DEFAULTS:
+            if getattr(self, name) is None:
+                setattr(self, name, default() if callable(default) else default)
+
+    @property
+    def output_limit(self) -> int:
+        """`max_tokens` of a request's parameters, which are complete."""
+        return MAX_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def clone(self) -> SamplingParams:
+        """A copy that may be changed without this one."""
+        return msgspec.structs.replace(self, logit_bias=dict(self.logit_bias))
 
     @property
     def num_sequences(self) -> int:
@@ -168,16 +180,13 @@ class SamplingParams(
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         if self.seed is not None:
             _require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", self.seed, "a signed 64-bit integer")
-        _require(
-            1 <= self.max_tokens <= MAX_MAX_TOKENS,
-            "max_tokens",
-            self.max_tokens,
-            f"at least 1 and at most {MAX_MAX_TOKENS}",
-        )
+        limit = self.max_tokens
+        if limit is None or not 1 <= limit <= MAX_MAX_TOKENS:
+            raise InvalidRequest(
+                f"max_tokens must be at least 1 and at most {MAX_MAX_TOKENS}, not {limit}", "max_tokens"
+            )
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
-        _require(
-            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
-        )
+        _require(self.min_tokens <= limit, "min_tokens", self.min_tokens, f"at most max_tokens ({limit})")
         counts = {field: len(getattr(self, field) or ()) for field in (*MAX_ENTRIES, "allowed_token_ids")}
         verify_num_entries(counts, vocab_size)
         for text in self.stop:
@@ -262,6 +271,14 @@ class SamplingParams(
             _require(
                 0 < len(word) <= MAX_BAD_WORD_CHARS, "bad_words", word[:40], f"1 to {MAX_BAD_WORD_CHARS} characters"
             )
+
+
+_DEFAULTS = tuple(
+    (field.name, field.default if field.default is not msgspec.NODEFAULT else field.default_factory)
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.default is not None and field.name != "max_tokens"
+)
+"""(field, default) of the fields whose type does not have None."""
 
 
 def verify_num_entries(

@@ -51,6 +51,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     max_waiting: int | None = None
     """Requests that wait for a place in a step, or for remote KV; more are refused, and routers place them elsewhere;
     default: 4 * `max_num_seqs`."""
+    enable_prefix_caching: bool = True
+    """Find blocks of earlier prompts again; without it every prompt is computed or received as a whole."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: requests with a lower `priority` first, equals in order of arrival; `fcfs`: order of arrival alone."""
     long_prefill_token_threshold: int = 0

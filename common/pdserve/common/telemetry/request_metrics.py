@@ -22,6 +22,9 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     """Time of the newest output token so far."""
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    """Output tokens of all sequences so far."""
 
     @property
     def time_in_queue(self) -> float | None:
@@ -33,11 +36,24 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         """Seconds."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
+    @property
+    def e2e_latency(self) -> float | None:
+        """Seconds from arrival to end."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+    @property
+    def mean_time_per_output_token(self) -> float | None:
+        """Seconds per token after the first token's; None for one token. Sequences of one request count together."""
+        if self.first_token_time is None or self.last_token_time is None or self.num_generation_tokens < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
+
     def see(self, output: EngineCoreOutput) -> None:
         """Update from an output of an engine in this process."""
         for event in output.events:
             if event.type is EngineCoreEventType.SCHEDULED and self.first_scheduled_time is None:
                 self.first_scheduled_time = unix_s(event.timestamp)
+        self.num_generation_tokens += len(output.new_token_ids)
         if output.new_token_ids:
             self.last_token_time = unix_s(time.monotonic())
             if self.first_token_time is None:

@@ -48,7 +48,7 @@ from pdserve.engine.clients.frames import (
 )
 from pdserve.engine.clients.inproc_client import InprocClient, failure_text
 from pdserve.engine.clients.loaded_engine import LoadedEngine
-from pdserve.engine.output_stream import failed_output
+from pdserve.engine.output_stream import refused_outputs
 from pdserve.engine.scheduler_output import RequestFailure
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class EngineCoreProc:
         except msgspec.DecodeError as error:
             named = re.search(r"`\$\.(\w+)", str(error))
             refusal = InvalidRequest(f"the request cannot be read: {error}", named and named[1])
-            self._send_outputs(EngineCoreOutputs(outputs=[failed_output(request_id, refusal)]))
+            self._send_outputs(refused_outputs(request_id, refusal))
             return
         with contextlib.suppress(PdServeError):  # after the engine's end, which was reported
             inner.add_request(request)
@@ -154,7 +154,7 @@ class EngineCoreProc:
         else:
             [output] = outputs.outputs
             error = InternalError(f"an output has {len(payload)} bytes, at most {MAX_FRAME_BYTES} can be sent")
-            self._send(Outputs(EngineCoreOutputs(outputs=[failed_output(output.request_id, error)])))
+            self._send(Outputs(refused_outputs(output.request_id, error)))
 
     def _send(self, message: FromEngine) -> None:
         self._send_payload(encode(message))

@@ -17,7 +17,7 @@ from pdserve.engine.clients.output_queue import OutputQueue, OutputSink
 from pdserve.engine.clients.utilities import call_utility
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread
-from pdserve.engine.output_stream import failed_output
+from pdserve.engine.output_stream import refused_outputs
 
 GRAMMAR_POLL_S = 0.05
 """While only grammars are awaited: how often to look at their deadlines."""
@@ -57,7 +57,7 @@ class InprocClient:
         try:
             self.core.verify(request)
         except InvalidRequest as error:
-            self._put(EngineCoreOutputs(outputs=[failed_output(request.request_id, error)]))
+            self._put(refused_outputs(request.request_id, error))
             return
         self._do(lambda core: core.add_request(request))
 

@@ -16,7 +16,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.clients import engine_connection
 from pdserve.engine.clients.engine_connection import EngineConnection
 from pdserve.engine.clients.frames import AbortRequests, AddRequest, EndSequence, Load, encode
-from pdserve.engine.output_stream import failed_output
+from pdserve.engine.output_stream import refused_outputs
 
 
 class ProcessClient:
@@ -40,7 +40,7 @@ class ProcessClient:
         except (TypeError, ValueError, OverflowError, RecursionError, PeerError) as error:
             field = _field_at_fault(request)
             refusal = InvalidRequest(f"{field} cannot be sent to the engine's process: {error}", field)
-            self._connection.outputs.put(EngineCoreOutputs(outputs=[failed_output(request.request_id, refusal)]))
+            self._connection.outputs.put(refused_outputs(request.request_id, refusal))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._connection.send(encode(AbortRequests(list(request_ids))))

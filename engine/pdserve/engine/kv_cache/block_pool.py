@@ -62,7 +62,9 @@ class PinnedBlocks:
 class BlockPool:
     """Hands out blocks and finds them again by hash."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
+        """enable_caching: False for a pool that finds no block again."""
+        self._enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
         self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
@@ -137,8 +139,8 @@ class BlockPool:
         self.release(hold.give_up())
 
     def remember(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Make `find(block_hash)` return the block, unless another block has this hash already."""
-        if block.block_hash is None and block_hash not in self._by_hash:
+        """Make `find(block_hash)` return the block, unless another block has this hash already, or nothing is cached."""
+        if self._enable_caching and block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
             self._change(block_hash, True)

@@ -73,6 +73,7 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
+            enable_prefix_caching=settings.enable_prefix_caching,
             scheduling_policy=settings.scheduling_policy,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,

@@ -47,7 +47,7 @@ class Scheduler:
         compiler: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, enable_caching=config.enable_prefix_caching)
         self.kv = KVCacheManager(self.pool, hasher)
         self.holds = PinTracker(self.pool)
         self.starvation = StarvationGuard(config.max_overtakes)
@@ -89,7 +89,7 @@ class Scheduler:
         refusal: error that ends it at once, before anything is computed.
         """
         self.num_added += 1
-        if core.request_id in self.requests or self.group.of(core.request_id):
+        if self.group.has(core.request_id):
             self.events.num_dropped += 1
             return
         request = Request(core)

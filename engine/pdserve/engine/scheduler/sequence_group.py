@@ -67,6 +67,10 @@ class SequenceGroup:
             if not living:
                 del self._of[request.core.request_id]
 
+    def has(self, request_id: str) -> bool:
+        """True if a sequence of the request has not ended, forked or not."""
+        return request_id in self._requests or request_id in self._of
+
     def of(self, request_id: str) -> list[Request]:
         """Unfinished sequences of a request; empty if it is unknown, has not forked, or has ended."""
         return list(self._of.get(request_id, {}).values())

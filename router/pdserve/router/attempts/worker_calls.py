@@ -178,7 +178,7 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
 
     def _outputs(self, message: request_pb2.Outputs) -> Outputs:
-        num_tokens, limit = len(message.token_ids), self._sampling.max_tokens
+        num_tokens, limit = len(message.token_ids), self._sampling.output_limit
         if message.first_position + num_tokens > limit:
             raise PeerError(
                 f"a worker sent {num_tokens} tokens from position {message.first_position} on, where max_tokens is {limit}"
@@ -333,7 +333,7 @@ class SessionCall(_DecodeServiceCall):
 
     async def go_on(self, request: GenerationRequest) -> None:
         """Send the next turn, of which prompt, sampling parameters and trace headers count."""
-        self._num_prompt_tokens += self._sampling.max_tokens + len(request.prompt_token_ids)
+        self._num_prompt_tokens += self._sampling.output_limit + len(request.prompt_token_ids)
         self._sampling = request.sampling_params
         turn = OutgoingRequest(request).fields(self._worker, version_3="next")
         await self._write(decode_pb2.DecodeTurn(**turn))

@@ -58,6 +58,11 @@ class RequestState:
         return self.finish_reason is not None
 
     @property
+    def is_prefilling(self) -> bool:
+        """True until the first output token."""
+        return not self.output_token_ids
+
+    @property
     def next_position(self) -> int:
         return len(self.output_token_ids)
 

@@ -41,6 +41,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     """The stop token id or stop string; None for EOS, length, abort and error."""
 
+    def finished(self) -> bool:
+        """True if the sequence has ended; a method, as in vLLM."""
+        return self.finish_reason is not None
+
 
 class RequestOutput(msgspec.Struct, kw_only=True):
     """A request and its sequences, as offline callers and response formatters read them."""

@@ -51,7 +51,7 @@ class BeamPromptTask(PromptTask):
         return msgspec.structs.replace(
             self._request.beams or BeamSearchParams(beam_width=1),
             beam_width=self.num_sequences,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.output_limit,
             ignore_eos=sampling.ignore_eos,
         )
 

@@ -148,12 +148,12 @@ class PromptTask:
             num_places=self.num_sequences,
             # what a session has computed before is not computed again
             num_tokens=len(token_ids),
-            max_tokens=request.sampling_params.max_tokens,
+            max_tokens=request.sampling_params.output_limit,
         )
         async with self._services.admission.place(
             cost,
             priority,
-            lambda: self.raise_when_no_worker(one_token=request.sampling_params.max_tokens == 1),
+            lambda: self.raise_when_no_worker(one_token=request.sampling_params.output_limit == 1),
             client=self._request.client,
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
@@ -354,7 +354,7 @@ class PromptTask:
                 attempt,
                 tenant=self._request.client.tenant,
                 num_tokens=len(request.prompt_token_ids) + num_resumed,
-                max_tokens=request.sampling_params.max_tokens - num_resumed,
+                max_tokens=request.sampling_params.output_limit - num_resumed,
                 hashes=lambda layout: self.hashed(request, layout).placement_hashes,
                 hint=retry_state.hint,
                 blamed=retry_state.blamed | self._full.keys,
