@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.llm import LLM
-from pdserve.llm.local_engine import EngineOptions
+from pdserve.llm.engine_options import EngineOptions
 from tests.support import sampling_reference
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.oracle import NEAR_TIE, Oracle

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from pdserve.common.errors import Cancelled, InvalidRequest
-from pdserve.llm import LLM, EmbeddingRequestOutput, PoolingParams
+from pdserve.llm import LLM, EmbeddingRequestOutput, PoolingOutput, PoolingParams
 from tests.llm.conftest import CheckedAsyncLLM
 from tests.support.llm_requests import TEXT, greedy, prompts_of
 from tests.support.oracle import Oracle
+from tests.support.waiting import HANG_S
 
 MEAN = PoolingParams(pooling_type="mean", normalize=False, dimensions=20)
 
@@ -115,3 +116,14 @@ async def test_ends_before_its_time(running: Running) -> None:
         with pytest.raises(asyncio.CancelledError):
             await left
         await llm.idle()
+
+
+async def test_encode_gives_the_general_type(llm: LLM, running: Running) -> None:
+    [embedding] = llm.embed(TEXT, MEAN, use_tqdm=False)
+    [pooled] = llm.encode(TEXT, MEAN, use_tqdm=False)
+    assert pooled.outputs.data == pytest.approx(embedding.outputs.embedding, abs=1e-5)
+    assert (pooled.prompt, pooled.finished, pooled.outputs) == (TEXT, True, PoolingOutput(data=pooled.outputs.data))
+    async with running() as streams, asyncio.timeout(HANG_S):
+        [streamed] = [output async for output in streams.encode(TEXT, MEAN)]
+        assert streamed.outputs.data == pytest.approx(embedding.outputs.embedding, abs=1e-5)
+        await streams.idle()

@@ -54,7 +54,7 @@ def test_each_kind_of_output_comes_step_by_step(engine: LLMEngine, llm: LLM) -> 
     assert outputs["whole"][-1].outputs == expected.outputs
     assert [t for answer in outputs["new"] for t in answer.outputs[0].token_ids] == expected.outputs[0].token_ids
     [embedding] = outputs["vector"]
-    assert embedding.outputs.embedding == pytest.approx(vector.outputs.embedding, abs=1e-5)
+    assert embedding.outputs.data == pytest.approx(vector.outputs.embedding, abs=1e-5)
     assert all(answers[-1].finished for answers in outputs.values())
     assert engine.step() == []
 

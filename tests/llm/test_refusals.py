@@ -50,7 +50,7 @@ BAD_PARAMS: list[tuple[Any, str, str]] = [
     (SamplingParams(temperature="hot"), "temperature", "temperature is 'hot': Expected `float`"),  # type: ignore[arg-type]
     (SamplingParams(top_p=0.0), "top_p", "above 0 and at most 1"),
     (SamplingParams(max_tokens=0), "max_tokens", "at least 1"),
-    (SamplingParams(max_tokens=1.5), "max_tokens", "Expected `int`"),  # type: ignore[arg-type]
+    (SamplingParams(max_tokens=1.5), "max_tokens", "Expected `int . null`"),  # type: ignore[arg-type]
     (SamplingParams(max_tokens=1000), "max_tokens", "so max_tokens at most 2"),
     (SamplingParams(stop=5), "stop", "stop is 5"),  # type: ignore[arg-type]
     (SamplingParams(stop=("",)), "stop", "1 to 256 characters"),
@@ -139,7 +139,7 @@ def test_a_prompt_that_is_too_long_is_its_own_error(llm: LLM) -> None:
         ({"num_threads": 0}, "num_threads is 0"),
         ({"dtype": "float8"}, r"Invalid enum value 'float8' - at `\$.dtype`"),
         ({"attention_backend": "mine"}, "attention_backend is 'mine', which is not installed; there are auto, torch"),
-        ({"port": 8000}, "unknown option 'port'; there are model, seed, engine_process, dtype"),
+        ({"port": 8000}, "unknown option 'port'; there are model, seed, engine_process, disable_log_stats, dtype"),
     ],
 )
 def test_wrong_options_are_named(make_llm: Callable[..., LLM], options: dict[str, Any], message: str) -> None:

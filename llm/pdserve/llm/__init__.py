@@ -5,10 +5,11 @@ from pdserve.common.request.sampling_params import NamedLogitsProcessor, Request
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.llm.async_llm import AsyncLLM
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence
-from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
+from pdserve.llm.engine_options import EngineArgs
 from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.prompts import Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
+from pdserve.llm.pooling_output import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+from pdserve.llm.prompts import ChatKwargs, Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 
@@ -18,13 +19,17 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ChatKwargs",
     "CompletionOutput",
     "Conversation",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "LLMEngine",
     "NamedLogitsProcessor",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",

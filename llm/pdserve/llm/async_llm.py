@@ -5,20 +5,30 @@ from __future__ import annotations
 import asyncio
 import atexit
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, from_code
 from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import OutputStream, failed_output
-from pdserve.llm.embedding_output import EmbeddingRequestOutput
-from pdserve.llm.local_engine import EngineOptions, LocalEngine
-from pdserve.llm.prompts import Conversation, PromptType, PromptWithSalt, TokenizationKwargs, as_conversation, as_prompt
+from pdserve.llm.engine_options import EngineArgs, EngineOptions
+from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
+from pdserve.llm.prompts import (
+    ChatKwargs,
+    Conversation,
+    PromptType,
+    PromptWithSalt,
+    TokenizationKwargs,
+    as_conversation,
+    as_prompt,
+    one_of_both,
+)
 from pdserve.llm.request_factory import RequestFactory
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -38,10 +48,11 @@ class AsyncLLM:
         *,
         seed: int | None = 0,
         engine_process: bool = False,
+        disable_log_stats: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model, which blocks. Parameters and errors: those of `LLM`."""
-        engine = LocalEngine(model, options, engine_process=engine_process)
+        engine = LocalEngine(model, options, engine_process=engine_process, disable_log_stats=disable_log_stats)
         self._client = engine.client
         self._tokenizer = engine.tokenizer
         self._requests = RequestFactory(engine, seed)
@@ -52,12 +63,18 @@ class AsyncLLM:
         self._receiving: asyncio.Task[None] | None = None
         self._ended_with: PdServeError | None = None
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model, which blocks. Errors: those of `LLM`."""
+        return cls(engine_args.model, **engine_args.arguments)
+
     def generate(
         self,
-        prompt: PromptType,
+        prompt: PromptType | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        prompt_token_ids: Sequence[int] | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
@@ -69,12 +86,15 @@ class AsyncLLM:
 
         Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
-        default: a random one. priority: lower runs first with `scheduling_policy="priority"`. trace_headers: W3C trace context.
-        tokenization_kwargs: see `TokenizationKwargs`.
+        default: a random one. prompt_token_ids: in place of `prompt`. priority: lower runs first with
+        `scheduling_policy="priority"`. trace_headers: W3C trace context. tokenization_kwargs: see `TokenizationKwargs`.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
-        parse = partial(as_prompt, prompt, tokenization_kwargs)
+
+        def parse() -> PromptWithSalt:
+            return as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
+
         return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
 
     def chat(
@@ -83,20 +103,13 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        **template_options: Unpack[ChatKwargs],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation through the model's chat template: `LLM.chat`, as a stream like `generate`."""
-        parse = partial(
-            as_conversation,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            template_variables=chat_template_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        parse = partial(as_conversation, messages, tokenization_kwargs, **template_options)
         return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
 
     async def embed(
@@ -112,6 +125,28 @@ class AsyncLLM:
         Raises: InvalidRequest naming the field, its value and its limit; WorkerLost, Cancelled as in `generate`;
         Cancelled too when it was aborted.
         """
+        return EmbeddingRequestOutput.from_base(
+            await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs)
+        )
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tokenization_kwargs: TokenizationKwargs | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The result of pooling as one item, in vLLM's form of a stream; else as `embed`."""
+        yield await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs)
+
+    async def _pooled(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None,
+        request_id: str | None,
+        tokenization_kwargs: TokenizationKwargs | None,
+    ) -> PoolingRequestOutput:
         self._start()
         parsed = as_prompt(prompt, tokenization_kwargs)
         valid = await asyncio.to_thread(self._requests.validate_embedding, parsed, pooling_params)
@@ -122,10 +157,10 @@ class AsyncLLM:
                 raise Cancelled(f"request {request.request_id} was aborted")
             return request.process(output)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its stream ends with finish reason `abort`. Harmless when it does not exist."""
-        if (engine_id := self._active.get(request_id)) is not None:
-            self._client.abort_requests([engine_id])
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request or several: their streams end with finish reason `abort`. Harmless for those that do not exist."""
+        names = [request_id] if isinstance(request_id, str) else request_id
+        self._client.abort_requests([self._active[name] for name in names if name in self._active])
 
     async def reset_prefix_cache(self) -> bool:
         """Drop the prefix cache; returns whether it was dropped: not while a request has blocks."""
@@ -142,6 +177,20 @@ class AsyncLLM:
     def is_running(self) -> bool:
         """True if it takes requests: neither shut down nor failed."""
         return self._ended_with is None
+
+    @property
+    def errored(self) -> bool:
+        """True if it was shut down or has failed."""
+        return self._ended_with is not None
+
+    @property
+    def dead_error(self) -> PdServeError | None:
+        """The error that ended it; None while it is running."""
+        return self._ended_with
+
+    async def check_health(self) -> None:
+        """Raises: what ended the engine, if it takes no more requests."""
+        self._require_running()
 
     def shutdown(self) -> None:
         """End every request with `Cancelled`, then the engine; waits for the step it is in.
@@ -160,7 +209,7 @@ class AsyncLLM:
 
     async def _answer(
         self,
-        parse: partial[PromptWithSalt],
+        parse: Callable[[], PromptWithSalt],
         sampling_params: SamplingParams | None,
         request_id: str | None,
         **fields: object,
@@ -174,7 +223,7 @@ class AsyncLLM:
                 new = request.process(output)
                 if request.ended_here(output):
                     self._client.end_sequence(request.core.request_id, output.index)
-                if (answer := request.output_of(new)) is not None:
+                if new is not None and (answer := request.output_of([new])) is not None:
                     yield answer
                 if request.finished:
                     return

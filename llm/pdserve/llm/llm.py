@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import msgspec
 
@@ -15,11 +15,12 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
-from pdserve.llm.embedding_output import EmbeddingRequestOutput
+from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.local_engine import EngineOptions
+from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (
+    ChatKwargs,
     Conversation,
     PromptType,
     PromptWithSalt,
@@ -29,6 +30,7 @@ from pdserve.llm.prompts import (
     is_one_conversation,
     is_one_prompt,
     named,
+    one_of_both,
 )
 from pdserve.llm.request_factory import ValidRequest, checked
 from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams
@@ -52,6 +54,7 @@ class LLM:
         *,
         seed: int | None = 0,
         engine_process: bool = False,
+        disable_log_stats: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model.
@@ -61,9 +64,12 @@ class LLM:
         same answers; None: from the operating system.
         engine_process: run the engine in a process of its own, which ends with `shutdown` and with this process. When it fails,
         calls raise WorkerLost from then on.
+        disable_log_stats: answers have no `metrics`.
         Raises: ConfigError naming the option, UnsupportedModel.
         """
-        engine = LLMEngine(model, seed=seed, engine_process=engine_process, **options)
+        engine = LLMEngine(
+            model, seed=seed, engine_process=engine_process, disable_log_stats=disable_log_stats, **options
+        )
         self._engine: LLMEngine | None = engine
         self._requests = engine.requests
         self._tokenizer = engine.tokenizer
@@ -71,17 +77,19 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | MakeBar = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Answers are in the order of the prompts.
 
         prompts: one or many; each a text, token ids, or a dict of either that may have a `cache_salt`.
+        prompt_token_ids: token ids of one or many prompts, in place of `prompts`.
         sampling_params: for all prompts, or one for each; None: `get_default_sampling_params`.
         use_tqdm: show progress; or a callable that makes a bar, in place of tqdm.
         priority: for all prompts, or one for each; lower runs first with `scheduling_policy="priority"`.
@@ -89,7 +97,7 @@ class LLM:
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
-        values, label = _many_prompts(prompts)
+        values, label = _many_prompts(one_of_both(prompts, prompt_token_ids, "prompts"))
         parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
         return self._answer(parse, values, label, sampling_params, use_tqdm, priority, trace_headers)
 
@@ -97,27 +105,20 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | MakeBar = True,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int | Sequence[int] = 0,
+        *,
+        priority: int | Sequence[int] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        **template_options: Unpack[ChatKwargs],
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of many, through the model's chat template.
 
         sampling_params: as in `generate`; without any, an answer may be as long as the model's length allows.
-        chat_template_kwargs: variables of this template, such as `enable_thinking`. priority, trace_headers,
-        tokenization_kwargs: as in `generate`.
+        priority, trace_headers, tokenization_kwargs: as in `generate`. template_options: see `ChatKwargs`.
         Raises: as `generate` does.
         """
-        parse = partial(
-            as_conversation,
-            add_generation_prompt=add_generation_prompt,
-            template_variables=chat_template_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        parse = partial(as_conversation, tokenization_kwargs=tokenization_kwargs, **template_options)
         if is_one_conversation(messages):
             return self._answer(parse, [messages], None, sampling_params, use_tqdm, priority, trace_headers)
         return self._answer(parse, messages, "conversations", sampling_params, use_tqdm, priority, trace_headers)
@@ -136,6 +137,18 @@ class LLM:
         pooling_params: for all prompts, or one for each; None: last token, normalised.
         Raises: as `generate` does.
         """
+        pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, tokenization_kwargs=tokenization_kwargs)
+        return [EmbeddingRequestOutput.from_base(output) for output in pooled]
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | MakeBar = True,
+        tokenization_kwargs: TokenizationKwargs | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The result of pooling of each prompt: `embed`, by the general type."""
         values, label = _many_prompts(prompts)
         params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
         with self._exclusive() as engine:
@@ -204,6 +217,13 @@ class LLM:
             ]
         )
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine beneath, for a caller that steps it between two calls. Raises: RuntimeError after `shutdown`."""
+        if self._engine is None:
+            raise RuntimeError("this LLM was shut down")
+        return self._engine
+
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
@@ -235,7 +255,7 @@ class LLM:
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | MakeBar,
-        priority: int | Sequence[int],
+        priority: int | Sequence[int] | None,
         trace_headers: Mapping[str, str] | None,
     ) -> list[RequestOutput]:
         """label: the name of a list of values in error messages; None for a single value."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar, Unpack
+from typing import Protocol, Self, TypeVar, Unpack
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import engine_error
-from pdserve.llm.embedding_output import EmbeddingRequestOutput
-from pdserve.llm.local_engine import EngineOptions, LocalEngine
-from pdserve.llm.prompts import PromptType, as_prompt
+from pdserve.llm.engine_options import EngineArgs, EngineOptions
+from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.pooling_output import PoolingRequestOutput
+from pdserve.llm.prompts import PromptType, TokenizationKwargs, as_prompt, one_of_both
 from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory
-from pdserve.text.outputs.request_output import RequestOutput
+from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
@@ -55,10 +56,11 @@ class LLMEngine:
         *,
         seed: int | None = 0,
         engine_process: bool = False,
+        disable_log_stats: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model. Parameters and errors: those of `LLM`."""
-        engine = LocalEngine(model, options, engine_process=engine_process)
+        engine = LocalEngine(model, options, engine_process=engine_process, disable_log_stats=disable_log_stats)
         self.client = engine.client
         self.tokenizer: Tokenizer = engine.tokenizer
         self.requests = RequestFactory(engine, seed)
@@ -69,43 +71,81 @@ class LLMEngine:
         self._outputs: deque[EngineCoreOutput] = deque()
         """Outputs of the last step that are not processed yet."""
 
-    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams | PoolingParams | None) -> None:
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Load the model. Errors: those of `LLM`."""
+        return cls(engine_args.model, **engine_args.arguments)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType | None = None,
+        params: SamplingParams | PoolingParams | None = None,
+        arrival_time: float | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        tokenization_kwargs: TokenizationKwargs | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> None:
         """Queue a request. request_id: a name that no other request has now. params: None is the model's defaults.
 
+        arrival_time: seconds since 1970, for the answer's metrics; default: now. prompt_token_ids: in place of `prompt`.
+        tokenization_kwargs: see `TokenizationKwargs`. trace_headers: W3C trace context. priority: lower runs first with
+        `scheduling_policy="priority"`.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         if request_id in self._names:
             raise InvalidRequest(f"request_id is {request_id!r}, which another request has now", "request_id")
         item: EngineItem
+        requests, parsed = self.requests, as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
+        fields = {"trace_headers": trace_headers, "priority": priority}
         if isinstance(params, PoolingParams):
-            item = self.requests.make_embedding(self.requests.validate_embedding(as_prompt(prompt), params), request_id)
+            item = requests.make_embedding(requests.validate_embedding(parsed, params, **fields), request_id)
         else:
-            item = self.requests.make(self.requests.validate(as_prompt(prompt), params), request_id)
+            item = requests.make(requests.validate(parsed, params, **fields), request_id, arrival_time)
         self._names[request_id] = item.core.request_id
         self._submit(item)
 
-    def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
-        """New outputs, by `output_kind` of their requests; empty without unfinished requests.
+    def step(self) -> list[RequestOutput | PoolingRequestOutput]:
+        """New outputs, at most one per request, by its `output_kind`; empty without unfinished requests.
 
         Raises: the error with which the engine ended a request, which is over then; other outputs come with the next call.
         WorkerLost when the engine failed.
         """
-        outputs: list[RequestOutput | EmbeddingRequestOutput] = []
-        for item, new in self._advance() if self._unfinished else ():
-            answer = item.output_of(new) if isinstance(item, LocalRequest) else new  # type: ignore[arg-type]
-            if isinstance(answer, RequestOutput | EmbeddingRequestOutput):
-                outputs.append(answer)
-        return outputs
+        outputs: list[RequestOutput | PoolingRequestOutput] = []
+        new: dict[str, list[CompletionOutput]] = {}
+        """Engine's request id -> new output of its sequences."""
+        advanced: dict[str, LocalRequest] = {}
+        for item, output in self._advance() if self._unfinished else ():
+            if isinstance(output, PoolingRequestOutput):
+                outputs.append(output)
+            elif isinstance(item, LocalRequest) and isinstance(output, CompletionOutput):
+                advanced[item.core.request_id] = item
+                new.setdefault(item.core.request_id, []).append(output)
+        answers = (item.output_of(new[engine_id]) for engine_id, item in advanced.items())
+        return outputs + [answer for answer in answers if answer is not None]
 
-    def abort_request(self, request_ids: Sequence[str]) -> None:
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests of `add_request`; no output follows. Harmless for those that do not exist."""
-        ended = [self._names[name] for name in request_ids if name in self._names]
+        names = [request_ids] if isinstance(request_ids, str) else request_ids
+        ended = [self._names[name] for name in names if name in self._names]
         for engine_id in ended:
             self._forget(engine_id)
         self.client.abort_requests(ended)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._unfinished)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop the prefix cache; returns whether it was dropped: not while a request has blocks."""
+        return bool(self.client.utility("reset_prefix_cache"))
 
     def run(self, items: Sequence[R], on_finished: Callable[[R], None]) -> None:
         """Step until all items have ended. Raises: the error with which the engine ended one; `reset` must follow."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, Unpack
 
 import msgspec
 
@@ -91,18 +91,63 @@ def as_prompt(prompt: object, tokenization_kwargs: TokenizationKwargs | None = N
     return known.tokenized_with(tokenization_kwargs)
 
 
+class ChatKwargs(TypedDict, total=False):
+    """Options of `chat` for the chat template, by vLLM's names."""
+
+    chat_template: str | None
+    """A Jinja template in place of the model's."""
+    add_generation_prompt: bool
+    """Default true: the prompt ends with the beginning of an answer."""
+    continue_final_message: bool
+    """The prompt ends with the content of the last message; `add_generation_prompt` must be false then."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """Functions that the model may call, in the form of OpenAI's `tools`."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Variables of this template, such as `enable_thinking`."""
+
+
+_CHAT_KWARGS: dict[str, tuple[type, ...]] = {
+    "chat_template": (str, type(None)),
+    "add_generation_prompt": (bool,),
+    "continue_final_message": (bool,),
+    "tools": (Sequence, type(None)),
+    "chat_template_kwargs": (Mapping, type(None)),
+}
+
+
 def as_conversation(
-    messages: object,
-    *,
-    add_generation_prompt: bool,
-    template_variables: Mapping[str, Any] | None,
-    tokenization_kwargs: TokenizationKwargs | None = None,
+    messages: object, tokenization_kwargs: TokenizationKwargs | None = None, **options: Unpack[ChatKwargs]
 ) -> PromptWithSalt:
-    """Raises: InvalidRequest; what a message must hold is checked when it is rendered."""
+    """Raises: InvalidRequest; what a message must hold is checked when it is rendered. TypeError for an unknown option."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequest(f"messages must be a list of messages, not {type(messages).__name__}", "messages")
-    known = PromptWithSalt(ChatInput(messages, add_generation_prompt, template_variables or {}), "messages")
-    return known.tokenized_with(tokenization_kwargs)
+    for name, value in options.items():
+        if name not in _CHAT_KWARGS:
+            raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
+        if not isinstance(value, _CHAT_KWARGS[name]) or (name == "tools" and isinstance(value, str)):
+            raise InvalidRequest(f"{name} must be {_CHAT_KWARGS[name][0].__name__}, not {value!r:.60}", name)
+    begins_answer, continues = options.get("add_generation_prompt", True), options.get("continue_final_message", False)
+    if begins_answer and continues:
+        raise InvalidRequest(
+            "continue_final_message is true, and add_generation_prompt must be false then", "continue_final_message"
+        )
+    chat = ChatInput(
+        messages,
+        begins_answer,
+        options.get("chat_template_kwargs") or {},
+        tools=options.get("tools") or None,
+        continue_final_message=continues,
+        chat_template=options.get("chat_template"),
+    )
+    return PromptWithSalt(chat, "messages").tokenized_with(tokenization_kwargs)
+
+
+def one_of_both(prompt: object, prompt_token_ids: object, field: str = "prompt") -> object:
+    """A caller's prompt or prompts: the first argument, or the keyword for token ids. Raises: InvalidRequest for both or none."""
+    if (prompt is None) == (prompt_token_ids is None):
+        told = "both are given" if prompt is not None else "none is given"
+        raise InvalidRequest(f"either {field} or prompt_token_ids is needed, and {told}", field)
+    return prompt_token_ids if prompt is None else prompt
 
 
 def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:

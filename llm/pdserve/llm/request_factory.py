@@ -16,11 +16,12 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
+from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.llm.beam_search import BeamStep
-from pdserve.llm.embedding_output import EmbeddingOutput, EmbeddingRequestOutput
 from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.logits_callables import LogitsCallable
+from pdserve.llm.pooling_output import PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
@@ -46,6 +47,8 @@ class ValidRequest(NamedTuple):
     request: GenerationRequest
     text: str | None
     """The prompt's text, if it is one."""
+    functions: tuple[LogitsCallable, ...] = ()
+    """The caller's functions among `logits_processors`; they are known as long as these are referenced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,12 @@ class LocalRequest:
 
     core: EngineCoreRequest
     processor: OutputProcessor
-    metrics: RequestMetrics
-    """Also in every answer of `processor`."""
+    metrics: RequestMetrics | None
+    """Also in every answer of `processor`; None without statistics."""
     params: SamplingParams
     """As the caller gave them."""
+    functions: tuple[LogitsCallable, ...] = ()
+    """See `ValidRequest.functions`."""
 
     @property
     def request_id(self) -> str:
@@ -71,7 +76,8 @@ class LocalRequest:
     def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
         """New output for the caller; None without any."""
         self.processor.num_cached_tokens = output.num_cached_tokens
-        self.metrics.see(output)
+        if self.metrics is not None:
+            self.metrics.see(output)
         if output.prompt_logprobs is not None:
             self.processor.add_prompt_logprobs(1, output.prompt_logprobs)
         new = self.processor.process(
@@ -82,7 +88,7 @@ class LocalRequest:
             output.stop_reason,
             output.new_logprobs,
         )
-        if self.processor.finished:
+        if self.metrics is not None and self.processor.finished:
             self.metrics.end()
         return new
 
@@ -100,13 +106,13 @@ class LocalRequest:
         """True if more sequences are made than the caller gets."""
         return self.params.num_sequences > self.params.n
 
-    def output_of(self, new: CompletionOutput | None) -> RequestOutput | None:
+    def output_of(self, new: Sequence[CompletionOutput]) -> RequestOutput | None:
         """The item of the caller's stream after `process` returned `new`, by the request's `output_kind`; None for none."""
         kind = self.params.output_kind
-        if new is None or self.is_open or (kind is RequestOutputKind.FINAL_ONLY and not self.finished):
+        if not new or self.is_open or (kind is RequestOutputKind.FINAL_ONLY and not self.finished):
             return None
         if kind is RequestOutputKind.DELTA and not self.is_best_of:
-            return self.processor.request_output([new])
+            return self.processor.request_output(new)
         return self.answer
 
     @property
@@ -125,7 +131,7 @@ class LocalEmbedding:
     request_id: str
     prompt: str | None
     core: EngineCoreRequest
-    output: EmbeddingRequestOutput | None = None
+    output: PoolingRequestOutput | None = None
 
     @property
     def finished(self) -> bool:
@@ -134,15 +140,15 @@ class LocalEmbedding:
     def ended_here(self, output: EngineCoreOutput) -> bool:
         return False
 
-    def process(self, output: EngineCoreOutput) -> EmbeddingRequestOutput:
+    def process(self, output: EngineCoreOutput) -> PoolingRequestOutput:
         """The answer. Raises: InternalError for an end without one."""
         if output.pooling_output is None:
             raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
-        self.output = EmbeddingRequestOutput(
+        self.output = PoolingRequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.core.prompt_token_ids,
-            outputs=EmbeddingOutput(embedding=output.pooling_output),
+            outputs=PoolingOutput(data=output.pooling_output),
             num_cached_tokens=output.num_cached_tokens,
         )
         return self.output
@@ -160,6 +166,7 @@ class RequestFactory:
         self._max_num_seqs = engine.info.max_num_seqs
         self._vocab_size = engine.info.vocab_size
         self._logits_processors = engine.logits_processors
+        self._log_stats = engine.log_stats
         self._hidden_size = engine.info.hidden_size
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
@@ -177,12 +184,13 @@ class RequestFactory:
         fields: those of `GenerationRequest` that a caller gives beside the prompt; None: the default.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
-        params = (
-            self.default_sampling_params()
-            if sampling_params is None
-            else checked(sampling_params, SamplingParams, "sampling_params")
-        )
-        asked = None if sampling_params is None else params.max_tokens
+        functions: tuple[LogitsCallable, ...] = ()
+        if sampling_params is None:
+            params, asked = self.default_sampling_params(), None
+        else:
+            sampling_params, functions = self._named_functions(sampling_params)
+            params = checked(sampling_params, SamplingParams, "sampling_params")
+            asked = params.max_tokens
         encoded = self._encoded(prompt, LengthRule(self._max_model_len), asked)
         max_tokens = resolve_max_tokens(
             prompt.prompt,
@@ -191,6 +199,7 @@ class RequestFactory:
             asked,
             field=prompt.field,
             max_tokens_field="max_tokens",
+            takes_rest=sampling_params is not None,
         )
         params.verify_bad_words()
         bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
@@ -203,16 +212,32 @@ class RequestFactory:
                 f"{field} is {params.num_sequences}, at most {self._max_num_seqs} sequences run at a time (max_num_seqs)",
                 field,
             )
-        return self._valid(prompt, encoded, fields, sampling_params=params)
+        return self._valid(prompt, encoded, fields, sampling_params=params)._replace(functions=functions)
 
-    def validate_embedding(self, prompt: PromptWithSalt, pooling_params: PoolingParams | None) -> ValidRequest:
-        """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
+    def _named_functions(self, params: SamplingParams) -> tuple[SamplingParams, tuple[LogitsCallable, ...]]:
+        """The parameters with names in place of the caller's functions. Raises: InvalidRequest where none can be called."""
+        given: object = getattr(params, "logits_processors", ())
+        if not isinstance(given, Sequence) or not any(map(callable, given)):
+            return params, ()
+        named = [
+            self._logits_processors.register(one, place) if callable(one) else one for place, one in enumerate(given)
+        ]
+        processors = tuple(
+            NamedLogitsProcessor(name=one.name) if isinstance(one, LogitsCallable) else one for one in named
+        )
+        functions = tuple(one for one in named if isinstance(one, LogitsCallable))
+        return msgspec.structs.replace(params, logits_processors=processors), functions
+
+    def validate_embedding(
+        self, prompt: PromptWithSalt, pooling_params: PoolingParams | None, **fields: object
+    ) -> ValidRequest:
+        """Tokenize and check. fields: as in `validate`. Raises: InvalidRequest naming the field, its value and its limit."""
         params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
         rule = LengthRule(self._max_model_len, has_output=False)
         encoded = self._encoded(prompt, rule)
         rule.verify(len(encoded.token_ids), prompt.field)
         params.verify(self._hidden_size)
-        return self._valid(prompt, encoded, pooling_params=params)
+        return self._valid(prompt, encoded, fields, pooling_params=params)
 
     def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams) -> ValidRequest:
         """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
@@ -274,8 +299,13 @@ class RequestFactory:
         name = str(number) if request_id is None else request_id
         return name, f"{name}.{number}"
 
-    def make(self, valid: ValidRequest, request_id: str | None = None) -> LocalRequest:
-        """The request for the engine. request_id: the caller's name for it; default: its number."""
+    def make(
+        self, valid: ValidRequest, request_id: str | None = None, arrival_time: float | None = None
+    ) -> LocalRequest:
+        """The request for the engine. request_id: the caller's name for it; default: its number.
+
+        arrival_time: seconds since 1970, for its metrics; default: now.
+        """
         request_id, stem = self._named(request_id)
         params = valid.request.sampling_params
         if params.seed is None:
@@ -296,8 +326,12 @@ class RequestFactory:
             sampling_params=engine_params,
             num_sequences=engine_params.n,
         )
-        metrics = processor.metrics = RequestMetrics(arrival_time=unix_s(core.arrival_time))
-        return LocalRequest(core, processor, metrics, params)
+        if self._log_stats:
+            processor.metrics = RequestMetrics(
+                arrival_time=unix_s(core.arrival_time) if arrival_time is None else arrival_time,
+                num_prompt_tokens=len(core.prompt_token_ids),
+            )
+        return LocalRequest(core, processor, processor.metrics, params, valid.functions)
 
     def _engine_request(self, request: GenerationRequest, stem: str, **fields: Any) -> EngineCoreRequest:
         """stem: begins the ids of its sequences. fields: in place of the request's."""

@@ -1,0 +1,122 @@
+"""`EngineOptions` and `EngineArgs`: the options of an engine in Python, and how they become `WorkerSettings`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypedDict, Unpack
+
+import msgspec
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings.service_settings import SchedulingPolicy
+from pdserve.common.settings.worker_settings import WorkerSettings
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of `LLM`, `AsyncLLM` and `LLMEngine`; they mean and default to what they do in `WorkerSettings`."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    load_format: Literal["auto", "dummy"]
+    block_size: int
+    """Tokens in a KV block."""
+    num_blocks: int | None
+    """KV blocks in the pool; default: what `kv_cache_mib` holds."""
+    kv_cache_mib: int
+    max_model_len: int | None
+    """Tokens of prompt and output together; default: the model's own limit, or what the pool holds."""
+    max_num_seqs: int
+    """Sequences in one step, at most."""
+    max_num_batched_tokens: int | None
+    """Tokens computed in one step, at most."""
+    long_prefill_token_threshold: int
+    """Tokens of one prompt computed in a step, at most; 0: no limit but the step's."""
+    enable_prefix_caching: bool
+    """Default true: blocks of earlier prompts are found again."""
+    scheduling_policy: SchedulingPolicy
+    """`fcfs`, the default: by arrival; `priority`: by the requests' `priority`, then by arrival."""
+    num_threads: int
+    """Threads that compute."""
+    attention_backend: str
+    """Attention back end; default: the fastest on the device."""
+    kernels: str
+    """`torch` or `triton`; default: the fastest on the device."""
+    logits_processors: Sequence[str]
+    """Installed logits processors that requests may name; default: none."""
+    grammar_timeout_s: float
+    """Seconds for a grammar of `structured_outputs` to be compiled, and before that to get its turn."""
+    grammar_token_s: float
+    """Processor time for a grammar to accept a token and find the next mask, seconds."""
+    grammar_request_s: float
+    """The same for all tokens of a request, seconds, plus 5 ms per token."""
+    grammar_memory_mib: int
+    """Address space that the process of a grammar may take in addition to its initial one."""
+    grammar_whitespace_chars: int
+    """White space characters in a row that JSON of a grammar may have; 0: no limit."""
+    grammar_string_chars: int | None
+    """Characters of a string in JSON of a grammar whose schema has no limit; 0: no limit."""
+
+
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "tensor_parallel_size": (1,),
+        "pipeline_parallel_size": (1,),
+        "data_parallel_size": (1,),
+        "tokenizer": (None,),
+        "tokenizer_mode": ("auto",),
+        "skip_tokenizer_init": (False,),
+        "trust_remote_code": (False, True),
+        "quantization": (None,),
+        "revision": (None,),
+        "tokenizer_revision": (None,),
+        "enable_chunked_prefill": (None, True),
+        "enforce_eager": (False, True),
+        "enable_lora": (False,),
+        "runner": ("auto", "generate", "pooling"),
+        "task": ("auto", "generate", "embed"),
+    }
+)
+"""Options of vLLM that change nothing here -> their values that may be given; no code of a checkpoint is ever run."""
+
+
+class EngineArgs:
+    """Arguments of an engine, by vLLM's name: `LLMEngine.from_engine_args(EngineArgs(model="demo", max_num_seqs=8))`."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int | None = 0,
+        engine_process: bool = False,
+        disable_log_stats: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Arguments: those of `LLM`, which checks them."""
+        self.model = model
+        self.arguments: dict[str, Any] = {
+            "seed": seed,
+            "engine_process": engine_process,
+            "disable_log_stats": disable_log_stats,
+            **options,
+        }
+
+
+def worker_settings(options: Mapping[str, Any]) -> WorkerSettings:
+    """Settings of an engine with these options. Raises: ConfigError naming the option, its value and its limit."""
+    known = EngineOptions.__annotations__
+    given = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
+    if unknown := given.keys() - known.keys():
+        raise ConfigError(
+            f"unknown option {min(unknown)!r}; there are model, seed, engine_process, disable_log_stats, {', '.join(known)}"
+        )
+    for name, values in _WITHOUT_EFFECT.items():
+        if name in options and not any(options[name] is value or options[name] == value for value in values):
+            possible = " or ".join(map(repr, values))
+            raise ConfigError(f"{name} is {options[name]!r:.60}, only {possible} is supported")
+    try:
+        settings = msgspec.convert(given, WorkerSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options: {error}") from error
+    settings.verify()
+    return settings
