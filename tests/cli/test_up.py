@@ -22,9 +22,9 @@ from pdserve.cli.up.cluster import Addresses, addresses_of, route
 from pdserve.cli.up.cluster_plan import make_plan
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.api_key_file import key_hash, new_key
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.shutdown import Shutdown
 from pdserve.models.model_folder import model_folder
 from tests.support.waiting import HANG_S, wait_until
 

@@ -9,8 +9,8 @@ import logging
 import pytest
 from prometheus_client import generate_latest
 
-from pdserve.common import background_task as module
-from pdserve.common.background_task import RESTARTS, background_task
+from pdserve.common.tasks import background_task as module
+from pdserve.common.tasks.background_task import RESTARTS, background_task
 from pdserve.common.telemetry.metrics import make_registry
 from tests.support.waiting import HANG_S
 

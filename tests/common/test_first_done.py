@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from pdserve.common.first_done import first_of
+from pdserve.common.tasks.first_done import first_of
 
 
 async def fail(error: Exception) -> NoReturn:

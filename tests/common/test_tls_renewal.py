@@ -19,7 +19,6 @@ import pytest
 import uvloop
 from cryptography import x509
 
-from pdserve.common.background_task import background_task
 from pdserve.common.net import tls_renewal
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.net.renewed_channel import RenewedChannel
@@ -29,6 +28,7 @@ from pdserve.common.security.tls import ServerTls, TlsIdentity
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.common.tasks.background_task import background_task
 from pdserve.common.telemetry.metrics import tls_families
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream

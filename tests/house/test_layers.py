@@ -55,8 +55,8 @@ FLOORS = {
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"background_task", "child_answers", "child_environment", "device_event", "errors", "first_done", "hub_name",
-         "kv_events", "method_handler", "priority_queue", "protocol", "rate_limited_log", "shutdown", "timeline"},
+        {"device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes", "protocol",
+         "rate_limited_log", "tasks", "timeline"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""

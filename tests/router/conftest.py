@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import FakeWorker, save_tokenizer

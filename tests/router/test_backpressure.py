@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from pdserve.common.errors import Overloaded
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import (

@@ -9,11 +9,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from pdserve.common.background_task import RESTARTS
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import WorkerLost
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
+from pdserve.common.tasks.background_task import RESTARTS
 from pdserve.router.workers import worker_watcher as watched_address
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 from tests.support.waiting import HANG_S, eventually

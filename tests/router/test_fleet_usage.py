@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import Overloaded
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.registry.redis_connection import make_redis
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.api_key_file import KeyLimits, key_hash
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.router.tenants import fleet_usage
 from pdserve.router.tenants.client import Client

@@ -14,9 +14,9 @@ import pytest
 from pdserve.cli.clients.grpc_client import GrpcClient
 from pdserve.common.errors import WorkerLost
 from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.tls import TlsFile, load_client
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.shutdown import Shutdown
 from pdserve.router.service import run_router
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub

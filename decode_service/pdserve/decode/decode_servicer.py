@@ -23,7 +23,6 @@ from pdserve.common.errors import (
     TransferFailed,
     WorkerLost,
 )
-from pdserve.common.first_done import first_of
 from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
@@ -32,6 +31,7 @@ from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.common.tasks.first_done import first_of
 from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from pdserve.common.address.descriptors import default_max_connections
 from pdserve.common.address.host_address import host_and_port
-from pdserve.common.background_task import background_task
-from pdserve.common.first_done import first_done
 from pdserve.common.hub_name import is_hub_name
 from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.net.rpc import bind
 from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
-from pdserve.common.shutdown import Shutdown
+from pdserve.common.tasks.background_task import background_task
+from pdserve.common.tasks.first_done import first_done
 from pdserve.common.telemetry.metrics import metrics_server
 from pdserve.router.bodies.client_bodies import ClientBodies, model_len_of
 from pdserve.router.grpc_front.front_grpc import GrpcFront

@@ -18,10 +18,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.address.host_address import host_and_port
-from pdserve.common.background_task import background_task
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import Draining
-from pdserve.common.first_done import first_done
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
@@ -32,6 +30,8 @@ from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.tasks.background_task import background_task
+from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import LoadedModel

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.common.background_task import background_task
-from pdserve.common.first_done import first_done
 from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.settings import describe
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.common.shutdown import Shutdown
+from pdserve.common.tasks.background_task import background_task
+from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.runner.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
 from pdserve.common.errors import KeyMismatch, ProtocolMismatch
-from pdserve.common.first_done import first_done
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
+from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient

@@ -17,7 +17,7 @@ from pdserve.cli.ray_cluster.worker_actor import WorkerActor
 from pdserve.cli.up.child_report import LoadReport
 from pdserve.cli.up.cluster_plan import ChildPlan
 from pdserve.common.errors import ConfigError
-from pdserve.common.first_done import first_done
+from pdserve.common.tasks.first_done import first_done
 
 log = logging.getLogger(__name__)
 

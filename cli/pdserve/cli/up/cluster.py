@@ -23,8 +23,8 @@ from pdserve.cli.up.reserved_ports import reserved_ports
 from pdserve.cli.up.worker_child import WorkerChild
 from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.address.host_address import host_and_port, loopback_of
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.shutdown import Shutdown
 from pdserve.models.model_folder import model_folder
 from pdserve.router.service import run_router
 from pdserve.router.workers.fleet import Directory

@@ -17,7 +17,7 @@ from pdserve.cli.up.child_report import FailedReport, LoadReport, ReadyReport, r
 from pdserve.cli.up.cluster_plan import ChildPlan
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
-from pdserve.common.first_done import first_done
+from pdserve.common.tasks.first_done import first_done
 
 log = logging.getLogger(__name__)
 

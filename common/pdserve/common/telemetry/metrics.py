@@ -28,12 +28,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.common.background_task import RESTARTS, TASK_NAMES
 from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.http_server import HttpServer
 from pdserve.common.net.tls_renewal import PeerKind
 from pdserve.common.registry.circuit_breaker import BreakerState, CircuitBreaker
 from pdserve.common.registry.redis_connection import ERROR_KINDS
+from pdserve.common.tasks.background_task import RESTARTS, TASK_NAMES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _KEEP_ALIVE_S = 75.0

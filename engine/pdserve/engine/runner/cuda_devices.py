@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.common.child_answers import ChildAnswers
+from pdserve.common.processes.child_answers import ChildAnswers
 
 
 class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.common.child_answers import ChildAnswers
 from pdserve.common.errors import PdServeError, TransferFailed
+from pdserve.common.processes.child_answers import ChildAnswers
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory

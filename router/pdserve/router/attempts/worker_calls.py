@@ -13,7 +13,6 @@ import msgspec
 from google.protobuf.message import Message
 
 from pdserve.common.errors import Cancelled, InternalError, PdServeError, PeerError, WorkerLost, WrongWorker
-from pdserve.common.first_done import first_of
 from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, Method, readable, warn_of
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
@@ -23,6 +22,7 @@ from pdserve.common.request.wire import (
     logprobs_from_wire,
     moments_from_wire,
 )
+from pdserve.common.tasks.first_done import first_of
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2

@@ -16,13 +16,13 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.address.peer_address import peer_host
 from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
-from pdserve.common.first_done import first_of
 from pdserve.common.method_handler import Context
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.public_server import make_public_server
 from pdserve.common.net.rpc import abort_with, metadata_of
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
+from pdserve.common.tasks.first_done import first_of
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
-from pdserve.common.first_done import first_of
 from pdserve.common.request.sampling_params import verify_token_ids
+from pdserve.common.tasks.first_done import first_of
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.generation_response import json_response, until_disconnect
 from pdserve.router.requests.fields.chat_fields import verify_continuation

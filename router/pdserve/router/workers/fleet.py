@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
-from pdserve.common.background_task import background_task
 from pdserve.common.errors import PdServeError
 from pdserve.common.kv_events import KvEventSink
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ClientTls
+from pdserve.common.tasks.background_task import background_task
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.watch import introduce
 from pdserve.router.workers.worker import Worker, WorkerState

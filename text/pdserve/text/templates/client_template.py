@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.child_environment import child_environment
 from pdserve.common.errors import InvalidRequest, Overloaded
+from pdserve.common.processes.child_environment import child_environment
 
 FIELD = "chat_template"
 MAX_TEMPLATE_BYTES = 1 << 16

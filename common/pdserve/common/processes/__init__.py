@@ -1,0 +1,1 @@
+"""Processes: the environment and the answers of children, and the end of a service."""
