@@ -191,6 +191,44 @@ def test_no_service_has_the_key_of_another() -> None:
         assert volume.split(":")[1] in image, "a new volume would belong to root"
 
 
+def image_targets() -> dict[str, list[str]]:
+    """Name of each stage of the Dockerfile that is no build -> its instructions, after those of the stage that it begins with."""
+    targets: dict[str, list[str]] = {}
+    for stage in re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]:
+        origin, *name = stage.splitlines()[0].split(" AS ")
+        joined = stage.replace("\\\n", " ").splitlines()[1:]
+        targets[name[0] if name else "default"] = targets.get(origin, []) + joined
+    del targets["build"]
+    return targets
+
+
+def test_no_target_of_the_image_ends_as_root() -> None:
+    assert set(image_targets()) == {"processor", "gpu", "default"}
+    for name, instructions in image_targets().items():
+        users = [line.split()[1] for line in instructions if line.startswith("USER ")]
+        assert users[-1] == "10001", name
+    assert image_targets()["default"] == image_targets()["processor"]
+
+
+def test_kernels_are_compiled_into_a_volume_of_each_gpu_service() -> None:
+    [variables] = [line for line in image_targets()["gpu"] if line.startswith("ENV ") and "TRITON_CACHE_DIR" in line]
+    cache = Path(variables.split("TRITON_CACHE_DIR=")[1].split()[0])
+    made = "\n".join(line for line in image_targets()["gpu"] if line.startswith("RUN install -d -o 10001"))
+    volumes = []
+    gpu = {name: service for name, service in OURS.items() if service.get("profiles") == ["gpu"]}
+    assert len(gpu) == 2
+    for name, service in OURS.items():
+        build, mounted = service["build"], dict(volume.split(":")[1::-1] for volume in service["volumes"])
+        assert build.get("target") == ("gpu" if name in gpu else None), name
+        if name in gpu:
+            [place] = [folder for folder in mounted if cache.is_relative_to(folder)]
+            assert place in made, "a new volume would belong to root"
+            assert not any(cache.is_relative_to(folder) for folder in service["tmpfs"]), "nothing there can be executed"
+            volumes.append(mounted[place])
+    assert len(set(volumes)) == len(volumes), "a role could choose what another executes"
+    assert set(volumes) <= set(COMPOSE["volumes"])
+
+
 def test_redis_lets_nobody_do_more_than_services_need() -> None:
     script = COMPOSE["services"]["redis"]["command"][-1]
     users = dict(re.findall(r"^user (\w+) (.*)$", script, re.MULTILINE))
