@@ -39,9 +39,14 @@ class Bench:
         self._ends_at = ends_at
 
     @property
-    def kernels(self) -> str:
-        """Value of the settings `kernels` and `attention_backend`."""
-        return "triton" if find_spec("triton") is not None else "torch"
+    def triton(self) -> str:
+        """Value of the settings `kernels` and `attention_backend` for Triton's kernels; torch's in a dry run without Triton."""
+        return "torch" if self.dry and find_spec("triton") is None else "triton"
+
+    @property
+    def default(self) -> str:
+        """Value of those settings for what a worker chooses by itself. On a processor that would be no kernel."""
+        return self.triton if self.dry else "auto"
 
     @property
     def seconds_left(self) -> float:

@@ -70,7 +70,7 @@ def measure(bench: Bench, case: Case) -> None:
     layer_bytes = shape.kv_bytes(int(seq_lens.sum()))
     num_layers = 1 if bench.dry else min(16, max(1, math.ceil(WORKING_SET / layer_bytes)))
     step = paged_step(shape, seq_lens, np.ones(len(seq_lens), np.int64), case.block_size, num_layers, bench.device)
-    plan = make_attention(bench.kernels, step.kv_cache).plan(step.batch, shape.spec)
+    plan = make_attention(bench.triton, step.kv_cache).plan(step.batch, shape.spec)
     out = [plan.attend(layer, step.q, step.k, step.v) for layer in range(num_layers)]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in out)
 

@@ -46,7 +46,7 @@ def words(mode: dict[str, Any]) -> str:
 
 
 def make(bench: Bench, folder: Any, settings: dict[str, Any]) -> tuple[LoadedModel, Engine]:
-    loaded, config = load_shape(folder, bench.device, bench.kernels, **settings)
+    loaded, config = load_shape(folder, bench.device, bench.default, **settings)
     engine = Engine(loaded, config)
     engine.core.warm_up()
     return loaded, engine

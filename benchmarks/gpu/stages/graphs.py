@@ -52,7 +52,7 @@ def answers(bench: Bench, folder: Any, batch: int, *, enforce_eager: bool) -> Se
         "max_model_len": 256,
         "enforce_eager": enforce_eager,
     }
-    loaded, config = load_shape(folder, bench.device, bench.kernels, **settings)
+    loaded, config = load_shape(folder, bench.device, bench.default, **settings)
     engine = Engine(loaded, config)
     engine.core.warm_up()
     draw = random.Random(batch)

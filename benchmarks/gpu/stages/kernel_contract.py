@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -19,14 +20,41 @@ PROCESSES = 6
 """Each has a CUDA context, and compiles kernels."""
 
 
+END_S = 10.0
+"""For an interrupted run to write its rows."""
+
+
 def run(bench: Bench) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu.pytest_rows", "-W", "default"]
     if bench.dry:
-        command += ["tests/kernels/triton/test_triton_layer_ops.py", "-k", "swiglu or padded_row"]
-    else:
-        # cases that `make test` leaves out for lack of time run here, but no second engine
-        command += [*FILES, "-n", str(PROCESSES), "--dist", "load", "-m", "not faults and not soak", "--timeout", "60"]
+        test(bench, "not slow", "tests/kernels/triton/test_triton_layer_ops.py", "-k", "swiglu or padded_row")
+        return
+    # cases that `make test` leaves out for lack of time come second
+    for marks in ("not faults and not soak and not slow", "slow and not faults and not soak"):
+        if not test(bench, marks, *FILES, "-n", str(PROCESSES), "--dist", "load", "--timeout", "60"):
+            return
+
+
+def test(bench: Bench, marks: str, *arguments: str) -> bool:
+    """Run pytest, which writes rows per file (`pytest_rows.py`); False if it was interrupted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu.pytest_rows", "-W", "default"]
     environment = dict(os.environ) | {"GPU_ROWS": str(bench.rows.path), "GPU_DRY": "1" if bench.dry else "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False, timeout=max(1.0, bench.seconds_left))
-    if done.returncode not in (0, 1):
-        bench.rows.fail("pytest", f"exit status {done.returncode}: see the log")
+    process = subprocess.Popen([*command, "-m", marks, *arguments], cwd=ROOT, env=environment)
+    try:
+        status = process.wait(max(1.0, bench.seconds_left - END_S))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        bench.rows.skip(marks, "interrupted: the stage's time is over; rows count the cases until then")
+        return False
+    finally:
+        end(process)
+    if status not in (0, 1):
+        bench.rows.fail(marks, f"pytest ended with status {status}: see the log")
+    return True
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

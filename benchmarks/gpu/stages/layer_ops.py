@@ -57,7 +57,7 @@ class Rows:
 
 
 def run(bench: Bench) -> None:
-    ops = make_layer_ops(bench.kernels, bench.device)
+    ops = make_layer_ops(bench.triton, bench.device)
     for num_tokens in (3,) if bench.dry else (1, 64, 2048, 8192):
         of_tokens(bench, ops, num_tokens)
     for count in (2,) if bench.dry else (1, 16, 128, 512):

@@ -1,5 +1,7 @@
 """Attention of one prompt chunk over its pages, against torch's cuDNN and flash attention over contiguous keys.
 
+The goal is that of the back end that a worker chooses by itself, `auto`; times of the others show whether its choice is right.
+
 The libraries get keys and values in one piece, which costs them nothing here: a back end that gathers pages for them pays for it.
 """
 
@@ -56,9 +58,9 @@ def measure(bench: Bench, chunk: Chunk) -> None:
     shape = Shape.of_llama_8b(bench.dry)
     total = chunk.new + chunk.context
     step = paged_step(shape, np.array([total]), np.array([chunk.new]), BLOCK_SIZE, 1, bench.device)
-    plan = make_attention(bench.kernels, step.kv_cache).plan(step.batch, shape.spec)
-    ours = bench.milliseconds(lambda: plan.attend(0, step.q, step.k, step.v))
-    found = plan.attend(0, step.q, step.k, step.v).view(step.q.shape)
+    names = (bench.triton, "sdpa") if bench.dry else ("auto", "triton", "sdpa")
+    own = {name: of_backend(bench, step, shape, name) for name in names}
+    ours, found = own[names[0]]
     keys, values = contiguous(step, total)
     times, errors = {}, {}
     for name, call in libraries(bench, step, keys, values, chunk).items():
@@ -70,7 +72,7 @@ def measure(bench: Bench, chunk: Chunk) -> None:
     flops = 4 * shape.num_heads * shape.head_dim * chunk.pairs
     best = min(times, key=lambda name: times[name]) if times else None
     fields = {
-        "ours_ms": ours,
+        **{f"{name}_ms": milliseconds for name, (milliseconds, _) in own.items()},
         "ours_tflops": flops / ours / 1e9,
         "best_library": "-" if bench.dry else best,
         "library_tflops": flops / times[best] / 1e9 if best else None,
@@ -83,6 +85,13 @@ def measure(bench: Bench, chunk: Chunk) -> None:
         bench.rows.judge(chunk.name, "prefill_attention", times[best] / ours, **fields)
     else:
         bench.rows.add(chunk.name, **fields, ratio=times[best] / ours, goal=None, met=None)
+
+
+def of_backend(bench: Bench, step: PagedStep, shape: Shape, name: str) -> tuple[float, Tensor]:
+    """(milliseconds, `[T, Hq, D]`) of one of our back ends."""
+    plan = make_attention(name, step.kv_cache).plan(step.batch, shape.spec)
+    out = plan.attend(0, step.q, step.k, step.v).view(step.q.shape)
+    return bench.milliseconds(lambda: plan.attend(0, step.q, step.k, step.v)), out
 
 
 def contiguous(step: PagedStep, total: int) -> tuple[Tensor, Tensor]:
