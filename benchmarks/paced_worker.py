@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cli.main import main
-from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
-from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner, PendingOutput
+from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.model_inputs import ModelInputs
 
@@ -60,7 +60,7 @@ def pace() -> None:
             runner._model = NoArithmetic(runner._model)
         execute(runner, scheduled)
 
-    def awaited(runner: ModelRunner, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def awaited(runner: ModelRunner, grammar: GrammarOutput | None) -> PendingOutput:
         output = sample(runner, grammar)
         time.sleep(max(0.0, due_s - time.monotonic()))
         return output

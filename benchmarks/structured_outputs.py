@@ -26,6 +26,7 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.engine.request import Request
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.grammar_mask import GrammarMask
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -145,10 +146,10 @@ def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_r
             assert request.grammar is not None
             assert request.grammar.allowed(time.monotonic() + 10.0) is not None
         waited = time.perf_counter()
-        mask = GrammarMask.of_step(masks.grammar_output(requests), row_of, rows, vocab_size)
+        mask = GrammarMask.of_step(masks.grammar_output(requests), row_of, rows)
         assert mask is not None
         filled = time.perf_counter()
-        mask.apply(logits)
+        mask.apply(logits, PlacedArrays().copy_to(mask.arrays(), logits.device))
         applied = time.perf_counter()
         tokens = logits.argmax(-1).tolist()
         chosen = time.perf_counter()

@@ -50,7 +50,7 @@ def test_each_group_has_its_pool_tables_and_copies() -> None:
     said = []
     for step in steps:
         runner.execute_model(step)
-        [[token_id]] = runner.sample_tokens(None).sampled_token_ids
+        [[token_id]] = runner.sample_tokens(None).result().sampled_token_ids
         said.append(token_id)
     assert said == greedy_answer(PROMPT, 4)
     written = [caches[0][[3, 1, 6]].flatten()[:9], caches[1][[0, 5, 2]].flatten()[:9]]

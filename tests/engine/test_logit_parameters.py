@@ -18,6 +18,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.penalties import PenaltyTable
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.token_mask import BadWords
 from tests.support.engine_harness import MakeEngine
 from tests.support.engine_pair import Pair
@@ -165,7 +166,7 @@ def test_penalties_of_many_rows_are_the_oracles(repetition: float) -> None:
     after = before.clone()
     penalties = table.of_step(np.array(rows), token_ids, num_prompt, num_tokens)
     assert penalties is not None
-    penalties.apply(after)
+    penalties.apply(after, PlacedArrays().copy_to(penalties.arrays(), after.device))
     for place, row in enumerate(rows):
         if row in (5, 11):
             assert torch.equal(after[place], before[place])

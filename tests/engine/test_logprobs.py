@@ -13,7 +13,8 @@ import torch
 
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.output_stream import OutputStream
-from pdserve.engine.sampling.logprobs import RawLogprobs
+from pdserve.engine.sampling.logprobs import LogprobsRows, RawLogprobs
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from tests.support.engine_harness import Answer, Harness, MakeEngine
 from tests.support.engine_pair import Pair
 from tests.support.hash_model import next_logits
@@ -106,16 +107,16 @@ def test_a_real_model_is_within_1e_4_of_transformers(
 
 def test_ranks_count_every_token_that_is_as_likely() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [4.0, 3.0, 2.0, 1.0]])
-    raw = RawLogprobs.of(logits, np.array([9, -1, 1]))
-    assert raw is not None
-    lists = raw.of_tokens(np.array([3, 0, 3])).lists()
+    rows = LogprobsRows.of(np.array([9, -1, 1]))
+    assert rows is not None
+    raw = RawLogprobs.of(logits, rows, PlacedArrays().copy_to(rows.arrays(), logits.device))
+    lists = raw.of_tokens(torch.tensor([3, 0, 3])).lists()
     assert sorted(lists) == [0, 2]
     assert [lists[row].sampled_token_ranks for row in (0, 2)] == [[3], [4]]
     assert sorted(lists[0].logprob_token_ids[0][1:3]) == [1, 2]
     assert lists[0].logprob_token_ids[0][3:] == [3, 0]
     assert lists[2].logprob_token_ids == [[3, 0]]
-    assert RawLogprobs.of(logits, np.array([-1, -1, -1])) is None
-    assert RawLogprobs.of(logits, None) is None
+    assert LogprobsRows.of(np.array([-1, -1, -1])) is None
 
 
 def test_runs_are_cut_and_joined() -> None:

@@ -3,8 +3,8 @@
 What may happen: remote and local requests of any priority, with one or several sequences, from their beginning or resumed,
 with a grammar that comes late, in any order, after the request's end, or cannot be compiled, sessions, aborts, sequences
 that end elsewhere, sources that give up, transfers wanted late or never, events late and twice, holds that come back in
-parts, and preemption because everything is too small. What has hidden states of every token is not here: the hash model
-has those of last tokens alone.
+parts, preemption because everything is too small, and, in odd seeds, steps that are launched before the tokens of the last
+one are known. What has hidden states of every token is not here: the hash model has those of last tokens alone.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -66,6 +66,7 @@ class Life:
             "long_prefill_token_threshold": draw.choice([0, 0, 2, 5]),
             "max_overtakes": draw.choice([1, 3, 64]),
             "look_ahead": draw.choice([0, 1, 8]),
+            "async_scheduling": seed % 2 == 1,
         }
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""

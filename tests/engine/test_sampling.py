@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.common.request.engine_types import FinishReason
+from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.penalties import Penalties
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.sparse_indices import SparseIndices
@@ -36,7 +37,7 @@ def metadata(count: int, **fields: Any) -> SamplingMetadata:
         positions=np.arange(count, dtype=np.int64),
         token_rules=given.get("token_rules"),
         penalties=given.get("penalties"),
-        num_logprobs=given.get("num_logprobs"),
+        logprobs=LogprobsRows.of(given["num_logprobs"]) if "num_logprobs" in given else None,
     )
 
 

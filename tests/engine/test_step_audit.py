@@ -1,7 +1,7 @@
 """What a decode step asks of a device, counted on the pretended one.
 
-The goal is one upload, one wait and no shape that depends on data. The numbers here are today's, so a change that adds one fails,
-and one that saves some lowers them here.
+One upload, one wait and no shape that depends on data, whatever is sampled. A step whose rules or grammar are known only after its
+launch has a second upload.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.support.pretend_device import DEVICE, pretended_device
 from tests.support.step_audit import StepAudit
 
 STEPS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
-    "greedy": ({"temperature": 0.0}, (8, 3, 0)),
-    "random": ({"temperature": 0.8, "seed": 1}, (15, 5, 2)),
-    "top_p": ({"temperature": 0.8, "seed": 1, "top_p": 0.9, "top_k": 50}, (18, 5, 2)),
+    "greedy": ({"temperature": 0.0}, (1, 1, 0)),
+    "random": ({"temperature": 0.8, "seed": 1}, (1, 1, 0)),
+    "top_p": ({"temperature": 0.8, "seed": 1, "top_p": 0.9, "top_k": 50}, (1, 1, 0)),
     "rules": (
         {"temperature": 0.8, "seed": 1, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}},
-        (25, 5, 2),
+        (1, 1, 0),
     ),
-    "log-probabilities": ({"temperature": 0.0, "logprobs": 2}, (10, 6, 0)),
+    "log-probabilities": ({"temperature": 0.0, "logprobs": 2}, (1, 1, 0)),
 }
 """Parameters, and copies to the device, waits for it, and shapes that depend on data."""
 

@@ -114,7 +114,8 @@ def test_a_devices_leads_are_the_processors_bit_by_bit(device: torch.device) -> 
     seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 2**32, 2**32 - 1, -(2**32), 0x0123456789ABCDEF])
     noise = NoiseRows(seeds, np.arange(9) % 4, np.array([0, 1, 2**32 - 1, 2**31, 5, 6, 7, 8, 70_000]))
     for vocab_size in (1, 16, 33, 4001):
-        there = device_draw._leads(noise, vocab_size, device).cpu().numpy()
+        parameters = torch.from_numpy(np.stack([noise.seeds, noise.indexes, noise.positions])).to(device)
+        there = device_draw._leads(parameters, vocab_size).cpu().numpy()
         here = leads(noise.seeds, noise.indexes, noise.positions, vocab_size, Scratch())
         np.testing.assert_array_equal(there, here)
 

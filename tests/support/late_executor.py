@@ -7,12 +7,11 @@ step is launched, which runs after it.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 
 from torch import Tensor
 
-from pdserve.engine.runner.executor import Executor
-from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.runner.executor import Executor, StepResult
+from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 
 
 class LateEvent:
@@ -52,7 +51,7 @@ class LateExecutor:
         self._executor.execute_model(scheduled)
         self.kv_written = LateEvent(self._kv_cache, before)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
         return self._executor.sample_tokens(grammar)
 
     def close(self) -> None:

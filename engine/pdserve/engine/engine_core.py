@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.request import Request
-from pdserve.engine.runner.executor import Executor
+from pdserve.engine.runner.executor import Executor, StepResult
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.scheduler.async_scheduling import living
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.scheduler.scheduler import Scheduler
-from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
 
@@ -35,13 +35,15 @@ def _verify_turn(params: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step between `begin_step` and `finish_step`."""
+    """A step between its launch and `finish_step`."""
 
     scheduled: SchedulerOutput
-    result: Future[ModelRunnerOutput] | None
-    """None if the step computes nothing."""
-    started_at: float
-    """`time.monotonic()` seconds."""
+    requests: Mapping[str, Request]
+    """The step's sequences when it was launched."""
+    kv_written: DeviceEvent | None
+    """On a GPU, the event after which the step's KV is in the pool."""
+    result: StepResult | None = None
+    """None if the step computes nothing, and before sampling is queued."""
 
 
 class EngineCore:
@@ -71,6 +73,8 @@ class EngineCore:
         """True if the last step computed something; running sequences may all wait for blocks."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
+        self._ahead: StepInFlight | None = None
+        """A step that was launched while the one before was awaited."""
 
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
@@ -178,38 +182,69 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._ahead is not None or self.scheduler.has_work
 
     def wait_for_grammar(self, timeout_s: float) -> None:
         """Block while only the arrival of a grammar could give a step work; for callers without an engine thread."""
-        if not self.scheduler.has_tokens_to_compute and len(self.scheduler.grammars):
+        if self._ahead is None and not self.scheduler.has_tokens_to_compute and len(self.scheduler.grammars):
             self.scheduler.grammars.wait(timeout_s)
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, compute, update. Cheap if nothing can run."""
-        return self.finish_step(self.begin_step())
+        """Schedule, compute, update. Cheap if nothing can run.
+
+        With `async_scheduling` the next step is launched before the result of this one is awaited, where the scheduler knows what
+        it computes: it reads its tokens from the device. So the device computes while the host applies a result; and since the
+        result of a step is awaited before the step after the next is launched, no more than one is ahead.
+        """
+        step, self._ahead = self._ahead, None
+        if step is None:
+            step = self.begin_step()
+        ahead = self._launch_ahead(step)
+        outputs = self.finish_step(step)
+        if ahead is not None:
+            # its rules read the tokens that have just become known
+            self._ahead = replace(ahead, result=self.executor.sample_tokens(None))
+        return outputs
 
     def begin_step(self) -> StepInFlight:
         """First half of a step: schedule, and start the executor."""
         self.heartbeat.beat()
         scheduled = self.scheduler.schedule()
         if not scheduled.num_scheduled_tokens:
-            return StepInFlight(scheduled, None, time.monotonic())
-        started_at = time.monotonic()
-        self.executor.execute_model(scheduled)
-        self.scheduler.step_launched(self.executor.kv_written)
+            return StepInFlight(scheduled, {}, None)
+        step = self._launch(scheduled)
         grammar = self.scheduler.get_grammar_bitmask(scheduled)
-        return StepInFlight(scheduled, self.executor.sample_tokens(grammar), started_at)
+        return replace(step, result=self.executor.sample_tokens(grammar))
+
+    def _launch(self, scheduled: SchedulerOutput) -> StepInFlight:
+        self.executor.execute_model(scheduled)
+        kv_written = self.executor.kv_written
+        self.scheduler.step_launched(kv_written)
+        requests = self.scheduler.requests
+        return StepInFlight(
+            scheduled, {req_id: requests[req_id] for req_id in scheduled.num_scheduled_tokens}, kv_written
+        )
+
+    def _launch_ahead(self, step: StepInFlight) -> StepInFlight | None:
+        """Launch the step after `step`, whose result is still to come; None if it must wait for it."""
+        if not self.config.async_scheduling or step.result is None:
+            return None
+        scheduled = self.scheduler.async_scheduling.next_step(step.scheduled)
+        if scheduled is None:
+            return None
+        self.heartbeat.beat()
+        return self._launch(scheduled)
 
     def finish_step(self, step: StepInFlight) -> EngineCoreOutputs:
         """Second half of a step: wait for the result and apply it. Raises: the exception of the executor's step."""
         self.has_computed = step.result is not None
         if step.result is not None:
             computed = step.result.result()
+            scheduled, computed = living(self.scheduler.requests, step.requests, step.scheduled, computed)
             num_before = self.scheduler.num_computed_prompt_tokens
-            self.scheduler.update_from_output(step.scheduled, computed, self.executor.kv_written)
+            self.scheduler.update_from_output(scheduled, computed, step.kv_written)
             if self.scheduler.num_computed_prompt_tokens > num_before:
-                self.scheduler.prefill_s += time.monotonic() - step.started_at
+                self.scheduler.prefill_s += computed.compute_s
             self.scheduler.grammars.hosts.flush()
         else:
             self.scheduler.requeue_finished_ids(step.scheduled)

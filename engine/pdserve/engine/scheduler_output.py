@@ -111,3 +111,5 @@ class ModelRunnerOutput(msgspec.Struct):
     not computed."""
     failed_requests: dict[str, RequestFailure] = {}
     """req_id -> error that ends the sequence regardless of other results, also within its prompt."""
+    compute_s: float = 0.0
+    """Seconds that the device computed the step."""

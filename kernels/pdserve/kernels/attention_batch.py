@@ -45,6 +45,9 @@ class AttentionBatch:
     """`query_start_loc` on the host."""
     seq_lens_cpu: Tensor
     """`seq_lens` on the host."""
+    new_tails: Tensor | None = None
+    """`[n]` int64: decode rows whose last block no earlier decode step of their sequence ended in. Only there bytes behind the last
+    token may be an earlier owner's, so a back end that needs them finite overwrites them once per block. None: all decode rows."""
 
     @classmethod
     def from_arrays(
@@ -56,6 +59,7 @@ class AttentionBatch:
         seq_lens: NDArray[np.int64],
         block_tables: NDArray[np.int64],
         device: torch.device,
+        new_tails: NDArray[np.int64] | None = None,
     ) -> AttentionBatch:
         """Copy a step's arrays to the device; on a processor the tensors share the arrays' memory.
 
@@ -82,6 +86,7 @@ class AttentionBatch:
             max_seq_len=max(seq_lens.tolist(), default=0),
             query_start_loc_cpu=query_start_loc_cpu,
             seq_lens_cpu=seq_lens_cpu,
+            new_tails=None if new_tails is None else placed(torch.from_numpy(new_tails)),
         )
 
     def verify(self, block_size: int) -> None:

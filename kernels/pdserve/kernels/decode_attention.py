@@ -109,15 +109,14 @@ def _plan_group(
 
 
 def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
-    """Zero the slots after the last token of each decode row, in its last block."""
-    count = batch.num_decodes
-    if count == 0:
-        return
-    last_columns = ((batch.seq_lens[:count] - 1).clamp_(min=0) // pages.block_size).unsqueeze(1)
-    last_blocks = batch.block_tables[:count].gather(1, last_columns).squeeze(1)
-    # a padded row, of length 0, counts as full
-    used = (batch.seq_lens_cpu[:count] - 1).remainder_(pages.block_size).add_(1)
-    pages.clear_tails(last_blocks, used)
+    """Zero the slots after the last token of decode rows, in their last blocks: of all rows, or of `batch.new_tails`."""
+    rows = batch.new_tails
+    if rows is None:  # but padded ones, of length 0
+        rows = batch.seq_lens_cpu[: batch.num_decodes].nonzero().flatten().to(batch.seq_lens.device)
+    if len(rows):
+        last = batch.seq_lens[rows] - 1
+        last_blocks = batch.block_tables[rows].gather(1, (last // pages.block_size).unsqueeze(1)).squeeze(1)
+        pages.clear_tails(last_blocks, last.remainder(pages.block_size).add_(1))
 
 
 def _uses_products(like: Tensor, spec: AttentionSpec, num_keys: int) -> bool:

@@ -62,7 +62,7 @@ class KvPages:
         rows = torch.stack((keys, keys + 1))
         self._head_tokens = rows.flatten() * self.block_size
         self._head_blocks = rows.view(2, 1, self.num_kv_heads, 1)
-        self._offsets = torch.arange(self.block_size)
+        self._offsets = torch.arange(self.block_size, device=kv_cache.device)
         self._gathered = kv_cache.new_empty(0)
 
     def write_rows(self, slot_mapping: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class KvPages:
         return k, v
 
     def clear_tails(self, last_blocks: Tensor, num_used: Tensor) -> None:
-        """Zero the slots from `num_used[b]` on in block `last_blocks[b]`, in all layers; both `[B]`, `num_used` on the host.
+        """Zero the slots from `num_used[b]` on in block `last_blocks[b]`, in all layers; both `[B]`.
 
         A masked key has weight 0, but 0 * NaN is NaN: bytes that an earlier owner left, or a peer sent, behind a
         sequence's last token must be finite before they are multiplied. The sequence writes into this block in this
@@ -109,5 +109,7 @@ class KvPages:
                 if used < self.block_size:
                     pages[block, :, used:] = 0
             return
-        row, offset = (self._offsets >= num_used.unsqueeze(1)).nonzero().t().to(pages.device)
-        pages[last_blocks[row], :, offset] = 0
+        # whole blocks, since the number of slots is known on the device alone
+        is_behind = self._offsets >= num_used.unsqueeze(1)
+        held = pages.index_select(0, last_blocks).masked_fill_(is_behind[:, None, :, None], 0)
+        pages.index_copy_(0, last_blocks, held)

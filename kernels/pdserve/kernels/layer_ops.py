@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.sampled_rows import PackedRows
 
 Block = tuple[int, int]
 """Numbers of a source block and of a target block."""
@@ -24,36 +23,10 @@ DIGESTED_UNIT, SHORTEST_DIGESTED = 8, 248
 """Bytes of blocks that `LayerOps.digests` takes: multiples of the first, at least the second."""
 
 
-class SampledRows(Protocol):
-    """The sampling parameters of N rows, `[N]` each, on the host."""
-
-    @property
-    def temperature(self) -> NDArray[np.float32]:
-        """0 for the most likely token."""
-
-    @property
-    def top_p(self) -> NDArray[np.float32]: ...
-
-    @property
-    def top_k(self) -> NDArray[np.int64]:
-        """Vocabulary size: no limit."""
-
-    @property
-    def min_p(self) -> NDArray[np.float32]: ...
-
-    @property
-    def seeds(self) -> NDArray[np.int64]: ...
-
-    @property
-    def indexes(self) -> NDArray[np.int64]: ...
-
-    @property
-    def positions(self) -> NDArray[np.int64]: ...
-
-
-SampleTokens = Callable[[Tensor, SampledRows], tuple[NDArray[np.int64], NDArray[np.float32]]]
-"""logits `[N, V]` float32 and their rows' parameters -> token ids `[N]` and highest logits `[N]`, on the host. A row whose highest
-logit is infinite gets its most likely token; a row with NaN gets any token."""
+SampleTokens = Callable[[Tensor, PackedRows], Tensor]
+"""logits `[N, V]` float32 and their rows' parameters -> `[2, N]` int64 on the logits' device: token ids, and the bits of each row's
+highest logit (float32 in the low half). Does not wait for the device. A row whose highest logit is infinite gets its most likely
+token; a row with NaN gets any token."""
 
 
 class LayerOps(Protocol):
@@ -61,8 +34,8 @@ class LayerOps(Protocol):
 
     @property
     def sample(self) -> SampleTokens | None:
-        """Draws by the rules of `engine/sampling/kept_tokens.py`, `token_draw.py` and `seeded_uniform.py`, and waits for the
-        device once; None: the engine does it."""
+        """Draws by the rules of `engine/sampling/kept_tokens.py`, `token_draw.py` and `seeded_uniform.py`; None: the engine does
+        it."""
 
     def add_norm(self, residual: Tensor, x: Tensor, linear: Linear | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         """`s = residual + linear(x)`, or `residual + x` without a linear layer -> s and `norm(s)`.

@@ -40,9 +40,12 @@ class _Step:
         self.chunks = _chunks(batch, seq_lens) if batch.num_decodes < len(seq_lens) else []
         self._has_clear_tails = False
 
-    def clear_tails(self, pages: KvPages) -> None:
-        """Zero masked keys after each decode row's last token, once per batch."""
-        if not self._has_clear_tails:
+    def clear_tails(self, pages: KvPages, *, is_masked: bool) -> None:
+        """Zero keys after the last token of decode rows, once per batch; in blocks that are new to a row, once per block.
+
+        is_masked: True if keys of this step are masked: without `new_tails` no other step needs zeros.
+        """
+        if not self._has_clear_tails and (is_masked or self.batch.new_tails is not None):
             clear_decode_tails(self.batch, pages)
             self._has_clear_tails = True
 
@@ -67,8 +70,7 @@ class TorchAttentionPlan:
         self._write_rows = step.write_rows
         self._groups = plan_decode(step.batch, step.decode_lens, pages, spec)
         self._prefills = [plan_prefill(chunk, pages, spec) for chunk in step.chunks]
-        if any(group.mask is not None for group in self._groups):
-            step.clear_tails(pages)
+        step.clear_tails(pages, is_masked=any(group.mask is not None for group in self._groups))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         # k and v are views of one projection: together they take one copy and one indexed write, separately two of each

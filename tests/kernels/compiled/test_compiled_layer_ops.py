@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests
 from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs
@@ -49,7 +50,9 @@ def rotated(heads: Sequence[int], configs: LaunchConfigs, *, has_norm: bool, dty
 
 def sampled(count: int, configs: LaunchConfigs, **fields: Any) -> None:
     vocab_size = 151_936
-    SamplingLaunches(made(count, vocab_size, dtype=torch.float32), metadata(count, vocab_size, **fields), configs).run()
+    stages = SamplingStages.of(metadata(count, vocab_size, **fields), vocab_size)
+    rows = PackedRows(made(PARAMETERS, count, dtype=torch.int64), stages)
+    SamplingLaunches(made(count, vocab_size, dtype=torch.float32), rows, configs).run()
 
 
 CASES: dict[str, Callable[[LaunchConfigs], object]] = {

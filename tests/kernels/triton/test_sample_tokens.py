@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits
+from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.kernels.triton.launch_configs import TABLE, launch_configs
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
@@ -27,6 +28,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def ops(**configs: Any) -> TritonLayerOps:
     return TritonLayerOps(DEVICE, replace(launch_configs(DEVICE), **configs))
+
+
+def drawn(
+    logits: torch.Tensor, asked: SamplingMetadata, **configs: Any
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Token ids, and the highest logit of each row."""
+    rows = PackedRows(torch.from_numpy(packed(asked)).to(DEVICE), SamplingStages.of(asked, logits.shape[1]))
+    token_ids, highest = ops(**configs).sample(logits, rows).cpu().numpy()
+    return token_ids, highest.astype(np.int32).view(np.float32)
 
 
 def mixed(vocab_size: int, first: int = 0) -> SamplingMetadata:
@@ -44,7 +54,7 @@ def check(logits: NDArray[np.float32], asked: SamplingMetadata, **configs: Any) 
     # rows lie apart, and what lies between them is NaN
     held = torch.full((logits.shape[0], logits.shape[1] + 5), torch.nan)
     held[:, : logits.shape[1]] = torch.from_numpy(logits)
-    there, highest = ops(**configs).sample(held.to(DEVICE)[:, : logits.shape[1]], asked)
+    there, highest = drawn(held.to(DEVICE)[:, : logits.shape[1]], asked, **configs)
     np.testing.assert_array_equal(highest, logits.max(-1))
     np.testing.assert_array_equal(there, here)
 
@@ -84,19 +94,19 @@ def test_rows_without_a_distribution_get_their_most_likely_token() -> None:
     logits[0, 123], logits[1] = np.inf, -np.inf
     logits[2, 40], logits[2, 200] = np.inf, np.inf
     logits[3, 77] = np.nan
-    sampled, highest = ops().sample(torch.from_numpy(logits).to(DEVICE), metadata(4, 300, top_p=0.9, top_k=50))
+    sampled, highest = drawn(torch.from_numpy(logits).to(DEVICE), metadata(4, 300, top_p=0.9, top_k=50))
     assert sampled[:3].tolist() == [123, 0, 40]
     assert highest[:3].tolist() == [np.inf, -np.inf, np.inf]
     assert 0 <= sampled[3] < 300
 
 
 def test_no_rows_and_rows_that_do_not_fit() -> None:
-    sampled, highest = ops().sample(torch.zeros(0, 300, device=DEVICE), metadata(0, 300))
+    sampled, highest = drawn(torch.zeros(0, 300, device=DEVICE), metadata(0, 300))
     assert sampled.shape == highest.shape == (0,)
     with pytest.raises(ValueError, match="for 2 rows"):
-        ops().sample(torch.zeros(3, 300, device=DEVICE), metadata(2, 300))
+        drawn(torch.zeros(3, 300, device=DEVICE), metadata(2, 300))
     with pytest.raises(ValueError, match="float16"):
-        ops().sample(torch.zeros(2, 300, dtype=torch.float16, device=DEVICE), metadata(2, 300))
+        drawn(torch.zeros(2, 300, dtype=torch.float16, device=DEVICE), metadata(2, 300))
 
 
 @triton.jit

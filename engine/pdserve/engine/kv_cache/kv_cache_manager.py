@@ -150,6 +150,11 @@ class KVCacheManager:
         self._num_remembered[other.request_id] = num_full
         return True
 
+    @property
+    def has_copies(self) -> bool:
+        """True if `take_copies` would return some."""
+        return bool(self._copies)
+
     def take_copies(self) -> list[tuple[int, int]]:
         """(from, to) block ids to copy before the next computation or allocation."""
         copies = [(source.block_id, target.block_id) for source, target in self._copies.values()]

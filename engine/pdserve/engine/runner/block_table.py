@@ -17,14 +17,30 @@ class BlockTable:
         self._block_size = block_size
         self._block_ids = np.zeros((num_rows, max_blocks), dtype=np.int64)
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._changes: list[tuple[int, Sequence[int]]] | None = None
+        """First place and block ids of each change, if they are kept."""
 
     def clear(self, row: int) -> None:
         self._num_blocks[row] = 0
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
-        first = self._num_blocks[row]
+        first = int(self._num_blocks[row])
         self._block_ids[row, first : first + len(block_ids)] = block_ids
         self._num_blocks[row] += len(block_ids)
+        if self._changes is not None:
+            self._changes.append((row * self._block_ids.shape[1] + first, block_ids))
+
+    def keep_changes(self) -> None:
+        """From now on, keep what is appended for `take_changes`."""
+        self._changes = []
+
+    def take_changes(self) -> tuple[IntArray, IntArray]:
+        """Places `row * max_blocks + column` and block ids, `[n]` each, appended since the last call."""
+        changes, self._changes = self._changes or [], []
+        places = [np.arange(first, first + len(block_ids)) for first, block_ids in changes]
+        block_ids = [np.asarray(block_ids, np.int64) for _, block_ids in changes]
+        nothing = np.zeros(0, np.int64)
+        return np.concatenate([nothing, *places]), np.concatenate([nothing, *block_ids])
 
     def slot_mapping(self, rows: IntArray, positions: IntArray) -> IntArray:
         """`[T]`: places of tokens at `positions` `[T]` of the sequences in `rows` `[T]`, see `AttentionBatch.slot_mapping`."""

@@ -6,12 +6,18 @@ token masks of grammars, which other processes compute meanwhile.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Protocol
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+
+class StepResult(Protocol):
+    """The result of a step, maybe still being computed; a `concurrent.futures.Future` is one."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it; called once, in the order of the steps. Raises: the exception of the step."""
 
 
 class Executor(Protocol):
@@ -29,8 +35,12 @@ class Executor(Protocol):
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Begin a step. `sample_tokens` must follow before the next one."""
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """A future of the step's result. grammar: None if no sequence of the step needs a mask."""
+    def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
+        """The step's result. grammar: None if no sequence of the step needs a mask.
+
+        With `EngineConfig.async_scheduling` the next `execute_model` may come before the result is waited for, but not the next
+        `sample_tokens`.
+        """
 
     def close(self) -> None:
         """Free resources. No step may be running. May be called again."""
@@ -53,13 +63,8 @@ class SingleDeviceExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.runner.execute_model(scheduled)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        result: Future[ModelRunnerOutput] = Future()
-        try:
-            result.set_result(self.runner.sample_tokens(grammar))
-        except Exception as error:
-            result.set_exception(error)
-        return result
+    def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
+        return self.runner.sample_tokens(grammar)
 
     def close(self) -> None:
         """No effect."""

@@ -5,20 +5,23 @@ A step's inputs are gathered by row numbers in a constant number of array operat
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.pooler import Pooler
 from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
-from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_plugin_stage import PluginTable
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.sampler import SamplingMetadata
 from pdserve.engine.sampling.token_mask import TokenRuleTable
-from pdserve.engine.scheduler_output import GrammarOutput, NewRequestData
+from pdserve.engine.scheduler_output import NewRequestData
 
 
 class InputBatch:
@@ -38,6 +41,13 @@ class InputBatch:
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed = np.zeros(rows, dtype=np.int64)
         self.num_prompt = np.zeros(rows, dtype=np.int64)
+        self.is_pending = np.zeros(rows, dtype=np.bool_)
+        """True if the row's newest token has been sampled and is not in `token_ids` yet."""
+        self.num_pending = 0
+        """Rows of which `is_pending` may be True."""
+        self._block_size = config.block_size
+        self._tail_columns = np.full(rows, -1, dtype=np.int64)
+        """Column in the block table of the block in which the row's last decode step ended; -1: no decode step yet."""
         self.block_tables = [BlockTable(rows, max_blocks, config.block_size) for _ in range(num_kv_cache_groups)]
         self._temperature = np.zeros(rows, dtype=np.float32)
         self._top_p = np.ones(rows, dtype=np.float32)
@@ -63,6 +73,7 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = request.num_computed_tokens
+        self._tail_columns[row] = -1
         for table in self.block_tables:
             table.clear(row)
         self.add_blocks(request.req_id, request.block_ids)
@@ -89,6 +100,7 @@ class InputBatch:
         row = self.rows.pop(req_id, None)
         if row is not None:
             del self.req_ids[row]
+            self.is_pending[row] = False
             self._token_rules.remove(row)
             self._plugins.remove(row)
             self.pooler.remove(row)
@@ -101,20 +113,43 @@ class InputBatch:
         for table, new in zip(self.block_tables, block_ids, strict=True):
             table.append(row, new)
 
+    def take_new_tails(self, rows: IntArray, counts: IntArray, seq_lens: IntArray) -> IntArray:
+        """Places of the decode rows whose last block no decode step of the row ended in before, see `AttentionBatch.new_tails`.
+
+        rows, counts, seq_lens `[S]`: the step's, decode rows first. Afterwards these blocks count as known.
+        """
+        columns = (seq_lens - 1) // self._block_size
+        is_new = (counts == 1) & (self._tail_columns[rows] != columns)
+        self._tail_columns[rows] = np.where(counts == 1, columns, self._tail_columns[rows])
+        return np.flatnonzero(is_new)
+
+    def expect_tokens(self, rows: IntArray) -> None:
+        """Note that one token per row has been sampled; `append_tokens` follows, then `expect_none`."""
+        self.is_pending[rows] = True
+        self.num_pending = len(rows)
+
+    def expect_none(self) -> None:
+        """Note that all sampled tokens are known."""
+        if self.num_pending:
+            self.is_pending[:] = False
+            self.num_pending = 0
+
     def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
         """Append one token per row; a row that represented several sequences then represents the first of them."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         self.num_sequences[rows] = 1
 
-    def sampling_metadata(
-        self, rows: IntArray, grammar: GrammarOutput | None = None, offsets: IntArray | int = 0
-    ) -> SamplingMetadata:
-        """Sampling parameters of these rows, and the grammar masks of this step.
+    def are_complete(self, rows: IntArray) -> NDArray[np.bool_]:
+        """True for each row whose last token, pending ones included, has been computed."""
+        complete: NDArray[np.bool_] = self.num_computed[rows] == self.num_tokens[rows] + self.is_pending[rows]
+        return complete
+
+    def sampling_parameters(self, rows: IntArray, offsets: IntArray | int = 0) -> SamplingMetadata:
+        """Sampling parameters of these rows, without rules.
 
         offsets: added to the sequence indexes, for rows that are sampled for several sequences.
         """
-        num_logprobs = self._num_logprobs[rows]
         return SamplingMetadata(
             temperature=self._temperature[rows],
             top_p=self._top_p[rows],
@@ -122,10 +157,15 @@ class InputBatch:
             min_p=self._min_p[rows],
             seeds=self._seeds[rows],
             indexes=self._indexes[rows] + offsets,
-            positions=self.num_tokens[rows] - self.num_prompt[rows],
+            positions=self.num_tokens[rows] + self.is_pending[rows] - self.num_prompt[rows],
+        )
+
+    def with_rules(self, parameters: SamplingMetadata, rows: IntArray) -> SamplingMetadata:
+        """The parameters with the rules of these rows, of which no token may be pending."""
+        return replace(
+            parameters,
             token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             plugins=self._plugins.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
             penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
-            grammar_mask=GrammarMask.of_step(grammar, self.rows, rows, self._vocab_size) if grammar else None,
-            num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None,
+            logprobs=LogprobsRows.of(self._num_logprobs[rows]),
         )

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent, make_runtime
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
+from pdserve.engine.runner.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
+from pdserve.engine.runner.step_inputs import StepInputBuilder, StepInputs
+from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from pdserve.engine.sampling.sampler import Sampler, SamplerOutput
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
+from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.models.model_inputs import ModelInputs
@@ -54,6 +61,40 @@ class _Step:
     """`[S]`, rows of the batch."""
     counts: IntArray
     """`[S]`, tokens of each row."""
+    pooled: IntArray
+    """Places of the complete rows that are pooled."""
+    sampled: SampledInputs | None
+    started: StepEvent
+
+
+class PendingOutput:
+    """Result of a step whose work is queued; of one `ModelRunner`, in the order of its steps."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        output: ModelRunnerOutput,
+        sampled: tuple[SampledPlan, Sampled] | None,
+        arrays: PendingArrays | None,
+        started: StepEvent,
+        ended: StepEvent,
+    ) -> None:
+        """sampled and arrays: None if no row is sampled."""
+        self._runner = runner
+        self._output = output
+        self._sampled = sampled
+        self._arrays = arrays
+        self._started, self._ended = started, ended
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step, at most once."""
+        self._ended.synchronize()
+        if self._sampled is not None and self._arrays is not None:
+            plan, sampled = self._sampled
+            is_finite, *arrays = self._arrays.wait()
+            self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output)
+        self._output.compute_s = self._ended.seconds_since(self._started)
+        return self._output
 
 
 class ModelRunner:
@@ -69,8 +110,9 @@ class ModelRunner:
         vocab_size: int,
         before_layer: Callable[[], None] | None = None,
         logits_processors: LogitsProcessors | None = None,
+        runtime: DeviceRuntime | None = None,
     ) -> None:
-        """kv_caches: by KV cache group, at least one. attention: made over each of them."""
+        """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's."""
         self._model = model
         self._attention = attention
         self._ops = ops
@@ -78,11 +120,23 @@ class ModelRunner:
         self._device = kv_caches[0].device
         self._dtype = kv_caches[0].dtype
         self._before_layer = before_layer
+        self._runtime = runtime or make_runtime(self._device)
         self._sampler = Sampler(ops.sample)
         self._step: _Step | None = None
-        self.kv_written: torch.cuda.Event | None = None
-        """On a GPU, recorded after the last kernel that writes KV; None on a processor."""
+        self.kv_written: DeviceEvent | None = None
+        """On a GPU, reached after the last kernel that writes KV; None on a processor."""
         self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches))
+        self._runs_ahead = config.async_scheduling
+        self._rules_staging = StagingBuffer(self._device, self._runtime)
+        self._readback = ReadbackBuffer(self._device, self._runtime)
+        self._inputs = StepInputBuilder(
+            config,
+            self.batch,
+            self._device,
+            StagingBuffer(self._device, self._runtime),
+            vocab_size,
+            packs_parameters=ops.sample is not None or self._device.type != "cpu",
+        )
 
     @property
     def hidden_size(self) -> int:
@@ -90,22 +144,38 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        """Run the decoder over one step's tokens. `sample_tokens` must follow."""
+        """Queue the decoder over one step's tokens. `sample_tokens` must follow.
+
+        The tokens that the step before sampled may still be pending: a row's input is then its newest token on the device.
+        """
         if self._step is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
+        started = self._runtime.event()
         for kv_cache, copies in zip(self._kv_caches, scheduled.block_copies, strict=False):
             if copies:
                 self._ops.move_blocks(kv_cache, kv_cache, copies)
         self._update_batch(scheduled)
+        batch = self.batch
         rows, counts = self._decodes_first(scheduled)
-        hidden = self._model.forward(self._inputs(rows, counts))
-        self.batch.num_computed[rows] += counts
-        self.kv_written = self._device_event()
-        self._step = _Step(hidden, rows, counts)
+        batch.num_computed[rows] += counts
+        complete = np.flatnonzero(batch.are_complete(rows))
+        batch.num_computed[rows] -= counts
+        pooled = complete[:0]
+        if len(batch.pooler):
+            is_pooled = batch.pooler.is_pooled(rows[complete])
+            pooled, complete = complete[is_pooled], complete[~is_pooled]
+        inputs = self._inputs.build(rows, counts, complete)
+        hidden = self._model.forward(self._model_inputs(inputs))
+        batch.num_computed[rows] += counts
+        self.kv_written = None if self._runtime.is_synchronous else self._runtime.event()
+        self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, started)
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Result of the step that `execute_model` ran. grammar: None if no sequence of the step needs a mask."""
+    def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
+        """Queue sampling for the step that `execute_model` began. No token of an earlier step may be pending.
+
+        grammar: None if no sequence of the step needs a mask.
+        """
         if self._step is None:
             raise RuntimeError("sample_tokens was called without execute_model")
         step, self._step = self._step, None
@@ -113,64 +183,83 @@ class ModelRunner:
         result = ModelRunnerOutput()
         failed: dict[str, PdServeError] = {}
         result.prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed)
-        ends = np.cumsum(counts) - 1
-        complete = np.flatnonzero(self.batch.num_computed[rows] == self.batch.num_tokens[rows])
         if len(self.batch.pooler):
             self.batch.pooler.add_chunks(hidden, rows, counts)
-            is_pooled = self.batch.pooler.is_pooled(rows[complete])
-            result.pooler_output = self._pool(hidden, rows, ends, complete[is_pooled], failed)
-            complete = complete[~is_pooled]
+            result.pooler_output = self._pool(hidden, rows, np.cumsum(counts) - 1, step.pooled, failed)
+        result.failed_requests = {req_id: RequestFailure.of(error) for req_id, error in failed.items()}
         if grammar is not None and grammar.late_req_ids:
             result.held_back = grammar.late_req_ids
-            complete = self._without_late(grammar, rows, complete)
-        if len(complete):
-            logits = self._model.compute_logits(hidden[torch.from_numpy(ends[complete]).to(self._device)])
-            self._sample_rows(logits, rows[complete], grammar, result, failed)
-        result.failed_requests = {req_id: RequestFailure.of(error) for req_id, error in failed.items()}
-        return result
-
-    def _without_late(self, grammar: GrammarOutput, rows: IntArray, complete: IntArray) -> IntArray:
-        """The complete rows whose grammar mask has arrived. A later step computes the last token of the other rows again."""
-        late = np.array([self.batch.rows[req_id] for req_id in grammar.late_req_ids], np.int64)
-        self.batch.num_computed[late] -= 1
-        return complete[~np.isin(rows[complete], late)]
-
-    def _sample_rows(
-        self,
-        logits: Tensor,
-        rows: IntArray,
-        grammar: GrammarOutput | None,
-        result: ModelRunnerOutput,
-        failed: dict[str, PdServeError],
-    ) -> None:
-        """Sample the batch's rows `rows` `[N]` from logits `[N, V]` into `result`. failed: receives requests with NaN or
-        infinity."""
-        num_sequences = self.batch.num_sequences[rows]
-        is_finite = finite_rows(logits)  # the sampler changes the logits
-        output = self._sample(logits, rows, num_sequences, grammar)
-        req_ids = self.batch.req_ids
-        for row in rows[~is_finite.cpu().numpy()].tolist():
-            failed[req_ids[row]] = not_finite("logits", self._dtype)
-        result.req_ids = [req_ids[row] for row in np.repeat(rows, num_sequences).tolist()]
-        result.sampled_token_ids = [[token_id] for token_id in output.sampled_token_ids.tolist()]
-        result.logprobs = output.logprobs.lists() if output.logprobs is not None else {}
-        result.failed = {place: RequestFailure.of(error) for place, error in output.failed.items()}
+            # a later step computes the last token of these rows again
+            self.batch.num_computed[[self.batch.rows[req_id] for req_id in grammar.late_req_ids]] -= 1
+        if step.sampled is None:
+            return PendingOutput(self, result, None, None, step.started, self._runtime.event())
+        return self._sample(step, step.sampled, grammar, result)
 
     def _sample(
-        self, logits: Tensor, rows: IntArray, num_sequences: IntArray, grammar: GrammarOutput | None
-    ) -> SamplerOutput:
-        """One token for each sequence. logits `[N, V]`, rows and num_sequences `[N]`."""
-        if (num_sequences == 1).all():
-            output = self._sampler(logits, self.batch.sampling_metadata(rows, grammar))
-            self.batch.append_tokens(rows, output.sampled_token_ids)
-            return output
-        firsts = np.cumsum(num_sequences) - num_sequences
-        places = np.repeat(np.arange(len(rows)), num_sequences)
-        offsets = np.arange(len(places)) - firsts[places]
-        logits = logits[torch.from_numpy(places).to(self._device)]
-        output = self._sampler(logits, self.batch.sampling_metadata(rows[places], grammar, offsets))
-        self.batch.append_tokens(rows, output.sampled_token_ids[firsts])
-        return output
+        self, step: _Step, inputs: SampledInputs, grammar: GrammarOutput | None, result: ModelRunnerOutput
+    ) -> PendingOutput:
+        plan = inputs.plan
+        logits = self._model.compute_logits(step.hidden[inputs.ends])
+        is_finite = finite_rows(logits)  # the sampler changes the logits
+        if inputs.places is not None:
+            logits = logits[inputs.places]
+        metadata, placed = self._with_late_rules(inputs, grammar)
+        sampled = self._sampler.launch(logits, metadata, placed, inputs.packed_rows)
+        if self._runs_ahead and plan.places is None:
+            self._inputs.keep_newest(inputs.rows, sampled.token_ids)
+            self.batch.expect_tokens(plan.rows)
+        arrays = self._readback.start([is_finite, *sampled.tensors()])
+        return PendingOutput(self, result, (plan, sampled), arrays, step.started, self._runtime.event())
+
+    def _with_late_rules(
+        self, inputs: SampledInputs, grammar: GrammarOutput | None
+    ) -> tuple[SamplingMetadata, PlacedArrays]:
+        """The metadata with what was not known when the step's inputs were staged, and its arrays on the device."""
+        plan, arrays = inputs.plan, list[NDArray[Any]]()
+        metadata = plan.metadata
+        if plan.is_pending:
+            metadata = self.batch.with_rules(metadata, plan.row_of_token)
+            arrays = metadata.arrays()
+        mask = None if grammar is None else GrammarMask.of_step(grammar, self.batch.rows, plan.row_of_token)
+        if mask is not None:
+            metadata = replace(metadata, grammar_mask=mask)
+            arrays = [*arrays, *mask.arrays()]
+        if arrays:
+            inputs.placed.add(arrays, self._rules_staging.upload(arrays))
+        return metadata, inputs.placed
+
+    def read(
+        self, plan: SampledPlan, is_finite: NDArray[np.bool_], sampled: SamplerOutput, result: ModelRunnerOutput
+    ) -> None:
+        """Append the tokens of a step to the batch, and write them into `result`, without those of rows that are held back.
+
+        Rows that left the batch meanwhile are in the result, but not in the batch.
+        """
+        firsts, req_ids = plan.firsts, plan.req_ids
+        is_held = np.isin(np.array(req_ids), result.held_back) if result.held_back else np.zeros(len(req_ids), np.bool_)
+        is_there = np.array(
+            [self.batch.rows.get(req_id) == row for req_id, row in zip(req_ids, plan.rows.tolist(), strict=True)]
+        )
+        kept = is_there & ~is_held
+        self.batch.append_tokens(plan.rows[kept], sampled.sampled_token_ids[firsts[kept]])
+        self.batch.expect_none()
+        broken = {
+            req_ids[place]: RequestFailure.of(not_finite("logits", self._dtype))
+            for place in np.flatnonzero(~is_finite & ~is_held).tolist()
+        }
+        result.failed_requests |= broken
+        logprobs = {} if sampled.logprobs is None else sampled.logprobs.lists()
+        token_ids: list[int] = sampled.sampled_token_ids.tolist()
+        places = range(len(req_ids)) if plan.places is None else plan.places.tolist()
+        for number, place in enumerate(places):
+            if is_held[place]:
+                continue
+            if number in logprobs:
+                result.logprobs[len(result.req_ids)] = logprobs[number]
+            if number in sampled.failed:
+                result.failed[len(result.req_ids)] = RequestFailure.of(sampled.failed[number])
+            result.req_ids.append(req_ids[place])
+            result.sampled_token_ids.append([token_ids[number]])
 
     def _prompt_logprobs(
         self, hidden: Tensor, rows: IntArray, counts: IntArray, failed_requests: dict[str, PdServeError]
@@ -209,14 +298,6 @@ class ModelRunner:
             del pooled[request_id]
         return pooled
 
-    def _device_event(self) -> torch.cuda.Event | None:
-        """An event after all work queued on the device so far; None on a processor, which computes at once."""
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def _update_batch(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
             self.batch.remove(req_id)
@@ -232,34 +313,13 @@ class ModelRunner:
         order = np.argsort(counts > 1, kind="stable")
         return rows[order], counts[order]
 
-    def _inputs(self, rows: IntArray, counts: IntArray) -> ModelInputs:
-        """Token ids `[T]`, and an attention plan for each spec of the model."""
-        batch = self.batch
-        computed = batch.num_computed[rows]
-        row_of_token = np.repeat(rows, counts)
-        starts = np.cumsum(counts) - counts
-        positions = np.arange(counts.sum()) - np.repeat(starts - computed, counts)
-        seq_lens = computed + counts
-        batches = [
-            AttentionBatch.from_arrays(
-                positions=positions,
-                slot_mapping=table.slot_mapping(row_of_token, positions),
-                query_lens=counts,
-                seq_lens=seq_lens,
-                block_tables=table.of_step(rows, seq_lens),
-                device=self._device,
-            )
-            for table in batch.block_tables
-        ]
-        groups = zip(self._attention, batches, self._model.attention_specs, strict=True)
+    def _model_inputs(self, inputs: StepInputs) -> ModelInputs:
+        """With an attention plan for each spec of the model."""
+        groups = zip(self._attention, inputs.batches, self._model.attention_specs, strict=True)
         return ModelInputs(
-            batch=batches[0],
+            batch=inputs.batches[0],
             plans={spec: attention.plan(of_group, spec) for attention, of_group, specs in groups for spec in specs},
-            token_ids=self._tensor(batch.token_ids[row_of_token, positions]),
+            token_ids=inputs.token_ids,
             before_layer=self._before_layer,
             ops=self._ops,
         )
-
-    def _tensor(self, array: IntArray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

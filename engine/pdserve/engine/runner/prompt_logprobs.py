@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.arrays import IntArray
-from pdserve.engine.sampling.logprobs import RawLogprobs
+from pdserve.engine.sampling.logprobs import LogprobsRows, RawLogprobs
 
 SLICE = 256
 """Positions whose logits are computed at once: `[SLICE, V]` float32."""
@@ -73,14 +74,16 @@ def _of_chunk(
     whole = LogprobsLists([], [], [])
     for start in range(0, len(next_tokens), SLICE):
         part = next_tokens[start : start + SLICE]
-        raw = RawLogprobs.of(compute_logits(hidden[start : start + SLICE]), np.full(len(part), num_top))
-        if raw is not None:
-            tensors = raw.of_tokens(part)
-            whole = whole.followed_by(
-                LogprobsLists(
-                    tensors.logprob_token_ids.tolist(),
-                    tensors.logprobs.tolist(),
-                    tensors.selected_token_ranks.tolist(),
-                )
+        rows = LogprobsRows(np.arange(len(part)), np.full(len(part), num_top))
+        logits = compute_logits(hidden[start : start + SLICE])
+        tensors = RawLogprobs(rows, None, torch.log_softmax(logits, dim=-1, dtype=torch.float32)).of_tokens(
+            torch.from_numpy(part).to(logits.device)
+        )
+        whole = whole.followed_by(
+            LogprobsLists(
+                tensors.logprob_token_ids.tolist(),
+                tensors.logprobs.tolist(),
+                tensors.selected_token_ranks.tolist(),
             )
+        )
     return whole

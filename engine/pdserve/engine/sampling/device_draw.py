@@ -1,69 +1,58 @@
-"""Stages 7 to 9 of the sampler for logits on a device: the rules of `kept_tokens.py` and `token_draw.py`.
+"""Stages 7 to 9 of the sampler for logits on a device: the rules of `kept_tokens.py` and `token_draw.py`, in torch operations.
 
-Arrays of the vocabulary's size stay on the device. Only the few tokens whose noise can decide are copied to the host, where the
-same function computes their noise. Exponentials of the device may differ from the processor's in the last place, so a token at the
-border of top_p may be kept on a device and not on a processor.
+For devices without Triton's kernels. Nothing is read back: noise is computed for every token of the vocabulary, for some rows at a
+time. Exponentials and logarithms of the device may differ from the processor's in the last place, so a token at the border of
+top_p may be kept on a device and not on a processor, and two sums that are equal but for that place may be decided otherwise.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.arrays import FloatArray, IntArray
-from pdserve.engine.sampling.kept_tokens import LOWEST, MASS_OF_HIGHEST, Cut
-from pdserve.engine.sampling.seeded_uniform import TOKENS_PER_LEAD_CALL, gumbel
-from pdserve.engine.sampling.token_draw import SLACK, NoiseRows, highest_sums
+from pdserve.engine.sampling.kept_tokens import MASS_OF_HIGHEST
+from pdserve.engine.sampling.seeded_uniform import TOKENS_PER_LEAD_CALL
+from pdserve.kernels.sampled_rows import PackedRows, SamplingStages
 
 _KEY_BITS = 32
 _LOW = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS, _PHILOX_WEYL, _PHILOX_ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 7
+_AT_ONCE = 1 << 22
+"""Logits whose noise is computed at once: a dozen arrays of 8 bytes per logit are in memory then."""
 
 
-def most_likely(logits: Tensor) -> tuple[IntArray, FloatArray]:
-    """`[N]` ids of the most likely tokens, the lowest of equal ones, and their logits. logits `[N, V]`."""
-    best = logits.max(-1)
-    return best.indices.cpu().numpy().copy(), best.values.cpu().numpy()
+def sample_tokens(logits: Tensor, rows: PackedRows) -> Tensor:
+    """See `LayerOps.sample`."""
+    best = logits.max(-1)  # of equal ones the first
+    tokens = best.indices
+    if rows.stages.is_random and len(logits):
+        at_once = max(1, _AT_ONCE // logits.shape[1])
+        blocks = [slice(first, first + at_once) for first in range(0, len(logits), at_once)]
+        parts = [_draw(logits[block], best.values[block], rows.parameters[:, block], rows.stages) for block in blocks]
+        # a row whose highest logit is NaN or infinite has no distribution, so it gets the most likely token
+        is_drawn = (_floats(rows.parameters[4]) > 0) & best.values.isfinite()
+        tokens = torch.where(is_drawn, torch.cat(parts), tokens)
+    return torch.stack((tokens, best.values.view(torch.int32).long()))
 
 
-def draw(logits: Tensor, rows: IntArray, highest: FloatArray, cut: Cut, noise: NoiseRows) -> IntArray:
-    """`[R]` token ids of these rows of the logits. logits `[N, V]`; highest `[R]`, finite."""
-    device = logits.device
-    logits = logits[torch.from_numpy(rows).to(device)]
-    scaled = (logits - _column(highest, device)) / _column(cut.temperature, device)
-    kept = _kept(logits, scaled, cut)
-    has_no_lead = (_leads(noise, logits.shape[1], device) == 0) & kept
-    pivot = scaled.masked_fill(~has_no_lead, -torch.inf).amax(-1, keepdim=True)
-    candidates = (has_no_lead | (scaled >= pivot - SLACK)) & kept
-    places = candidates.nonzero().cpu().numpy()
-    of_row, token_ids = places[:, 0], places[:, 1]
-    own = noise.of(of_row)
-    sums = scaled[candidates].cpu().numpy() + gumbel(own.seeds, own.indexes, own.positions, token_ids)
-    return token_ids[highest_sums(sums, of_row, len(rows))]
+def _floats(numbers: Tensor) -> Tensor:
+    """int64 numbers whose low half is a float32."""
+    return numbers.to(torch.int32).view(torch.float32)
 
 
-def _column(values: NDArray[Any], device: torch.device) -> Tensor:
-    """`[R, 1]`"""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device).unsqueeze(-1)
-
-
-def _kept(logits: Tensor, scaled: Tensor, cut: Cut) -> Tensor:
-    """`[R, V]` bool."""
-    device, vocab_size = logits.device, logits.shape[1]
-    with np.errstate(divide="ignore"):
-        floor = np.maximum(np.log(cut.min_p.astype(np.float64)).astype(np.float32), LOWEST)
-    kept = scaled >= _column(floor, device)
-    if (cut.top_k < vocab_size).any():
-        kept &= _beginning(logits, kept.double(), _column(cut.top_k.astype(np.float64), device))
-    if (cut.top_p < 1).any():
+def _draw(logits: Tensor, highest: Tensor, parameters: Tensor, stages: SamplingStages) -> Tensor:
+    """`[R]` token ids. logits `[R, V]`, highest `[R]`, parameters `[PARAMETERS, R]`."""
+    temperature = _floats(parameters[4])
+    scaled = (logits - highest.unsqueeze(-1)) / torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
+    kept = scaled >= _floats(parameters[5]).unsqueeze(-1)
+    if stages.has_top_k:
+        kept &= _beginning(logits, kept.double(), parameters[3].double().unsqueeze(-1))
+    if stages.has_top_p:
+        top_p = parameters[6].view(torch.float64).unsqueeze(-1)
         masses = (scaled.exp() * MASS_OF_HIGHEST).round().double() * kept
-        wanted = _column(cut.top_p.astype(np.float64), device) * masses.sum(-1, keepdim=True)
-        kept &= _beginning(logits, masses, wanted) | _column(cut.top_p >= 1, device)
-    return kept
+        kept &= _beginning(logits, masses, top_p * masses.sum(-1, keepdim=True)) | (top_p >= 1)
+    sums = scaled + _gumbel(parameters, logits.shape[1])
+    return torch.where(kept, sums, -torch.inf).max(-1).indices
 
 
 def _beginning(logits: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
@@ -83,16 +72,29 @@ def _beginning(logits: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
     return (keys > border) | (equal & ((equal.cumsum(-1) - 1) * weights < missing))
 
 
-def _leads(noise: NoiseRows, vocab_size: int, device: torch.device) -> Tensor:
-    """`[R, V]`; Philox4x32-7 in 64-bit integers, whose products wrap as unsigned ones do."""
+def _gumbel(parameters: Tensor, vocab_size: int) -> Tensor:
+    """`[R, V]` float32: the noise of `seeded_uniform.py`, whose letters are used here."""
+    lead = _leads(parameters, vocab_size)
+    w0, w1 = _philox(parameters, torch.arange(vocab_size, device=parameters.device), 1)[:2]
+    h = (lead << 56) | (w1 << 24) | (w0 >> 8)  # 64 bits; from 2^63 on the number is negative
+    is_upper = h < 0
+    small = (torch.where(is_upper, ~h, h).double() + 0.5) * 2.0**-64
+    return (-torch.log(-torch.where(is_upper, torch.log(small), torch.log1p(-small)))).float()
+
+
+def _leads(parameters: Tensor, vocab_size: int) -> Tensor:
+    """`[R, V]` int64, each 0 to 255."""
     calls = -(-vocab_size // TOKENS_PER_LEAD_CALL)
-    seeds = _column(noise.seeds, device)
-    words = [
-        torch.arange(calls, device=device).expand(len(noise.seeds), calls),
-        _column(noise.positions, device),
-        _column(noise.indexes, device),
-        torch.zeros_like(seeds),
-    ]
+    words = _philox(parameters, torch.arange(calls, device=parameters.device), 0)
+    leads = [(word.expand(-1, calls) >> shift) & 0xFF for word in words for shift in (0, 8, 16, 24)]
+    return torch.stack(leads, dim=-1).flatten(1)[:, :vocab_size]
+
+
+def _philox(parameters: Tensor, counters: Tensor, stream: int) -> list[Tensor]:
+    """The four words of Philox4x32-7 for each row and counter `[K]`, `[R, K]` each, in 64-bit integers, whose products wrap as
+    unsigned ones do."""
+    seeds, indexes, positions = (parameters[number].unsqueeze(-1) for number in range(3))
+    words = [counters.expand(len(seeds), -1), positions & _LOW, indexes & _LOW, torch.full_like(seeds, stream)]
     keys = [seeds & _LOW, (seeds >> 32) & _LOW]
     for _ in range(_PHILOX_ROUNDS):
         first, second = words[0] * _PHILOX_MULTIPLIERS[0], words[2] * _PHILOX_MULTIPLIERS[1]
@@ -103,5 +105,4 @@ def _leads(noise: NoiseRows, vocab_size: int, device: torch.device) -> Tensor:
             first & _LOW,
         ]
         keys = [(key + weyl) & _LOW for key, weyl in zip(keys, _PHILOX_WEYL, strict=True)]
-    leads = [(word.expand(-1, calls) >> shift) & 0xFF for word in words for shift in (0, 8, 16, 24)]
-    return torch.stack(leads, dim=-1).flatten(1)[:, :vocab_size]
+    return words

@@ -4,37 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.scheduler_output import GrammarOutput
+
+_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
     """The grammar masks of one step's rows."""
 
-    places: list[int]
+    places: NDArray[np.int64]
     """Rows of the logits that have a grammar, `[M]`."""
-    allowed: Tensor
-    """`[M, V]` bool: True if the token is allowed."""
+    packed: NDArray[np.uint8]
+    """`[M, ceil(V / 8)]`: one bit per token, lowest bit first; 1 for allowed tokens."""
 
-    def apply(self, logits: Tensor) -> None:
+    def arrays(self) -> list[NDArray[Any]]:
+        """Arrays that `apply` needs on the logits' device: an eighth of a byte per token."""
+        return [self.places, self.packed]
+
+    def apply(self, logits: Tensor, placed: PlacedArrays) -> None:
         """logits `[N, V]`; changed in place: tokens that a row's grammar does not allow get -inf."""
-        allowed, never = self.allowed.to(logits.device), logits.new_tensor(-torch.inf)
+        allowed, never = self._allowed(logits, placed), logits.new_full((), -torch.inf)
         if len(self.places) == len(logits):
             torch.where(allowed, logits, never, out=logits)
         else:
-            logits[self.places] = torch.where(allowed, logits[self.places], never)
+            places = placed(self.places)
+            logits[places] = torch.where(allowed, logits[places], never)
+
+    def _allowed(self, logits: Tensor, placed: PlacedArrays) -> Tensor:
+        """`[M, V]` bool."""
+        vocab_size = logits.shape[1]
+        if logits.device.type == "cpu":
+            bits = np.unpackbits(self.packed, axis=1, count=vocab_size, bitorder="little")
+            return torch.from_numpy(bits.view(np.bool_))
+        shifts = torch.arange(_BITS, dtype=torch.uint8, device=logits.device)
+        unpacked = (placed(self.packed).unsqueeze(-1) >> shifts) & 1
+        return unpacked.flatten(1)[:, :vocab_size] != 0
 
     @classmethod
-    def of_step(
-        cls, grammar: GrammarOutput, row_of: Mapping[str, int], rows: NDArray[np.int64], vocab_size: int
-    ) -> GrammarMask | None:
-        """The mask for logits `[N, V]` whose row i is the batch's row `rows[i]`; None if no row has a grammar.
+    def of_step(cls, grammar: GrammarOutput, row_of: Mapping[str, int], rows: NDArray[np.int64]) -> GrammarMask | None:
+        """The mask for logits whose row i is the batch's row `rows[i]`; None if no row has a grammar.
 
         row_of: req_id -> row of the batch. At the end of a prompt, all sequences that continue it have the prompt's row.
         """
@@ -44,5 +61,4 @@ class GrammarMask:
             return None
         places, masks = zip(*found, strict=True)
         packed = np.frombuffer(b"".join(grammar.grammar_bitmask), np.uint8).reshape(len(mask_of), -1)
-        bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
-        return cls(list(places), torch.from_numpy(bits.view(np.bool_)[list(masks)]))
+        return cls(np.array(places), packed[list(masks)])

@@ -8,13 +8,16 @@ vocabulary; sequences without penalties cost nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.arrays import FloatArray, IntArray
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 MAX_REPETITION = 2.0**64
@@ -35,17 +38,23 @@ class Penalties:
     presence: FloatArray | None = None
     """`[E]`, as `frequency`."""
 
-    def apply(self, logits: Tensor) -> None:
+    def arrays(self) -> list[NDArray[Any]]:
+        """Arrays that `apply` needs on the logits' device."""
+        indices = [part for part in (self.repeated, self.in_output) if part is not None]
+        factors = (self.repetition, self.frequency, self.presence)
+        return [*(array for part in indices for array in part.arrays()), *(one for one in factors if one is not None)]
+
+    def apply(self, logits: Tensor, placed: PlacedArrays) -> None:
         """logits `[N, V]`; changed in place: repetition, then frequency, then presence."""
         if self.repeated is not None and self.repetition is not None:
-            index, factor = self.repeated.index(logits), torch.from_numpy(self.repetition).to(logits)
+            index, factor = self.repeated.index(placed), placed(self.repetition)
             values = logits[index]
             # all logits are read before the first is written, so repeated entries of a token write the same value
             logits[index] = torch.where(values > 0, values / factor, values * factor)
         if self.in_output is not None and self.frequency is not None and self.presence is not None:
-            index = self.in_output.index(logits)
-            logits.index_put_(index, -torch.from_numpy(self.frequency).to(logits), accumulate=True)
-            logits[index] = logits[index] - torch.from_numpy(self.presence).to(logits)
+            index = self.in_output.index(placed)
+            logits.index_put_(index, -placed(self.frequency), accumulate=True)
+            logits[index] = logits[index] - placed(self.presence)
 
 
 class PenaltyTable:

@@ -18,10 +18,13 @@ Source: order and meaning of the stages are those of vLLM's V1 sampler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.errors import InternalError
@@ -30,13 +33,15 @@ from pdserve.engine.sampling import device_draw
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.kept_tokens import Border, Cut, border, top_p_alone
 from pdserve.engine.sampling.logits_plugin_stage import LogitsProcessorStage
-from pdserve.engine.sampling.logprobs import LogprobsTensors, RawLogprobs
+from pdserve.engine.sampling.logprobs import LogprobsRows, LogprobsTensors, RawLogprobs
 from pdserve.engine.sampling.penalties import Penalties
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw
 from pdserve.engine.sampling.token_mask import TokenMask
 from pdserve.engine.scheduler_output import NO_TOKEN
 from pdserve.kernels.layer_ops import SampleTokens
+from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 
 SAMPLER_VERSION = 2
 """Part of a worker's identity: workers of one version sample the same tokens. Raise it with any change of stages 7 to 9."""
@@ -63,8 +68,13 @@ class SamplingMetadata:
     plugins: LogitsProcessorStage | None = None
     penalties: Penalties | None = None
     grammar_mask: GrammarMask | None = None
-    num_logprobs: IntArray | None = None
-    """`[N]` most likely tokens to report, -1 for rows without log-probabilities; None if no row requests them."""
+    logprobs: LogprobsRows | None = None
+    """The rows that request log-probabilities; None if no row does."""
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Arrays that the stages need on the logits' device, beside the parameters."""
+        stages = (self.logprobs, self.grammar_mask, self.token_rules, self.penalties)
+        return [array for stage in stages if stage is not None for array in stage.arrays()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,35 @@ class SamplerOutput:
     """Row -> error of a plug-in that ends its request. The row's token has no meaning."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Sampled tokens, on the device of their logits: nothing has been waited for."""
+
+    tokens: Tensor
+    """`[2, N]` int64, see `SampleTokens`."""
+    has_rules: bool
+    """True if a row's rules may leave no token."""
+    logprobs: LogprobsTensors | None
+    failed: Mapping[int, InternalError]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """`[N]` int64; a row whose rules leave no token has any."""
+        return self.tokens[0]
+
+    def tensors(self) -> list[Tensor]:
+        """Tensors to copy to the host."""
+        return [self.tokens, *([] if self.logprobs is None else self.logprobs.tensors())]
+
+    def on_host(self, arrays: Sequence[NDArray[Any]]) -> SamplerOutput:
+        """arrays: copies of `tensors`."""
+        sampled, highest = arrays[0][0], arrays[0][1].astype(np.int32).view(np.float32)
+        if self.has_rules:
+            sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
+        logprobs = None if self.logprobs is None else self.logprobs.on_host(arrays[1:])
+        return SamplerOutput(sampled, logprobs, self.failed)
+
+
 class Sampler:
     """Samples once per step. Keeps scratch memory between calls, and no other state."""
 
@@ -87,41 +126,48 @@ class Sampler:
         self._sample_tokens = sample
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """logits `[N, V]` float32; changed in place."""
-        raw = RawLogprobs.of(logits, metadata.num_logprobs)
+        """logits `[N, V]` float32; changed in place. Waits for the device."""
+        placed, rows = PlacedArrays().copy_to(metadata.arrays(), logits.device), None
+        if self._sample_tokens is not None or logits.device.type != "cpu":
+            parameters = torch.from_numpy(packed(metadata)).to(logits.device)
+            rows = PackedRows(parameters, SamplingStages.of(metadata, logits.shape[1]))
+        sampled = self.launch(logits, metadata, placed, rows)
+        return sampled.on_host([tensor.cpu().numpy() for tensor in sampled.tensors()])
+
+    def launch(
+        self, logits: Tensor, metadata: SamplingMetadata, placed: PlacedArrays, rows: PackedRows | None
+    ) -> Sampled:
+        """Sample without waiting for the device, but for plug-ins. logits `[N, V]` float32; changed in place.
+
+        placed: the metadata's arrays on the logits' device. rows: its parameters there; None: numpy samples, on a processor.
+        """
+        raw = None if metadata.logprobs is None else RawLogprobs.of(logits, metadata.logprobs, placed)
         if metadata.grammar_mask is not None:
-            metadata.grammar_mask.apply(logits)
+            metadata.grammar_mask.apply(logits, placed)
         if metadata.token_rules is not None:
-            metadata.token_rules.apply(logits)
+            metadata.token_rules.apply(logits, placed)
         failed = metadata.plugins.apply(logits) if metadata.plugins is not None else {}
         if metadata.penalties is not None:
-            metadata.penalties.apply(logits)
-        sampled = self._sample(logits, metadata)
-        return SamplerOutput(sampled, None if raw is None else raw.of_tokens(sampled), failed)
+            metadata.penalties.apply(logits, placed)
+        if rows is None:
+            tokens = self._on_processor(logits, metadata)
+        else:
+            tokens = (self._sample_tokens or device_draw.sample_tokens)(logits, rows)
+        rules = (metadata.token_rules, metadata.plugins, metadata.grammar_mask)
+        has_rules = any(rule is not None for rule in rules)
+        return Sampled(tokens, has_rules, None if raw is None else raw.of_tokens(tokens[0]), failed)
 
-    def _sample(self, logits: Tensor, metadata: SamplingMetadata) -> IntArray:
-        """`[N]` token ids: stages 7 to 9."""
-        sampled, highest = self._drawn(logits, metadata)
-        if metadata.token_rules is not None or metadata.plugins is not None or metadata.grammar_mask is not None:
-            sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
-        return sampled
-
-    def _drawn(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[IntArray, FloatArray]:
-        """`[N]` token ids, and each row's highest logit."""
-        if self._sample_tokens is not None:
-            return self._sample_tokens(logits, metadata)
-        values = logits.numpy() if logits.device.type == "cpu" else None
-        sampled, highest = device_draw.most_likely(logits) if values is None else _most_likely(values)
+    def _on_processor(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """As `SampleTokens`."""
+        values: FloatArray = logits.numpy()
+        sampled, highest = _most_likely(values)
         # a row whose highest logit is NaN or infinite has no distribution, so it gets the most likely token
         rows = np.flatnonzero((metadata.temperature > 0) & np.isfinite(highest))
         if len(rows):
             cut = Cut(metadata.temperature[rows], metadata.top_p[rows], metadata.top_k[rows], metadata.min_p[rows])
             noise = NoiseRows(metadata.seeds[rows], metadata.indexes[rows], metadata.positions[rows])
-            if values is None:
-                sampled[rows] = device_draw.draw(logits, rows, highest[rows], cut, noise)
-            else:
-                sampled[rows] = self._draw(values, rows, highest[rows], cut, noise)
-        return sampled, highest
+            sampled[rows] = self._draw(values, rows, highest[rows], cut, noise)
+        return torch.from_numpy(np.stack((sampled, highest.view(np.int32))))
 
     def _draw(self, logits: FloatArray, rows: IntArray, highest: FloatArray, cut: Cut, noise: NoiseRows) -> IntArray:
         """`[R]` token ids of these rows of the logits. logits `[N, V]`, the others `[R]` or of R rows."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class SparseIndices:
         counts = [len(token_ids) for _, token_ids in parts]
         return cls(np.repeat([row for row, _ in parts], counts), np.concatenate([token_ids for _, token_ids in parts]))
 
-    def index(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """For indexing `like`, on its device."""
-        return torch.from_numpy(self.rows).to(like.device), torch.from_numpy(self.token_ids).to(like.device)
+    def arrays(self) -> list[IntArray]:
+        return [self.rows, self.token_ids]
+
+    def index(self, placed: PlacedArrays) -> tuple[Tensor, Tensor]:
+        """For indexing the logits."""
+        return placed(self.rows), placed(self.token_ids)

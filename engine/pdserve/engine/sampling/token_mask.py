@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.arrays import FloatArray, IntArray
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 
 _ANY = -1
@@ -33,18 +35,29 @@ class TokenMask:
     biases: FloatArray | None = None
     """`[E]`, one for each entry of `biased`."""
 
-    def apply(self, logits: Tensor) -> None:
+    def arrays(self) -> list[NDArray[Any]]:
+        """Arrays that `apply` needs on the logits' device."""
+        indices = [part for part in (self.allowed, self.forbidden, self.biased) if part is not None]
+        return [
+            *(array for part in indices for array in part.arrays()),
+            *([] if self.biases is None else [self.biases]),
+        ]
+
+    def apply(self, logits: Tensor, placed: PlacedArrays) -> None:
         """logits `[N, V]`; changed in place: allowed tokens, then forbidden ones, then biases."""
         if self.allowed is not None:
-            index = self.allowed.index(logits)
+            index = self.allowed.index(placed)
             kept = logits[index]
-            logits[torch.from_numpy(np.unique(self.allowed.rows)).to(logits.device)] = -torch.inf
+            if logits.device.type == "cpu":
+                logits[torch.from_numpy(np.unique(self.allowed.rows))] = -torch.inf
+            else:  # a pass over all rows, but neither a sort nor another array to copy
+                has_list = logits.new_zeros(len(logits), dtype=torch.bool).index_fill_(0, index[0], True)
+                logits.masked_fill_(has_list.unsqueeze(-1), -torch.inf)
             logits[index] = kept
         if self.forbidden is not None:
-            logits[self.forbidden.index(logits)] = -torch.inf
+            logits.index_put_(self.forbidden.index(placed), logits.new_full((), -torch.inf))
         if self.biased is not None and self.biases is not None:
-            values = torch.from_numpy(self.biases).to(logits)
-            logits.index_put_(self.biased.index(logits), values, accumulate=True)
+            logits.index_put_(self.biased.index(placed), placed(self.biases), accumulate=True)
 
 
 class BadWords:

@@ -17,6 +17,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.scheduler.async_scheduling import AsyncScheduling
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
@@ -76,6 +77,9 @@ class Scheduler:
             self.requests, self.kv, self.sources, self.group, self.sessions, self.outputs, self.finisher
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
+        self.async_scheduling = AsyncScheduling(
+            config, self.kv, self.running, self.waiting, self.receives, self.grammars
+        )
         self.prefill_s = 0.0
         """Seconds of the steps that computed prompt tokens."""
         self.num_added = 0
@@ -255,6 +259,7 @@ class Scheduler:
         if step.output.num_scheduled_tokens:
             copies = self.kv.take_copies()
             step.output.block_copies = [copies] if copies else []
+        self.async_scheduling.scheduled()
         return step.output
 
     def get_grammar_bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | None:

@@ -40,6 +40,8 @@ class WaitingQueues:
         self._num_tokens: dict[str, int] = {}
         """Sequence id -> its tokens that are counted in `num_waiting_tokens`."""
         self.num_waiting_tokens = 0
+        self.num_inserted = 0
+        """Sequences that entered a queue since the start."""
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues)
@@ -82,6 +84,7 @@ class WaitingQueues:
             self._starvation.ended(request)
 
     def _count(self, request: Request) -> None:
+        self.num_inserted += 1
         self._num_tokens[request.request_id] = request.num_uncomputed_tokens
         self.num_waiting_tokens += request.num_uncomputed_tokens
 

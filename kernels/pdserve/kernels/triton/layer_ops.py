@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.layer_ops import Block, SampledRows
+from pdserve.kernels.layer_ops import Block
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.sampled_rows import PackedRows
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests, secret_words
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
@@ -68,5 +67,5 @@ class TritonLayerOps:
     def digests(self, pool: Tensor, blocks: Sequence[int]) -> Tensor:
         return block_digests(pool, blocks, self._secret, self._configs)
 
-    def sample(self, logits: Tensor, rows: SampledRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def sample(self, logits: Tensor, rows: PackedRows) -> Tensor:
         return sample_tokens(logits, rows, self._configs)

@@ -17,20 +17,16 @@ another logarithm (one unit in the last place of float32 in fewer than 1 in 10^6
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.layer_ops import SampledRows
+from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows
 from pdserve.kernels.triton.kept_border import BINS, fill_bins, find_border, list_bin
 from pdserve.kernels.triton.launch_configs import LaunchConfigs
 from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
 from pdserve.kernels.triton.sampled_row import (
-    LOWEST_Y,
-    PARAMETERS,
     float_parameter,
     is_drawn,
     ordered,
@@ -119,23 +115,20 @@ def choose(highest, highest_id, sums, sum_ids, parameters, chosen, N, parts, PAR
     tl.store(chosen + N + row, top.to(tl.int32, bitcast=True).to(tl.int64))
 
 
-def sample_tokens(
-    logits: Tensor, rows: SampledRows, configs: LaunchConfigs
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """See `LayerOps.sample`. One upload, and one wait for the device. Rows of logits may be strided."""
+def sample_tokens(logits: Tensor, rows: PackedRows, configs: LaunchConfigs) -> Tensor:
+    """See `LayerOps.sample`. Rows of logits may be strided. Raises: ValueError for rows that do not fit, or other dtypes."""
     num_rows, vocab_size = logits.shape
-    if logits.dtype is not torch.float32 or logits.stride(1) != 1 or len(rows.temperature) != num_rows:
-        raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype} for {len(rows.temperature)} rows")
+    if logits.dtype is not torch.float32 or logits.stride(1) != 1 or rows.parameters.shape != (PARAMETERS, num_rows):
+        raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype} for {rows.parameters.shape[-1]} rows")
     if num_rows == 0 or vocab_size == 0:
-        return np.zeros(num_rows, np.int64), np.full(num_rows, -np.inf, np.float32)
-    chosen = SamplingLaunches(logits, rows, configs).run().cpu().numpy()
-    return chosen[0].copy(), chosen[1].astype(np.int32).view(np.float32)
+        return torch.zeros((2, num_rows), dtype=torch.int64, device=logits.device)
+    return SamplingLaunches(logits, rows, configs).run()
 
 
 class SamplingLaunches:
     """The launches of one call, and the arrays that they pass on."""
 
-    def __init__(self, logits: Tensor, rows: SampledRows, configs: LaunchConfigs) -> None:
+    def __init__(self, logits: Tensor, rows: PackedRows, configs: LaunchConfigs) -> None:
         self._logits, self._configs = logits, configs
         self._num_rows, self._vocab_size = logits.shape
         tile = configs.sample_tile
@@ -144,10 +137,8 @@ class SamplingLaunches:
         )
         self._parts = triton.cdiv(self._vocab_size, self._part)
         self._grid = (self._num_rows, self._parts)
-        self._is_random = bool((rows.temperature > 0).any())
-        self._has_top_k = self._is_random and bool((rows.top_k < self._vocab_size).any())
-        self._has_top_p = self._is_random and bool((rows.top_p < 1).any())
-        self._parameters = torch.from_numpy(_packed(rows)).to(logits.device, non_blocking=True)
+        self._stages = rows.stages
+        self._parameters = rows.parameters.contiguous()
 
     def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._logits.device)
@@ -163,7 +154,7 @@ class SamplingLaunches:
         find_extremes[self._grid](
             self._logits, highest, ids, lowest, *sizes, TILE=self._configs.sample_tile, **constants
         )
-        if self._is_random:
+        if self._stages.is_random:
             borders = self._borders(highest, ids, lowest, parts)
             draw_parts[self._grid](
                 self._logits, highest, ids, self._parameters, borders, sums, sum_ids, self._num_rows, *sizes,
@@ -179,7 +170,7 @@ class SamplingLaunches:
             chosen,
             self._num_rows,
             self._parts,
-            RANDOM=self._is_random,
+            RANDOM=self._stages.is_random,
             **parts,
         )
         return chosen
@@ -188,7 +179,7 @@ class SamplingLaunches:
         """`[N]` int64, the bits of each row's border; 0 keeps all."""
         device, num_rows, tile = self._logits.device, self._num_rows, self._configs.sample_tile
         borders = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        if not self._has_top_k and not self._has_top_p:
+        if not self._stages.has_top_k and not self._stages.has_top_p:
             return borders
         bins = torch.zeros((2, num_rows, BINS), dtype=torch.int64, device=device)
         rows = (self._logits, highest, ids, lowest, self._parameters)
@@ -200,22 +191,10 @@ class SamplingLaunches:
             self._empty(torch.int32, num_rows, limit),
             torch.zeros((2, num_rows), dtype=torch.int64, device=device),
         )
-        for is_top_p, is_used in enumerate((self._has_top_k, self._has_top_p)):
+        for is_top_p, is_used in enumerate((self._stages.has_top_k, self._stages.has_top_p)):
             if is_used:
-                constants = {"LIMIT": limit, "TOP_P": bool(is_top_p), "AFTER_TOP_K": self._has_top_k, **parts}
+                constants = {"LIMIT": limit, "TOP_P": bool(is_top_p), "AFTER_TOP_K": self._stages.has_top_k, **parts}
                 of_stage = (*rows, bins, kept_mass, borders, listed, counts[is_top_p])
                 list_bin[self._grid](*of_stage, *sizes, self._part, TILE=tile, **constants)
                 find_border[(num_rows,)](*of_stage, *sizes, self._parts, TILE=_SEARCH_TILE, **constants)
         return borders
-
-
-def _packed(rows: SampledRows) -> NDArray[np.int64]:
-    """`[PARAMETERS, N]`: seeds, indexes, positions, top_k, and the bits of temperature, of the lowest y and of top_p."""
-    with np.errstate(divide="ignore"):
-        floor = np.log(rows.min_p.astype(np.float64)).astype(np.float32)
-    packed = np.empty((PARAMETERS, len(rows.temperature)), np.int64)
-    packed[0], packed[1], packed[2], packed[3] = rows.seeds, rows.indexes, rows.positions, rows.top_k
-    packed[4] = rows.temperature.astype(np.float32).view(np.int32)
-    packed[5] = np.maximum(floor, LOWEST_Y).view(np.int32)
-    packed[6] = rows.top_p.astype(np.float64).view(np.int64)
-    return packed

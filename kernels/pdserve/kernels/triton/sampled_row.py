@@ -1,15 +1,10 @@
-"""Numbers that the kernels of sampling share: a row's parameters, its highest logit, scaled logits, the order of tokens."""
+"""Numbers that the kernels of sampling share: a row's parameters (`kernels/sampled_rows.py`), its highest logit, scaled logits,
+the order of tokens."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-PARAMETERS = 7
-"""Numbers per row, see `sample_tokens.packed`."""
-LOWEST_Y = -50.0
-"""Tokens with a lower y are dropped: noise lies between -3.81 and 45.06, so they lose against the most likely token, whose y is 0.
-Their mass is 0, and in the order they follow all others, so no border changes which of the others are kept."""
 
 
 @triton.jit

@@ -1,0 +1,94 @@
+"""`DeviceRuntime`: what the runner needs of a device beside tensors: events, and memory that a copy does not wait for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.common.device_event import DeviceEvent
+
+
+class StepEvent(DeviceEvent, Protocol):
+    """A point in a device's work whose time can be read after `synchronize`."""
+
+    def seconds_since(self, earlier: StepEvent) -> float:
+        """Seconds of the device between two of its events, both reached."""
+
+
+class DeviceRuntime(Protocol):
+    """One device. Tests replace it."""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if every operation has ended when its call returns, as on a processor."""
+
+    def event(self) -> StepEvent:
+        """An event after all work queued so far."""
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """`[num_bytes]` uint8 in main memory, pinned where a device copies from it and to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockEvent:
+    """Implements `StepEvent` for a processor."""
+
+    at: float = field(default_factory=time.monotonic)
+
+    def synchronize(self) -> None:
+        """No effect: all work before has ended."""
+
+    def seconds_since(self, earlier: StepEvent) -> float:
+        assert isinstance(earlier, ClockEvent)
+        return self.at - earlier.at
+
+
+class ProcessorRuntime:
+    """Implements `DeviceRuntime` for main memory, and for devices that are simulated in it."""
+
+    is_synchronous = True
+
+    def event(self) -> ClockEvent:
+        return ClockEvent()
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class CudaEvent:
+    """Implements `StepEvent`."""
+
+    def __init__(self, device: torch.device) -> None:
+        # blocking: a thread that waits leaves its core to others, instead of asking again and again
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: StepEvent) -> float:
+        assert isinstance(earlier, CudaEvent)
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+class CudaRuntime:
+    """Implements `DeviceRuntime` for a GPU."""
+
+    is_synchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(self._device)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def make_runtime(device: torch.device) -> DeviceRuntime:
+    return CudaRuntime(device) if device.type == "cuda" else ProcessorRuntime()

@@ -1,0 +1,170 @@
+"""`StepInputs`: everything that one step reads on the device, staged in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.arrays import IntArray
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
+from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
+from pdserve.engine.runner.staging_buffer import StagingBuffer
+from pdserve.kernels.attention_batch import AttentionBatch
+
+_FROM_DEVICE = -1
+"""Token id of a token that the device has sampled and the host has not read yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's inputs."""
+
+    batches: Sequence[AttentionBatch]
+    """By KV cache group."""
+    token_ids: Tensor
+    """`[T]` int64."""
+    sampled: SampledInputs | None
+    """None if no row is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepArrays:
+    """A step on the host. S rows, T tokens."""
+
+    rows: IntArray
+    counts: IntArray
+    """`[S]`: tokens of each row."""
+    seq_lens: IntArray
+    row_of_token: IntArray
+    positions: IntArray
+    token_ids: IntArray
+    is_pending: bool
+    """True if a token id is `_FROM_DEVICE`."""
+    new_tails: IntArray
+    """See `AttentionBatch.new_tails`."""
+
+    @classmethod
+    def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray) -> _StepArrays:
+        computed = batch.num_computed[rows]
+        row_of_token = np.repeat(rows, counts)
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(len(row_of_token)) - np.repeat(starts - computed, counts)
+        seq_lens = computed + counts
+        token_ids = batch.token_ids[row_of_token, positions]
+        is_pending = batch.num_pending > 0 and bool(batch.is_pending[rows].any())
+        if is_pending:
+            token_ids[positions >= batch.num_tokens[row_of_token]] = _FROM_DEVICE
+        new_tails = batch.take_new_tails(rows, counts, seq_lens)
+        return cls(rows, counts, seq_lens, row_of_token, positions, token_ids, is_pending, new_tails)
+
+
+class StepInputBuilder:
+    """Makes the inputs of a step from the batch. On a processor they share the batch's memory."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        batch: InputBatch,
+        device: torch.device,
+        staging: StagingBuffer,
+        vocab_size: int,
+        *,
+        packs_parameters: bool,
+    ) -> None:
+        """packs_parameters: True if the device samples, False if numpy does."""
+        self._batch = batch
+        self._device = device
+        self._staging = staging
+        self._vocab_size = vocab_size
+        self._packs_parameters = packs_parameters
+        rows, max_blocks = config.max_num_seqs, config.blocks_for(config.max_model_len)
+        self._newest = NewestTokens(rows, device)
+        self._tables: list[DeviceBlockTable] = []
+        if device.type != "cpu":
+            self._tables = [
+                DeviceBlockTable(rows, max_blocks, config.block_size, device) for _ in range(len(batch.block_tables))
+            ]
+            for table in batch.block_tables:
+                table.keep_changes()
+
+    def keep_newest(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Keep the tokens that these rows sampled, for a step that begins before the host has read them; both `[N]`."""
+        self._newest.put(rows, token_ids)
+
+    def build(self, rows: IntArray, counts: IntArray, complete: IntArray) -> StepInputs:
+        """rows and counts `[S]`: tokens of each row, single ones first; complete `[C]`: places of the rows to sample."""
+        step = _StepArrays.of(self._batch, rows, counts)
+        plan = SampledPlan.of(self._batch, rows, counts, complete) if len(complete) else None
+        return self._staged(step, plan) if self._tables else self._shared(step, plan)
+
+    def _shared(self, step: _StepArrays, plan: SampledPlan | None) -> StepInputs:
+        """For a processor."""
+        batches = [
+            AttentionBatch.from_arrays(
+                positions=step.positions,
+                slot_mapping=table.slot_mapping(step.row_of_token, step.positions),
+                query_lens=step.counts,
+                seq_lens=step.seq_lens,
+                block_tables=table.of_step(step.rows, step.seq_lens),
+                new_tails=step.new_tails,
+                device=self._device,
+            )
+            for table in self._batch.block_tables
+        ]
+        token_ids = torch.from_numpy(step.token_ids)
+        if step.is_pending:
+            token_ids = self._newest.fill(token_ids, torch.from_numpy(step.row_of_token))
+        if plan is None:
+            return StepInputs(batches, token_ids, None)
+        arrays = SampledInputs.arrays(plan, is_packed=self._packs_parameters)
+        return StepInputs(batches, token_ids, self._sampled(plan, self._staging.upload(arrays)))
+
+    def _staged(self, step: _StepArrays, plan: SampledPlan | None) -> StepInputs:
+        """For a device: one copy."""
+        starts = np.zeros(len(step.counts) + 1, np.int64)
+        step.counts.cumsum(out=starts[1:])
+        parts: list[list[NDArray[Any]]] = [
+            [step.token_ids, step.positions, starts, step.seq_lens, step.rows, step.new_tails],
+            [table.slot_mapping(step.row_of_token, step.positions) for table in self._batch.block_tables],
+            [array for table in self._batch.block_tables for array in table.take_changes()],
+            [step.row_of_token] if step.is_pending else [],
+            [] if plan is None else SampledInputs.arrays(plan, is_packed=self._packs_parameters),
+        ]
+        there = iter(self._staging.upload([array for part in parts for array in part]))
+        (token_ids, positions, starts_there, seq_lens, rows, new_tails), slots, changes, row_of_token, sampled = (
+            [next(there) for _ in part] for part in parts
+        )
+        if step.is_pending:
+            token_ids = self._newest.fill(token_ids, row_of_token[0])
+        counts: list[int] = step.counts.tolist()
+        longest = int(step.seq_lens.max())
+        batches = []
+        for group, table in enumerate(self._tables):
+            table.put(changes[2 * group], changes[2 * group + 1])
+            batches.append(
+                AttentionBatch(
+                    positions=positions,
+                    slot_mapping=slots[group],
+                    query_start_loc=starts_there,
+                    seq_lens=seq_lens,
+                    block_tables=table.of_step(rows, seq_lens, longest),
+                    num_decodes=counts.count(1),
+                    max_query_len=max(counts),
+                    max_seq_len=longest,
+                    query_start_loc_cpu=torch.from_numpy(starts),
+                    seq_lens_cpu=torch.from_numpy(step.seq_lens),
+                    new_tails=new_tails,
+                )
+            )
+        return StepInputs(batches, token_ids, None if plan is None else self._sampled(plan, sampled))
+
+    def _sampled(self, plan: SampledPlan, tensors: Sequence[Tensor]) -> SampledInputs:
+        return SampledInputs.of(plan, tensors, self._vocab_size, is_packed=self._packs_parameters)
