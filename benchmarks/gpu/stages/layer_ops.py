@@ -16,6 +16,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.make_layer_ops import make_layer_ops
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import rotary_phases
+from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +124,7 @@ def of_logits(bench: Bench, ops: LayerOps, count: int, kind: str, temperature: f
         return
     sample = ops.sample
     logits = torch.randn(count, 300 if bench.dry else 128256, device=bench.device)
-    rows = Rows.of(count, logits.shape[1], temperature, top_p)
+    asked = Rows.of(count, logits.shape[1], temperature, top_p)
+    parameters = torch.from_numpy(packed(asked)).to(bench.device)
+    rows = PackedRows(parameters, SamplingStages.of(asked, logits.shape[1]))
     report(bench, f"sample, {count} rows, {kind}", lambda: sample(logits, rows), logits.nbytes, capture=False)
