@@ -28,7 +28,7 @@ class StepInputs:
     """One step's inputs."""
 
     batches: Sequence[AttentionBatch]
-    """By KV cache group."""
+    """One per KV cache group."""
     token_ids: Tensor
     """`[T]` int64."""
     sampled: SampledInputs | None
