@@ -97,7 +97,7 @@ class AsyncScheduling:
 
     def _ends_by_length(self, request: Request) -> bool:
         """True if the token under way is the sequence's last one, whichever it is."""
-        is_last = request.num_output_tokens + 1 >= request.sampling_params.max_tokens
+        is_last = request.num_output_tokens + 1 >= request.sampling_params.output_limit
         return is_last or request.num_tokens + 1 >= self._config.max_model_len
 
 
