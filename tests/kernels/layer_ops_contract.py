@@ -110,7 +110,7 @@ class LayerOpsContract(abc.ABC):
         turned = torch.view_as_complex(expected.unflatten(-1, (size // 2, 2))) * phases
         expected = torch.view_as_real(turned).flatten(-2)
 
-        there = Slots(cache.to(self.device), slots.to(self.device))
+        there = Slots(cache.clone().to(self.device), slots.to(self.device))
         found = self.make_ops().rotate_and_store(qkv, spec, qk_norm, phases.to(self.device), there, layer)
         close(torch.cat(found[:2], 1), expected)
         assert torch.equal(found[2], v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 from torch import Tensor
 
+from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.triton.attention.step_buffers import StepBuffers
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
@@ -140,9 +142,8 @@ def test_an_empty_upload() -> None:
     assert len(StepBuffers(torch.device(DEVICE)).upload("pieces", np.zeros(0, np.int32))) == 1
 
 
-@pytest.mark.parametrize("part", ["decode", "prefill"])
-def test_a_pool_of_more_than_two_to_the_31_numbers(part: str) -> None:
-    """Only the pages that a test writes take memory."""
+def check_pool_of_many_numbers(make_backend: Callable[[Tensor], AttentionBackend], part: str) -> None:
+    """A sequence at the end of a pool of more than 2^31 numbers. Only the pages that it writes take memory."""
     heads = (2, 1, 64)
     fields: dict[str, Any] = (
         {"decodes": [20], "prefills": []} if part == "decode" else {"decodes": [], "prefills": [(9, 11)]}
@@ -156,6 +157,11 @@ def test_a_pool_of_more_than_two_to_the_31_numbers(part: str) -> None:
         case.batch, block_tables=case.batch.block_tables + shift, slot_mapping=case.batch.slot_mapping + shift * 16
     )
     spec = make_spec(heads)
-    found = run_step(TritonAttentionBackend(pool), replace(case, kv_cache=pool, batch=batch), spec)
+    found = run_step(make_backend(pool), replace(case, kv_cache=pool, batch=batch), spec)
     expected = dense_attention(case.to("cpu"), spec)
     torch.testing.assert_close(found.cpu().double(), expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+def test_a_pool_of_more_than_two_to_the_31_numbers(part: str) -> None:
+    check_pool_of_many_numbers(TritonAttentionBackend, part)

@@ -50,7 +50,6 @@ def attend_tiles(
     edges of what the rows see need a mask. WINDOW 0: none. With JOIN, out `[T, Hq, D]` already has the result over other keys,
     with the natural logarithm of its denominators in lse, and becomes the result over both. Reference: `attend_prefill`.
     """
-    TOKENS: tl.constexpr = BLOCK_M // G
     tile = tiles + tl.program_id(0) * 5
     head = tl.program_id(1)
     sequence = tl.load(tile)
@@ -63,8 +62,9 @@ def attend_tiles(
     d = tl.arange(0, BLOCK_D)
     token = m // G
     heads = head * G + m % G
-    # where G is no power of two the last rows of the tile belong to no token: they would be another tile's
-    here = ((token < num_rows) & (m < TOKENS * G))[:, None] & (d < D)[None, :]
+    # a tile has at most BLOCK_M // G tokens: where G is no power of two its last rows would be another tile's
+    of_row = token < num_rows
+    here = of_row[:, None] & (d < D)[None, :]
     rows = (first_row + token).to(tl.int64)
     queries = tl.load(
         q + rows[:, None] * q_token_stride + heads[:, None] * q_head_stride + d[None, :], mask=here, other=0.0
@@ -85,7 +85,6 @@ def attend_tiles(
 
     places = rows[:, None] * (HKV * G * D) + heads[:, None] * D + d[None, :]
     if JOIN:
-        of_row = (token < num_rows) & (m < TOKENS * G)
         # that result is one key's value, with the weight of all keys that it comes from
         best = tl.load(lse + rows * lse_token_stride + heads * lse_head_stride, mask=of_row, other=0.0) * LOG2E
         total = tl.full([BLOCK_M], 1.0, tl.float32)

@@ -1,0 +1,196 @@
+"""Errors that are planted in copies of the product's kernels: the checks of this suite find each of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+
+import torch
+
+from pdserve.kernels.layer_ops import LayerOps
+from tests.kernels.layer_ops_contract import LayerOpsContract
+from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers
+from tests.support.attention_cases import check_step, make_case, make_spec
+from tests.support.seeded_kernels import Copies, SeededError, copied_kernels
+from tests.support.triton_interpreter import Bfloat16Error, OutOfBounds, Race
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels are wrong on purpose")
+
+Check = Callable[[Copies], None]
+WRONG = AssertionError
+"""The result differs from the formula, or is NaN."""
+
+
+def attention(
+    *,
+    heads: tuple[int, int, int] = (4, 2, 10),
+    prefill: str = "triton",
+    dtype: torch.dtype = torch.float32,
+    decodes: list[int] | None = None,
+    prefills: list[tuple[int, int]] | None = None,
+    **options: Any,
+) -> Check:
+    """A step with these sequences."""
+
+    def check(copies: Copies) -> None:
+        torch.manual_seed(0)
+        case = make_case(decodes=decodes or [], prefills=prefills or [], heads=heads, block_size=5, dtype=dtype)
+        check_step(copies.attention.TritonAttentionBackend(case.kv_cache, prefill), case, make_spec(heads, **options))
+
+    return check
+
+
+def layer_ops(check: Callable[[LayerOpsContract], None]) -> Check:
+    """One test of the contract."""
+
+    def run(copies: Copies) -> None:
+        class TestCopies(LayerOpsContract):
+            def make_ops(self) -> LayerOps:
+                ops: LayerOps = copies.layer_ops.TritonLayerOps(torch.device("cpu"))
+                return ops
+
+        torch.manual_seed(0)
+        check(TestCopies())
+
+    return run
+
+
+def large_pool(copies: Copies) -> None:
+    check_pool_of_many_numbers(copies.attention.TritonAttentionBackend, "decode")
+
+
+DECODES = attention(decodes=[1, 37, 300])
+CHUNKS = attention(prefills=[(17, 30), (0, 21)])
+WINDOWS = attention(decodes=[60], prefills=[(17, 30)], window=13)
+CAPPED = attention(prefills=[(17, 30)], softcap=2.0)
+SEVEN = attention(heads=(7, 1, 8), prefills=[(3, 11)])
+TWO_PARTS = attention(prefill="sdpa", prefills=[(17, 30), (0, 21), (4, 9)])
+HALF = attention(prefills=[(17, 30)], dtype=torch.bfloat16)
+NORMED = layer_ops(lambda contract: contract.test_add_norm(torch.bfloat16, "none", 5, 123))
+NORMED_AFTER_PRODUCT = layer_ops(lambda contract: contract.test_add_norm(torch.bfloat16, "plain", 5, 123))
+ROTATED = layer_ops(lambda contract: contract.test_rotate_and_store(torch.float32, True, (7, 1, 80), 7))
+MULTIPLIED = layer_ops(lambda contract: contract.test_swiglu(torch.float32, 5, 123))
+MOVED = layer_ops(lambda contract: contract.test_blocks_are_moved_whole(torch.bfloat16, (2, 80)))
+DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_processor(1016))
+CHECKS = {
+    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "seven": SEVEN, "two parts": TWO_PARTS,
+    "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
+    "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
+}  # fmt: skip
+
+DECODE, PREFILL, TILE, STORE = (
+    f"attention/{name}.py" for name in ("decode_attention", "prefill_attention", "softmax_tile", "store_kv")
+)
+ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Exception], ...]]] = {
+    # addresses
+    "a load without its mask": (
+        SeededError(STORE, "v_head_stride + d, mask=mask, other=0.0)", "v_head_stride + d)"), DECODES, OutOfBounds),
+    "a store without its mask": (
+        SeededError(STORE, "key, mask=mask)", "key)"), DECODES, (Race, WRONG)),
+    "an unmasked load at a row's end": (
+        SeededError("add_norm.py", "value = tl.load(stream, mask=mask, other=0.0)", "value = tl.load(stream)"),
+        NORMED, (OutOfBounds, Race)),
+    "a block more than the table has": (
+        SeededError(TILE, "seen = (at >= first) & (at < end)", "seen = at >= first"), DECODES, (OutOfBounds, WRONG)),
+    "offsets of 32 bits": (
+        SeededError(TILE, "block.to(tl.int64) * block_stride", "block * block_stride"), large_pool, OutOfBounds),
+    # two writers of one address, and readers of what another program writes
+    "rows of a tile's end belong to the next tile": (
+        SeededError(PREFILL, "of_row = token < num_rows", "of_row = token <= num_rows"),
+        SEVEN, Race),
+    "programs that overlap": (
+        SeededError("swiglu.py", "tl.program_id(1) * BLOCK +", "tl.program_id(1) * (BLOCK // 2) +"), MULTIPLIED, Race),
+    "all query heads write the place of the first": (
+        SeededError(DECODE, "heads = head * G + g", "heads = head + g * 0"), DECODES, Race),
+    "a piece that reads another one's place": (
+        SeededError(DECODE, "place = tl.load(piece + 3)", "place = tl.load(piece + 3) // 2"), DECODES, Race),
+    "blocks in place that are read and written": (
+        SeededError("move_blocks.py", "not {*read}.isdisjoint(written)", "False"), MOVED, (Race, WRONG)),
+    "a result of another program's row": (
+        SeededError(PREFILL, "acc = tl.load(out + places,", "acc = tl.load(out + (places + D) % (2 * HKV * G * D),"),
+        TWO_PARTS, Race),
+    # stale and undefined numbers
+    "a slot behind the last token": (
+        SeededError(DECODE, "k, v = load_tile(keys, table, at, first, end,",
+                    "k, v = load_tile(keys, table, at, first, tl.cdiv(end, BS) * BS,"), DECODES, WRONG),
+    "a slot behind a chunk's last token": (
+        SeededError(PREFILL, "k, v = load_tile(keys, tables, at, 0, last_key,",
+                    "k, v = load_tile(keys, tables, at, 0, tl.cdiv(last_key, BS) * BS,"), CHUNKS, WRONG),
+    "a masked load without other": (
+        SeededError("rotate_and_store.py", "given = tl.load(row, mask=here, other=0.0)", "given = tl.load(row, mask=here)"),
+        ROTATED, WRONG),
+    "rows that no program writes": (
+        SeededError(DECODE, "tl.store(out + (row.to(tl.int64)", "tl.store(out + (row.to(tl.int64) * 0"),
+        DECODES, (Race, WRONG)),
+    "a block that is not written to its end": (
+        SeededError("move_blocks.py", "mask = at < words", "mask = at < words - 1"), MOVED, WRONG),
+    # arithmetic
+    "a key later than the token": (
+        SeededError(PREFILL, "(at[None, :] <= position[:, None])", "(at[None, :] <= position[:, None] + 1)"),
+        CHUNKS, WRONG),
+    "a full tile that is not": (
+        SeededError(PREFILL, "(first_position + 1 if CAUSAL", "(first_position + 8 if CAUSAL"), CHUNKS, WRONG),
+    "a window that is one too wide": (
+        SeededError(PREFILL, "(at[None, :] > position[:, None] - WINDOW)", "(at[None, :] >= position[:, None] - WINDOW)"),
+        WINDOWS, WRONG),
+    "sums that do not fade": (
+        SeededError(TILE, "acc * fade[:, None]", "acc"), CHUNKS, WRONG),
+    "denominators that do not fade": (
+        SeededError(TILE, "total = total * fade +", "total = total +"), CHUNKS, WRONG),
+    "pieces of equal weight": (
+        SeededError(DECODE, "values * weights[:, None]", "values"), DECODES, WRONG),
+    "a natural logarithm taken for one of base 2": (
+        SeededError(PREFILL, "other=0.0) * LOG2E", "other=0.0)"), TWO_PARTS, WRONG),
+    "a chunk that counts for one key": (
+        SeededError(PREFILL, "total = tl.full([BLOCK_M], 1.0, tl.float32)", "total = tl.full([BLOCK_M], 2.0, tl.float32)"),
+        TWO_PARTS, WRONG),
+    "a soft cap of a base too small": (
+        SeededError(TILE, "1.0 - 2.0 / (tl.exp2(scores) + 1.0)", "1.0 - 2.0 / (tl.exp(scores) + 1.0)"), CAPPED, WRONG),
+    "products of float32 in tf32": (
+        SeededError("attention/attention_launch.py", '"ieee" if is_exact', '"tf32" if is_exact'), CHUNKS, WRONG),
+    "weights that are not rounded to the values' dtype": (
+        SeededError(TILE, "weights.to(v.dtype)", "(weights * 1.1).to(v.dtype)"), HALF, WRONG),
+    "arithmetic on bfloat16": (
+        SeededError("add_norm.py", "value = tl.load(stream, mask=mask, other=0.0).to(tl.float32)",
+                    "value = tl.load(stream, mask=mask, other=0.0)"), NORMED_AFTER_PRODUCT, Bfloat16Error),
+    "a value that is rotated": (
+        SeededError("rotate_and_store.py", "tl.where(is_rotated, rotated, given)", "rotated"), ROTATED, WRONG),
+    "a key in the place of a value": (
+        SeededError("rotate_and_store.py", "(plane // HKV) * value_stride", "(plane // HKV) * 0"), ROTATED, Race),
+    "a stripe that is not summed": (
+        SeededError("block_digests.py", "tl.where(kibibyte == num_whole, rest, 0)", "tl.where(kibibyte == num_whole, 0, 0)"),
+        DIGESTED, WRONG),
+}  # fmt: skip
+FAST = {"a load without its mask", "rows of a tile's end belong to the next tile", "a slot behind the last token"}
+"""The part of `make test`."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ERRORS]
+)
+def test_an_error_is_found(name: str, tmp_path: Path) -> None:
+    error, check, expected = ERRORS[name]
+    with copied_kernels(tmp_path, error) as copies, pytest.raises(expected):
+        check(copies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_the_checks_pass_without_an_error(check: Check, tmp_path: Path) -> None:
+    with copied_kernels(tmp_path, None) as copies:
+        check(copies)
+
+
+def test_a_text_that_the_kernel_no_longer_has_is_named(tmp_path: Path) -> None:
+    error = SeededError(STORE, "no such text", "")
+    with (
+        pytest.raises(ValueError, match=re.escape("store_kv.py has 0 times 'no such text'")),
+        copied_kernels(tmp_path, error),
+    ):
+        pass
