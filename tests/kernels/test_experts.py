@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ E, H, I = 6, 16, 24  # noqa: E741
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def weights_of(dtype: torch.dtype) -> list[ExpertWeights]:
+def weights_of(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -35,7 +35,7 @@ def tokens_of(num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, 
     return x, weights, experts
 
 
-def expected(x: Tensor, weights: Tensor, experts: Tensor, layer: list[ExpertWeights]) -> Tensor:
+def expected(x: Tensor, weights: Tensor, experts: Tensor, layer: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):

@@ -163,8 +163,8 @@ def capital_rows(model: Any, encoder: ChatEncoder) -> list[Row]:
     return table
 
 
-def other_rows(model: Any, encoder: ChatEncoder, seed: int) -> list[Row]:
-    """Measurements without a bar: the other topics, long prompts, long conversations, and recall from the context."""
+def other_groups(seed: int) -> list[tuple[str, list[Case]]]:
+    """The other topics, long prompts, long conversations, and recall from the context, each with its title."""
     rng = random.Random(seed)
     other = [Case(ask(facts.ask_capital("What is the capital of {c}?", a)), facts.capital_answer(c))
              for c in facts.countries() for a in c.aliases]  # fmt: skip
@@ -195,7 +195,12 @@ def other_rows(model: Any, encoder: ChatEncoder, seed: int) -> list[Row]:
     # About four characters a token.
     groups += [(f"capital behind {n} characters", _long_cases(rng, 40, n)) for n in (1000, 4000, 12000)]
     groups += [(f"code word behind {n} characters", _recall_cases(rng, 40, n)) for n in (100, 1000, 4000, 12000)]
-    return [_counted(title, margins(model, encoder, cases), None) for title, cases in groups]
+    return groups
+
+
+def other_rows(model: Any, encoder: ChatEncoder, seed: int) -> list[Row]:
+    """Measurements of `other_groups`, without a bar."""
+    return [_counted(title, margins(model, encoder, cases), None) for title, cases in other_groups(seed)]
 
 
 def demo_margin(model: Any, encoder: ChatEncoder) -> float:

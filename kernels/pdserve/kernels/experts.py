@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.kernels.int8_linear import Int8Matrix, Matrix, tensors
 from pdserve.kernels.linear import make_linear
 
-ExpertWeights = tuple[Tensor, Tensor]
+ExpertWeights = tuple[Matrix, Matrix]
 """Weights of one expert: gate and up side by side `[2 * I, H]`, and down `[H, I]`."""
 Swiglu = Callable[[Tensor], Tensor]
 
@@ -64,8 +65,8 @@ class GroupedExperts:
 
     def __init__(self, experts: Iterable[ExpertWeights]) -> None:
         gate_up, down = zip(*experts, strict=True)
-        self._gate_up = torch.stack(gate_up).transpose(1, 2)
-        self._down = torch.stack(down).transpose(1, 2)
+        self._gate_up = torch.stack(tensors(gate_up)).transpose(1, 2)
+        self._down = torch.stack(tensors(down)).transpose(1, 2)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         order, counts = _by_expert(experts, len(self._down))
@@ -96,5 +97,5 @@ def make_experts(experts: Iterable[ExpertWeights]) -> Experts:
     first = next(remaining, None)
     if first is None:
         raise ValueError("a mixture needs at least one expert")
-    kind = LoopedExperts if first[0].is_cpu else GroupedExperts
+    kind = LoopedExperts if isinstance(first[0], Int8Matrix) or first[0].is_cpu else GroupedExperts
     return kind(chain([first], remaining))

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix
+
 _PACKED_FLOAT32_NUMEL = 1 << 20
 """Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
 
@@ -60,8 +62,10 @@ class PackedLinear:
         return y
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
     """The fastest layer for this weight; a packed one keeps no reference to it."""
+    if isinstance(weight, Int8Matrix):
+        return Int8Linear(weight, bias)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"weight {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}")
     if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

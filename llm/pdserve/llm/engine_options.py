@@ -19,6 +19,7 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "dummy"]
+    quantization: Literal["int8"] | None
     block_size: int
     """Tokens in a KV block."""
     num_blocks: int | None
@@ -67,7 +68,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "tokenizer_mode": ("auto",),
         "skip_tokenizer_init": (False,),
         "trust_remote_code": (False, True),
-        "quantization": (None,),
         "revision": (None,),
         "tokenizer_revision": (None,),
         "enable_chunked_prefill": (None, True),

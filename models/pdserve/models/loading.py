@@ -16,7 +16,7 @@ from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
-from pdserve.models.weights.weight_loader import LoadProgress, WeightLoader, few
+from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
 
 __all__ = ["LoadProgress", "load_decoder"]
 
@@ -29,12 +29,14 @@ def load_decoder(
     dtype: str = "auto",
     device: str = "cpu",
     load_format: str = "auto",
+    quantization: Quantization = None,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
     """Read a Hugging Face model folder.
 
     dtype: of weights and KV blocks; `auto` is the folder's. load_format: `dummy` reads config.json alone and draws the weights;
-    `auto` reads them. progress: called after each weight.
+    `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the embedding, the output head and routers of
+    experts stay in the dtype. progress: called after each weight.
     Raises: ConfigError, UnsupportedModel.
     """
     config = read_config(folder, dtype)
@@ -45,20 +47,32 @@ def load_decoder(
     with torch.inference_mode():
         if load_format == "dummy":
             shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")
-            _decoder(config, shapes, "meta", None)  # learns the names, by which progress is measured
-            return _decoder(config, shapes.on_device(device), device, progress)
+            # learns the names, by which progress is measured
+            _decoder(config, shapes, "meta", quantization, None)
+            return _decoder(config, shapes.on_device(device), device, quantization, progress)
         with open_checkpoint(folder) as checkpoint:
-            return _decoder(config, checkpoint, device, progress)
+            return _decoder(config, checkpoint, device, quantization, progress)
 
 
 def _decoder(
-    config: ModelConfig, checkpoint: WeightSource, device: str, progress: Callable[[LoadProgress], None] | None
+    config: ModelConfig,
+    checkpoint: WeightSource,
+    device: str,
+    quantization: Quantization,
+    progress: Callable[[LoadProgress], None] | None,
 ) -> Decoder:
     family, hidden = config.family, config.hidden_size
     embedding_name, head_name = _ends(config, checkpoint, device)
     is_tied = head_name == embedding_name
     ignored = {family.head_name} - {embedding_name} if is_tied else ()
-    weights = WeightLoader(checkpoint, TORCH_DTYPES[config.dtype], device, ignored=ignored, progress=progress)
+    weights = WeightLoader(
+        checkpoint,
+        TORCH_DTYPES[config.dtype],
+        device,
+        ignored=ignored,
+        quantization=quantization,
+        progress=progress,
+    )
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden)
     layers = [family.load_layer(weights, config, index) for index in range(config.num_layers)]
     final_norm = weights.norm(family.final_norm_name, hidden, config.rms_norm_eps)

@@ -60,7 +60,7 @@ def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None
 
     try:
         config = read_config(folder, settings.dtype)
-        num_bytes = weight_bytes(folder, settings.dtype, settings.load_format)
+        num_bytes = weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization)
     except PdServeError as error:
         yield failed(error.message, _DOWNLOAD)
         return

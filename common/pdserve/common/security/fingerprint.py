@@ -18,8 +18,9 @@ _CHUNK_BYTES = 16 << 20
 def model_fingerprint(folder: Path, dtype: str, drawn: str = "none") -> str:
     """32 hex digits over config (RoPE included), tokenizer, every weight file's bytes, dtype and block format.
 
-    Reads all weights once, at memory speed (xxh3). drawn: what decides the weights of the load format `dummy`, which reads no
-    weight file. Raises: ConfigError when a file cannot be read.
+    Reads all weights once, at memory speed (xxh3). dtype: of weights and blocks, with the weights' quantization after a slash.
+    drawn: what decides the weights of the load format `dummy`, which reads no weight file. Raises: ConfigError when a file cannot
+    be read.
     """
     files = sorted(path.name for path in folder.glob("*.safetensors")) if drawn == "none" else []
     names = [*_CONFIG_FILES, *_TOKENIZER_FILES, *files]

@@ -33,6 +33,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws weights instead of reading them, for measurements with a config.json alone."""
+    quantization: Literal["int8"] | None = None
+    """`int8`: matrices of attention and MLP have int8 weights, rounded at loading, and their inputs are rounded per row; on a
+    processor only."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     block_size: int = 16
@@ -154,6 +157,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(1, "num_threads", "grammar_memory_mib")
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
+        if self.quantization is not None and self.device != "cpu":
+            raise ConfigError(
+                f"quantization is {self.quantization!r}, which runs on a processor only, and device is {self.device!r}"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")
         for name in self.logits_processors:

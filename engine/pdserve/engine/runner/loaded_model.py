@@ -90,8 +90,9 @@ def load_model(
     """Read weights and make the pool. progress: called after each weight. Raises: ConfigError, UnsupportedModel."""
     _check_device(settings.device)
     decoder = load_decoder(
-        folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format, progress=progress
-    )
+        folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
+        quantization=settings.quantization, progress=progress,
+    )  # fmt: skip
     config = decoder.config
     groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config))
     block_bytes = sum(group.layout.block_bytes for group in groups)
@@ -102,10 +103,11 @@ def load_model(
 
 
 def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> str:
+    kept = model.dtype if settings.quantization is None else f"{model.dtype}/{settings.quantization}"
     if settings.load_format == "auto":
-        return model_fingerprint(folder, model.dtype)
+        return model_fingerprint(folder, kept)
     drawn = f"drawn by torch {torch.__version__} on {torch.device(settings.device).type}"
-    return model_fingerprint(folder, model.dtype, drawn)
+    return model_fingerprint(folder, kept, drawn)
 
 
 def pool_size(settings: WorkerSettings, block_bytes: int, model: ModelConfig) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.loaded_model import pool_size
@@ -44,8 +45,10 @@ class MemoryNeeds:
         return self.weights + self.pool + self.step + self.transfers if self.on_gpu else 0
 
 
-def weight_bytes(folder: Path, dtype: str, load_format: str = "auto") -> int:
-    """Bytes of all weights in the served dtype.
+def weight_bytes(
+    folder: Path, dtype: str, load_format: str = "auto", quantization: Literal["int8"] | None = None
+) -> int:
+    """Bytes of all weights as they are served.
 
     Checks every weight's name, shape and dtype against config.json as at loading, without reading weights.
     Raises: ConfigError, UnsupportedModel.
@@ -54,9 +57,9 @@ def weight_bytes(folder: Path, dtype: str, load_format: str = "auto") -> int:
 
     def count(progress: LoadProgress) -> None:
         nonlocal total
-        total = progress.total_bytes
+        total = progress.kept_bytes
 
-    load_decoder(folder, dtype=dtype, device="meta", load_format=load_format, progress=count)
+    load_decoder(folder, dtype=dtype, device="meta", load_format=load_format, quantization=quantization, progress=count)
     return total
 
 
@@ -68,7 +71,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     on_gpu = settings.device != "cpu"
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
-        weights=weight_bytes(folder, settings.dtype, settings.load_format),
+        weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,

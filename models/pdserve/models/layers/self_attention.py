@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
@@ -76,11 +77,15 @@ def _load_qkv(weights: WeightLoader, prefix: str, spec: AttentionSpec, hidden_si
     matrices, biases = [], []
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         rows = heads * spec.head_dim
-        parts = [weights.tensor(f"{prefix}.{name}_proj.weight", rows, hidden_size)]
+        matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size)
+        matrices.append(matrix if name == "v" else _paired(matrix, spec.head_dim))
         if bias:
-            parts.append(weights.tensor(f"{prefix}.{name}_proj.bias", rows))
-        if name != "v":
-            parts = [pair_neighbours(part, spec.head_dim) for part in parts]
-        matrices.append(parts[0])
-        biases.extend(parts[1:])
-    return make_linear(torch.cat(matrices), torch.cat(biases) if biases else None)
+            part = weights.tensor(f"{prefix}.{name}_proj.bias", rows)
+            biases.append(part if name == "v" else pair_neighbours(part, spec.head_dim))
+    return make_linear(stack_rows(matrices), torch.cat(biases) if biases else None)
+
+
+def _paired(matrix: Matrix, head_dim: int) -> Matrix:
+    if isinstance(matrix, Tensor):
+        return pair_neighbours(matrix, head_dim)
+    return Int8Matrix(pair_neighbours(matrix.values, head_dim), pair_neighbours(matrix.scales, head_dim))

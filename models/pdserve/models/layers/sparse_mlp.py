@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pdserve.kernels.experts import Experts, ExpertWeights, make_experts, route_top_k
+from pdserve.kernels.int8_linear import stack_rows
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -41,14 +41,13 @@ class SparseMlp:
 
         inner_size: size I of an expert. Raises: ConfigError.
         """
-        router = weights.linear([f"{prefix}.gate"], num_experts, hidden_size, bias=False)
+        # which experts a token has is not left to rounding
+        router = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
 
         def expert(index: int) -> ExpertWeights:
             name = f"{prefix}.experts.{index}"
-            gate, up = (
-                weights.tensor(f"{name}.{half}_proj.weight", inner_size, hidden_size) for half in ("gate", "up")
-            )
-            return torch.cat((gate, up)), weights.tensor(f"{name}.down_proj.weight", hidden_size, inner_size)
+            gate, up = (weights.matrix(f"{name}.{half}_proj", inner_size, hidden_size) for half in ("gate", "up"))
+            return stack_rows([gate, up]), weights.matrix(f"{name}.down_proj", hidden_size, inner_size)
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         return cls(router, make_experts(expert(index) for index in range(num_experts)), top_k, normalise)

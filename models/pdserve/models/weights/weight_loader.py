@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
+from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.checkpoint import WeightSource
 
+Quantization = Literal["int8"] | None
 _NUM_NAMED = 8
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Bytes of loaded weights in the served dtype, and the name of the last one."""
+    """Bytes of loaded weights in the served dtype, unless said otherwise, and the name of the last one."""
 
     loaded_bytes: int
     total_bytes: int
     name: str
+    kept_bytes: int
+    """Bytes of the loaded weights in memory, which are fewer where weights are quantized."""
 
 
 class WeightLoader:
@@ -35,14 +40,16 @@ class WeightLoader:
         device: str,
         *,
         ignored: Collection[str] = (),
+        quantization: Quantization = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> None:
-        """ignored: names that may remain unread. progress: called after each weight."""
+        """ignored: names that may remain unread. quantization: of `matrix`. progress: called after each weight."""
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._quantization = quantization
         self._progress = progress
-        self._loaded_bytes = 0
+        self._loaded_bytes = self._kept_bytes = 0
         self._unread = {
             name for name in checkpoint.names if name not in ignored and not name.endswith("rotary_emb.inv_freq")
         }
@@ -53,20 +60,35 @@ class WeightLoader:
 
         Raises: ConfigError for a weight that is missing, has another shape or type, or has NaN or infinity.
         """
+        tensor = self._read(name, shape)
+        self._count(name, tensor.nbytes, tensor.nbytes)
+        return tensor
+
+    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+        """`{name}.weight`, quantized where the loader's quantization says so. Raises: ConfigError, as `tensor`."""
+        weight = f"{name}.weight"
+        tensor = self._read(weight, (rows, columns))
+        matrix = Int8Matrix.quantized(tensor) if self._quantization == "int8" else tensor
+        self._count(weight, tensor.nbytes, matrix.nbytes)
+        return matrix
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         source = self._checkpoint.read(name, shape)
         tensor = source.to(self._device, self._dtype, copy=True)
         verify_finite(tensor, source, self._checkpoint.where(name))
-        self._unread.discard(name)
-        self._loaded_bytes += tensor.nbytes
-        if self._progress is not None:
-            self._progress(LoadProgress(self._loaded_bytes, self._total_bytes, name))
         return tensor
+
+    def _count(self, name: str, loaded: int, kept: int) -> None:
+        self._unread.discard(name)
+        self._loaded_bytes += loaded
+        self._kept_bytes += kept
+        if self._progress is not None:
+            self._progress(LoadProgress(self._loaded_bytes, self._total_bytes, name, self._kept_bytes))
 
     def linear(self, names: Sequence[str], rows: int, columns: int, *, bias: bool) -> Linear:
         """One layer whose output is the concatenated outputs of `names`, each `rows` wide."""
-        weights = [self.tensor(f"{name}.weight", rows, columns) for name in names]
+        weight = stack_rows([self.matrix(name, rows, columns) for name in names])
         biases = [self.tensor(f"{name}.bias", rows) for name in names] if bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return make_linear(weight, torch.cat(biases) if biases else None)
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:

@@ -1,0 +1,116 @@
+"""Linear layers with int8 weights, on a processor: one scale per output channel, and one per row of the input.
+
+    q_x = round(x / s_x),  s_x = max |x| / 127 of the row;   y = (q_x q_w^T) * s_w * s_x + bias
+
+Products and sums of int8 numbers are exact in int32, and a row's scale depends on that row alone: a row of y has the same bits
+whatever the other rows are, in any number of them. Dynamic quantization of activations per row is that of compressed-tensors
+(`input_activations` with strategy `token`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = 127
+"""-128 is not used, so that ranges are symmetric."""
+_ZERO = 128
+"""The number for 0 in a row of the input: oneDNN's fast kernels take its first operand unsigned."""
+_SMALLEST_RANGE = 1e-30
+"""A row of zeros has this range, so that nothing is divided by 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """A weight `[out, in]`, `values * scales[:, None]`."""
+
+    values: Tensor
+    """int8 `[out, in]`."""
+    scales: Tensor
+    """float32 `[out]`, positive."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    @classmethod
+    def quantized(cls, weight: Tensor) -> Int8Matrix:
+        """Round a weight `[out, in]` to the nearest multiples of each row's `max |w| / 127`."""
+        wide = weight.float()
+        scales = wide.abs().amax(1).clamp_min_(_SMALLEST_RANGE).div_(LARGEST)
+        return cls((wide / scales[:, None]).round_().to(torch.int8), scales)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return (self.values.float() * self.scales[:, None]).to(dtype)
+
+
+Matrix = Tensor | Int8Matrix
+"""A weight `[out, in]` of a linear layer."""
+
+
+def tensors(matrices: Sequence[Matrix]) -> list[Tensor]:
+    """The matrices, none of which is quantized. Raises: TypeError."""
+    found = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
+    if len(found) < len(matrices):
+        raise TypeError(f"{len(matrices) - len(found)} of {len(matrices)} matrices are quantized")
+    return found
+
+
+def stack_rows(matrices: Sequence[Matrix]) -> Matrix:
+    """The weight whose output is the concatenated outputs of these; all are quantized, or none is. Raises: TypeError."""
+    if len(matrices) == 1:
+        return matrices[0]
+    eights = [matrix for matrix in matrices if isinstance(matrix, Int8Matrix)]
+    if len(eights) < len(matrices):
+        return torch.cat(tensors(matrices))
+    values, scales = zip(*((matrix.values, matrix.scales) for matrix in eights), strict=True)
+    return Int8Matrix(torch.cat(values), torch.cat(scales))
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x `[T, in]` -> uint8 `[T, in]`, 128 for 0, and float32 scales `[T, 1]`, not finite if a number of the row is not."""
+    ranges = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32).clamp_min_(_SMALLEST_RANGE)
+    # cut, not rounded: half is added to numbers that are positive then
+    values = x.mul(LARGEST / ranges).add_(_ZERO + 0.5).to(torch.uint8)
+    return values, ranges.div_(LARGEST)
+
+
+class Int8Linear:
+    """A `Linear` over an `Int8Matrix`, in the layout of oneDNN where its kernels are exact and fast."""
+
+    def __init__(self, matrix: Int8Matrix, bias: Tensor | None) -> None:
+        self._scales = matrix.scales
+        self._bias = bias
+        self._values: Tensor | None = matrix.values
+        if has_fast_int8() and matrix.values.is_cpu:
+            self._packed: Tensor = torch.ops.onednn.qlinear_prepack(matrix.values, None)
+            self._zeros = torch.zeros(len(matrix.scales), dtype=torch.int64)
+            self._values = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        values, scales = quantize_rows(x)
+        y = self._product(values).mul_(scales)
+        if self._bias is not None:
+            y += self._bias
+        return y.to(x.dtype)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(self(x))
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """rows: uint8 `[T, in]` -> float32 `[T, out]`, scaled per channel."""
+        if self._values is None:
+            y: Tensor = torch.ops.onednn.qlinear_pointwise(
+                rows, 1.0, _ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], "",
+            )  # fmt: skip
+            return y
+        signed = rows.view(torch.int8).bitwise_xor(-_ZERO)
+        return torch._int_mm(signed, self._values.t()).float().mul_(self._scales)
+
+
+def has_fast_int8() -> bool:
+    """Say if this processor multiplies int8 numbers into int32 without saturation on the way, as VNNI does."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]

@@ -1,0 +1,140 @@
+"""Linear layers with int8 weights, against the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import int8_linear
+from pdserve.kernels.experts import GroupedExperts, make_experts
+from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
+from pdserve.kernels.linear import make_linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["fast", "plain"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both products, on processors that have the instructions of the fast one."""
+    if request.param == "plain":
+        monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: False)
+    elif not int8_linear.has_fast_int8():
+        pytest.skip("this processor has no VNNI")
+    return str(request.param)
+
+
+def _case(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Int8Matrix, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + inputs + outputs)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    x = (torch.randn(rows, inputs, generator=generator) * torch.rand(rows, 1, generator=generator) * 9).to(dtype)
+    return Int8Matrix.quantized(weight), bias, x
+
+
+def _reference(matrix: Int8Matrix, bias: Tensor | None, x: Tensor) -> Tensor:
+    ranges = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    # numbers between two steps are rounded as float32 sees them
+    rounded = torch.floor((x.float() * (127 / ranges.float()) + 128.5).double()) - 128
+    assert ((rounded - x.double() * 127 / ranges).abs() <= 0.5 + 1e-4).all()
+    y = (rounded @ matrix.values.double().t()) * matrix.scales.double() * (ranges / 127)
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 64, 96), (3, 33, 17), (1, 1, 1), (37, 256, 130), (0, 16, 8)]
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_layer_computes_the_formula(
+    kernel: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool
+) -> None:
+    matrix, bias, x = _case(rows, inputs, outputs, dtype)
+    given = bias if has_bias else None
+    layer = make_linear(matrix, given)
+    y = layer(x)
+    assert (y.dtype, y.shape) == (dtype, (rows, outputs))
+    expected = _reference(matrix, given, x)
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    # y is rounded before it is added, and the sum may be smaller than both
+    eps = torch.finfo(dtype).eps
+    added = layer.add_to(torch.ones(rows, outputs, dtype=dtype), x)
+    torch.testing.assert_close(added.double(), expected + 1, rtol=4 * eps, atol=1e-4 + 2 * eps)
+
+
+def test_a_row_has_the_same_bits_in_any_batch(kernel: str) -> None:
+    matrix, bias, x = _case(65, 512, 192, torch.bfloat16)
+    layer = Int8Linear(matrix, bias)
+    whole = layer(x)
+    for start, count in ((0, 1), (64, 1), (3, 7), (16, 32)):
+        assert torch.equal(layer(x[start : start + count]), whole[start : start + count])
+
+
+def test_both_products_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not int8_linear.has_fast_int8():
+        pytest.skip("this processor has no VNNI")
+    # the largest sums: 2816 products of 127 * 127 are beyond float32's integers
+    matrix = Int8Matrix(torch.full((48, 2816), 127, dtype=torch.int8), torch.linspace(0.1, 3, 48))
+    x = torch.cat([torch.ones(1, 2816), -torch.ones(1, 2816), torch.randn(6, 2816)])
+    fast = Int8Linear(matrix, None)(x)
+    monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: False)
+    assert torch.equal(Int8Linear(matrix, None)(x), fast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_is_rounded_by_half_a_step_at_most(dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 70).to(dtype)
+    weight[3] = 0
+    matrix = Int8Matrix.quantized(weight)
+    assert matrix.values.abs().amax() == 127
+    error = (matrix.dequantized(torch.float32) - weight.float()).abs()
+    assert (error <= matrix.scales[:, None] * 0.501).all()
+    assert (matrix.dequantized(dtype)[3] == 0).all()
+    assert matrix.nbytes == 40 * 70 + 40 * 4
+
+
+def test_rows_of_zeros_and_of_no_number(kernel: str) -> None:
+    matrix, _, x = _case(4, 32, 8, torch.float32)
+    x[0] = 0
+    x[1, 5] = torch.nan
+    x[2, 7] = torch.inf
+    y = Int8Linear(matrix, None)(x)
+    assert (y[0] == 0).all()
+    # the engine ends a sequence by these, and its batch mates continue
+    assert not y[1].isfinite().any()
+    assert not y[2].isfinite().any()
+    assert torch.equal(y[3:], Int8Linear(matrix, None)(x[3:]))
+
+
+def test_values_of_rows_use_the_whole_range() -> None:
+    values, scales = quantize_rows(torch.tensor([[1.0, -1.0, 0.0, 0.25], [0.0, 0.0, 0.0, 0.0]]))
+    assert values.tolist() == [[255, 1, 128, 160], [128, 128, 128, 128]]
+    assert scales[0].item() == pytest.approx(1 / 127)
+
+
+def test_matrices_are_stacked_by_kind() -> None:
+    one, two = (Int8Matrix.quantized(torch.randn(rows, 8)) for rows in (3, 5))
+    both = stack_rows([one, two])
+    assert isinstance(both, Int8Matrix)
+    assert torch.equal(both.values, torch.cat([one.values, two.values]))
+    assert torch.equal(both.scales, torch.cat([one.scales, two.scales]))
+    with pytest.raises(TypeError, match="1 of 2 matrices are quantized"):
+        stack_rows([one, torch.randn(3, 8)])
+    with pytest.raises(TypeError, match="2 of 2"):
+        tensors([one, two])
+
+
+def test_experts_are_quantized_one_by_one() -> None:
+    weights = [(torch.randn(24, 16), torch.randn(16, 12)) for _ in range(3)]
+    experts = make_experts((Int8Matrix.quantized(gate_up), Int8Matrix.quantized(down)) for gate_up, down in weights)
+    assert not isinstance(experts, GroupedExperts)
+    x = torch.randn(5, 16)
+    routing, chosen = torch.rand(5, 2), torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, 2]])
+
+    def swiglu(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    exact = make_experts(weights)(x, routing, chosen, swiglu)
+    error = (experts(x, routing, chosen, swiglu) - exact).norm() / exact.norm()
+    assert 0 < error < 0.03

@@ -1,0 +1,95 @@
+"""int8 weights, rounded at loading: against `transformers` with the same rounding, and against the model without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.runner.memory_needs import weight_bytes
+from pdserve.llm import LLM, SamplingParams
+from pdserve.models.loading import load_decoder
+from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+
+TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
+
+
+@contextmanager
+def rounded_products(exempt: set[int]) -> Iterator[None]:
+    """Linear layers round weights per row, and inputs per row, to 255 steps; not those whose weights begin at these addresses."""
+    exact = F.linear
+
+    def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.data_ptr() in exempt:
+            return exact(x, weight, bias)
+        steps_w, steps_x = (each.double().abs().amax(-1, keepdim=True) / 127 for each in (weight, x))
+        y = exact((x / steps_x).round() * steps_x, (weight / steps_w).round() * steps_w).to(x.dtype)
+        return y if bias is None else y + bias
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", rounded)
+        yield
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_transformers_with_the_same_rounding(
+    architecture: str, tmp_path: Path, paged_run: Callable[..., Any]
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", architecture)
+    ours, exact = (
+        paged_run(load_decoder(folder, quantization=quantization)).step({}, {"a": TOKENS})["a"]
+        for quantization in ("int8", None)
+    )
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    exempt = {
+        weight.data_ptr()
+        for name, weight in oracle.named_parameters()
+        if name == "lm_head.weight" or name.endswith("mlp.gate.weight")
+    }
+    with torch.inference_mode(), rounded_products(exempt):
+        [expected] = oracle(torch.tensor([TOKENS])).logits
+    # a number between two steps may be rounded to either; that is far less than what rounding changes in all
+    assert (ours - expected).norm() < 0.1 * (exact - expected).norm()
+    assert (exact - expected).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_memory_is_counted_as_it_is_kept(architecture: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", architecture)
+    plain, int8 = (weight_bytes(folder, "float32", quantization=each) for each in (None, "int8"))
+    matrices = [each for name, each in load_file(folder / "model.safetensors").items() if name.endswith("_proj.weight")]
+    assert plain - int8 == sum(3 * each.numel() - 4 * len(each) for each in matrices)
+
+
+def test_workers_with_other_roundings_share_no_blocks(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    plain, *rounded = (
+        load_model(
+            folder, WorkerSettings(model=str(folder), num_blocks=4, quantization=quantization)
+        ).layout.model_fingerprint
+        for quantization in (None, "int8", "int8")
+    )
+    assert plain != rounded[0] == rounded[1]
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quantization is 'int8', .* device is 'cuda:0'"):
+        WorkerSettings(model="demo", quantization="int8", device="cuda:0").verify()
+
+
+def test_the_bundled_model_answers() -> None:
+    with LLM("demo", quantization="int8", num_blocks=64) as llm:
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        [output] = llm.chat(messages, SamplingParams(max_tokens=20, temperature=0))
+    assert output.outputs[0].text == "The capital of France is Paris."
