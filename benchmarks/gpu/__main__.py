@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO
 
 from gpu.carried import ROOT, describe_project, environment, install_wheels
-from gpu.plan import BY_NAME, STAGES, TOTAL_S, Stage
+from gpu.plan import BY_NAME, DRY_LIMIT_S, DRY_TOTAL_S, STAGES, TOTAL_S, Stage
 from gpu.report import is_in_order, line, table
 from gpu.rows import Rows, read_rows
 
@@ -71,7 +71,8 @@ class Run:
     def stages(self) -> None:
         with self._log_path.open("ab") as log:
             for stage in self._stages:
-                seconds = min(stage.limit_s, self._ends_at - time.monotonic())
+                limit_s = DRY_LIMIT_S if self._dry else stage.limit_s
+                seconds = min(limit_s, self._ends_at - time.monotonic())
                 if seconds < 1:
                     self._rows(stage).fail("limit", "not begun: the time for all stages is over")
                     continue
@@ -148,7 +149,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(BY_NAME), default=[])
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     parser.add_argument("--carry", type=Path)
-    parser.add_argument("--seconds", type=float, default=TOTAL_S)
+    parser.add_argument("--seconds", type=float)
     options = parser.parse_args()
     # an environment for tests has what a dry run needs
     options.carry = options.carry or (Path(os.devnull) if options.dry else ROOT / "gpu-carry")
@@ -165,7 +166,8 @@ def main() -> int:
         if any(options.carry.glob("*.whl")):
             install_wheels(options.carry, site)
         stages = [stage for stage in STAGES if not options.only or stage.name in options.only]
-        seconds = options.seconds - (time.monotonic() - began)
+        seconds = options.seconds or (DRY_TOTAL_S if options.dry else TOTAL_S)
+        seconds -= time.monotonic() - began
         run = Run(stages, options.out.resolve(), environment(site), dry=options.dry, seconds=seconds)
         status = 0
         try:
