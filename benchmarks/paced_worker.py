@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pdserve.cli.main import main
-from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner, PendingOutput
+from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.model_inputs import ModelInputs

@@ -48,6 +48,9 @@ class WatchedExecutor:
         self._sampled += 1
         return _WatchedResult(self, self._sampled - 1, self._executor.sample_tokens(grammar))
 
+    def warm_up(self) -> None:
+        self._executor.warm_up()
+
     def close(self) -> None:
         self._executor.close()
 

@@ -99,6 +99,8 @@ def make_hash_cache(num_blocks: int, block_size: int) -> Tensor:
 class HashAttention:
     """An `AttentionBackend` over such a pool: a query sees the hash of its whole sequence."""
 
+    is_capturable = False
+
     def __init__(self, kv_cache: Tensor) -> None:
         self.kv_cache = kv_cache
         self._cache = kv_cache.numpy()

@@ -54,5 +54,8 @@ class LateExecutor:
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
         return self._executor.sample_tokens(grammar)
 
+    def warm_up(self) -> None:
+        self._executor.warm_up()
+
     def close(self) -> None:
         self._executor.close()

@@ -32,6 +32,8 @@ class EngineConfig:
     """Name of the attention back end, see `pdserve.kernels.make_attention`."""
     kernels: str = "auto"
     """Implementation of `LayerOps`, see `pdserve.kernels.make_layer_ops`."""
+    enforce_eager: bool = False
+    """Capture no graphs of decode steps."""
     async_scheduling: bool = False
     """Launch the next step of decoding sequences before the tokens of the last one are read."""
     grammar_timeout_s: float = 10.0

@@ -279,5 +279,6 @@ class EngineCore:
             )
         while self.has_work:
             self.step()
+        self.executor.warm_up()
         self.scheduler.forget_history()
         self.scheduler.pool.take_changes()

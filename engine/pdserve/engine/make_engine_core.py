@@ -11,8 +11,9 @@ from pdserve.common.errors import ConfigError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.executor import SingleDeviceExecutor
-from pdserve.engine.runner.model_runner import DecoderModel, ModelRunner
+from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler

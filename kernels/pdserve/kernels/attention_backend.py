@@ -46,6 +46,12 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Attention over one KV cache. One thread calls it."""
 
+    @property
+    def is_capturable(self) -> bool:
+        """True if steps of decode rows alone can be captured in a graph: the calls of two plans with as many rows launch the same
+        kernels over the same memory, where `plan` has written what differs, and a row with slot -1 and length 0 writes nothing.
+        Plans of the largest steps come first, so that no memory moves later."""
+
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> AttentionPlan:
         """Prepare a step. Called once per step and spec, before the first `store` of the step.
 

@@ -15,6 +15,8 @@ from pdserve.kernels.prefill_attention import PrefillChunk, attend_prefill, plan
 class TorchAttentionBackend:
     """Implements `AttentionBackend`. Gathers decode rows in groups of similar length, and cuts prefill chunks into tiles."""
 
+    is_capturable = False
+
     def __init__(self, kv_cache: Tensor) -> None:
         """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous. Raises: ValueError for another shape."""
         self._pages = KvPages(kv_cache)

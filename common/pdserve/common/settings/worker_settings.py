@@ -72,6 +72,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
     `triton` on a GPU where it is installed."""
+    enforce_eager: bool = False
+    """On a GPU: launch each kernel of a decode step by itself, instead of replaying captured graphs."""
+    async_scheduling: bool | None = None
+    """Launch the next step of decoding sequences before the tokens of the last one are read; default: on a GPU alone."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -111,6 +115,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     def step_tokens(self) -> int:
         """Tokens computed in one step, at most."""
         return self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """`async_scheduling`, or its default."""
+        return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
 
     @property
     def waiting_limit(self) -> int:

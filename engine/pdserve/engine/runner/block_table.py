@@ -8,6 +8,9 @@ import numpy as np
 
 from pdserve.engine.arrays import IntArray
 
+NO_SLOT = -1
+"""Slot of a padded row: its keys and values are written nowhere."""
+
 
 class BlockTable:
     """One row per sequence, as in `InputBatch`."""

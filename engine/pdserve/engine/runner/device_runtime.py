@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,16 @@ class DeviceRuntime(Protocol):
     @property
     def is_synchronous(self) -> bool:
         """True if every operation has ended when its call returns, as on a processor."""
+
+    @property
+    def has_graphs(self) -> bool:
+        """True if `capture` is possible."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record the launches of `work`, without running them; the result launches them again, over the same memory.
+
+        `work` has run before. What captures allocate is theirs for good, and shared: replays overwrite each other's.
+        """
 
     def event(self) -> StepEvent:
         """An event after all work queued so far."""
@@ -51,6 +62,10 @@ class ProcessorRuntime:
     """Implements `DeviceRuntime` for main memory, and for devices that are simulated in it."""
 
     is_synchronous = True
+    has_graphs = False
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("a processor has no graphs")
 
     def event(self) -> ClockEvent:
         return ClockEvent()
@@ -79,9 +94,19 @@ class CudaRuntime:
     """Implements `DeviceRuntime` for a GPU."""
 
     is_synchronous = False
+    has_graphs = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._graph_memory: Any = None
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # other threads, which copy blocks of transfers, may go on
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            work()
+        self._graph_memory = graph.pool()
+        return graph.replay
 
     def event(self) -> CudaEvent:
         return CudaEvent(self._device)

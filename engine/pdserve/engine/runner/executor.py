@@ -42,6 +42,9 @@ class Executor(Protocol):
         `sample_tokens`.
         """
 
+    def warm_up(self) -> None:
+        """Prepare what later steps replay. Called once, before the first request and after steps of every kind."""
+
     def close(self) -> None:
         """Free resources. No step may be running. May be called again."""
 
@@ -65,6 +68,9 @@ class SingleDeviceExecutor:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
         return self.runner.sample_tokens(grammar)
+
+    def warm_up(self) -> None:
+        self.runner.capture_graphs()
 
     def close(self) -> None:
         """No effect."""

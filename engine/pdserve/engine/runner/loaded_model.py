@@ -81,6 +81,8 @@ class LoadedModel:
             attention_backend=settings.attention_backend,
             kernels=settings.kernels,
             grammar_timeout_s=settings.grammar_timeout_s,
+            enforce_eager=settings.enforce_eager,
+            async_scheduling=settings.runs_ahead,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,13 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent, make_runtime
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
+from pdserve.engine.runner.step_graphs import StepGraphs, can_capture
 from pdserve.engine.runner.step_inputs import StepInputBuilder, StepInputs
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
@@ -28,27 +30,8 @@ from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.models.model_inputs import ModelInputs
-
-
-class DecoderModel(Protocol):
-    """The interface of a model for the runner."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size H."""
-
-    @property
-    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
-        """Different specs of the layers, per KV cache group; `ModelInputs.plans` has a plan for each."""
-
-    def forward(self, inputs: ModelInputs) -> Tensor:
-        """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[N, H]` -> `[N, V]` float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +96,7 @@ class ModelRunner:
         runtime: DeviceRuntime | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's."""
+        self._config = config
         self._model = model
         self._attention = attention
         self._ops = ops
@@ -123,6 +107,7 @@ class ModelRunner:
         self._runtime = runtime or make_runtime(self._device)
         self._sampler = Sampler(ops.sample)
         self._step: _Step | None = None
+        self._graphs: StepGraphs | None = None
         self.kv_written: DeviceEvent | None = None
         """On a GPU, reached after the last kernel that writes KV; None on a processor."""
         self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches))
@@ -141,6 +126,20 @@ class ModelRunner:
     @property
     def hidden_size(self) -> int:
         return self._model.hidden_size
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Capture decode steps of all sizes, where device and attention back ends can, unless `enforce_eager` forbids it.
+
+        Afterwards steps of decode rows alone replay them. No step may be under way.
+        """
+        if self._config.enforce_eager or not can_capture(self._attention, self._runtime):
+            return
+        graphs = StepGraphs(
+            self._config, self._model, self._attention, self._ops, self._device, self._dtype, self._runtime
+        )
+        graphs.capture(self._before_layer)
+        self._graphs = graphs
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> None:
@@ -164,8 +163,15 @@ class ModelRunner:
         if len(batch.pooler):
             is_pooled = batch.pooler.is_pooled(rows[complete])
             pooled, complete = complete[is_pooled], complete[~is_pooled]
-        inputs = self._inputs.build(rows, counts, complete)
-        hidden = self._model.forward(self._model_inputs(inputs))
+        has_graph = self._graphs is not None and counts[-1] == 1
+        size = self._graphs.size_for(len(rows)) if self._graphs is not None and has_graph else len(rows)
+        inputs = self._inputs.build(rows, counts, complete, size)
+        if self._graphs is not None and has_graph:
+            if self._before_layer is not None:
+                self._before_layer()
+            hidden = self._graphs.run(inputs)
+        else:
+            hidden = self._model.forward(self._model_inputs(inputs))
         batch.num_computed[rows] += counts
         self.kv_written = None if self._runtime.is_synchronous else self._runtime.event()
         self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, started)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.block_table import NO_SLOT, BlockTable
 from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
@@ -51,8 +52,12 @@ class _StepArrays:
     new_tails: IntArray
     """See `AttentionBatch.new_tails`."""
 
+    num_rows: int
+    """Rows at the beginning that are the batch's; the others are padding of one token."""
+
     @classmethod
-    def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray) -> _StepArrays:
+    def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray, size: int) -> _StepArrays:
+        """size: number of rows with padding, which only decode rows may have."""
         computed = batch.num_computed[rows]
         row_of_token = np.repeat(rows, counts)
         starts = np.cumsum(counts) - counts
@@ -63,7 +68,30 @@ class _StepArrays:
         if is_pending:
             token_ids[positions >= batch.num_tokens[row_of_token]] = _FROM_DEVICE
         new_tails = batch.take_new_tails(rows, counts, seq_lens)
-        return cls(rows, counts, seq_lens, row_of_token, positions, token_ids, is_pending, new_tails)
+        padding = size - len(rows)
+
+        def padded(array: IntArray, fill: int) -> IntArray:
+            return np.append(array, np.full(padding, fill)) if padding else array
+
+        # a padded row is one token at position 0 of a sequence of length 0, in row 0 of the batch
+        return cls(
+            rows=padded(rows, 0),
+            counts=padded(counts, 1),
+            seq_lens=padded(seq_lens, 0),
+            row_of_token=padded(row_of_token, 0),
+            positions=padded(positions, 0),
+            token_ids=padded(token_ids, 0),
+            is_pending=is_pending,
+            new_tails=new_tails,
+            num_rows=len(rows),
+        )
+
+    def slots(self, table: BlockTable) -> IntArray:
+        """See `AttentionBatch.slot_mapping`."""
+        slots = table.slot_mapping(self.row_of_token, self.positions)
+        if self.num_rows < len(self.rows):
+            slots[self.num_rows :] = NO_SLOT
+        return slots
 
 
 class StepInputBuilder:
@@ -99,9 +127,12 @@ class StepInputBuilder:
         """Keep the tokens that these rows sampled, for a step that begins before the host has read them; both `[N]`."""
         self._newest.put(rows, token_ids)
 
-    def build(self, rows: IntArray, counts: IntArray, complete: IntArray) -> StepInputs:
-        """rows and counts `[S]`: tokens of each row, single ones first; complete `[C]`: places of the rows to sample."""
-        step = _StepArrays.of(self._batch, rows, counts)
+    def build(self, rows: IntArray, counts: IntArray, complete: IntArray, size: int) -> StepInputs:
+        """rows and counts `[S]`: tokens of each row, single ones first; complete `[C]`: places of the rows to sample.
+
+        size: number of rows to pad to; S for none.
+        """
+        step = _StepArrays.of(self._batch, rows, counts, size)
         plan = SampledPlan.of(self._batch, rows, counts, complete) if len(complete) else None
         return self._staged(step, plan) if self._tables else self._shared(step, plan)
 
@@ -110,7 +141,7 @@ class StepInputBuilder:
         batches = [
             AttentionBatch.from_arrays(
                 positions=step.positions,
-                slot_mapping=table.slot_mapping(step.row_of_token, step.positions),
+                slot_mapping=step.slots(table),
                 query_lens=step.counts,
                 seq_lens=step.seq_lens,
                 block_tables=table.of_step(step.rows, step.seq_lens),
@@ -133,7 +164,7 @@ class StepInputBuilder:
         step.counts.cumsum(out=starts[1:])
         parts: list[list[NDArray[Any]]] = [
             [step.token_ids, step.positions, starts, step.seq_lens, step.rows, step.new_tails],
-            [table.slot_mapping(step.row_of_token, step.positions) for table in self._batch.block_tables],
+            [step.slots(table) for table in self._batch.block_tables],
             [array for table in self._batch.block_tables for array in table.take_changes()],
             [step.row_of_token] if step.is_pending else [],
             [] if plan is None else SampledInputs.arrays(plan, is_packed=self._packs_parameters),

@@ -30,6 +30,8 @@ class TritonAttentionBackend:
     Lengths are in lists on the device, at addresses that stay. Bytes behind a sequence's end are not read, so none is overwritten.
     """
 
+    is_capturable = True
+
     def __init__(self, kv_cache: Tensor, prefill: Prefill | None = None) -> None:
         """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous; prefill: as in `AttentionConfigs`, None: what the architecture's
         table says. Raises: ValueError for another shape."""

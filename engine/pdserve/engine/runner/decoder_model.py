@@ -1,0 +1,29 @@
+"""`DecoderModel`: the interface of a model for the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.model_inputs import ModelInputs
+
+
+class DecoderModel(Protocol):
+    """The interface of a model for the runner."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size H."""
+
+    @property
+    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
+        """Different specs of the layers, per KV cache group; `ModelInputs.plans` has a plan for each."""
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[N, H]` -> `[N, V]` float32."""

@@ -1,0 +1,181 @@
+"""Decode steps of one size are the same operations over the same memory, so a captured one can be replayed for all of them.
+
+A processor has no graphs. Here a capture keeps the calls of one step, and a replay makes them again: with the tensors and the plan
+of the step that was captured, as a graph does. Each replay must be the same operations, shapes, numbers and addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from triton.runtime.jit import JITFunction
+
+from pdserve.engine.runner.device_runtime import ProcessorRuntime
+from pdserve.engine.runner.step_graphs import graph_sizes
+from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has graphs of its own")
+PROMPTS = [[(7 * i + n) % 300 for i in range(n)] for n in (3, 15, 18)]
+PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 5},
+    {"temperature": 0.8, "seed": 7, "max_tokens": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2, "max_tokens": 4},
+]
+
+
+class Trace(TorchDispatchMode):
+    """Operations and kernels of one thread, with everything that a graph keeps of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[object] = []
+        self.is_in_kernel = False
+        """What the interpreter does within a kernel is not traced."""
+        self._made: dict[int, Tensor] = {}
+        """Tensors that the traced work allocated, by address; they stay alive, so that no other gets their address."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_in_kernel:
+            return func(*args, **(kwargs or {}))
+        given = tree_flatten((args, kwargs or {}))[0]
+        known = {_memory(value) for value in given if isinstance(value, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for value in tree_flatten(result)[0]:
+            if isinstance(value, Tensor) and _memory(value) not in known:
+                self._made[_memory(value)] = value
+        self.note(func._schema.name, [*given, *tree_flatten(result)[0]])
+        return result
+
+    def note(self, name: str, values: list[Any]) -> None:
+        self.steps.append((name, [self._seen(value) for value in values]))
+
+    def _seen(self, value: Any) -> object:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        address = "made here" if _memory(value) in self._made else value.data_ptr()
+        return address, tuple(value.shape), value.stride(), value.dtype
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def traced() -> Iterator[list[object]]:
+    run = JITFunction.run
+
+    def noted(self: Any, *args: Any, grid: Any, **kwargs: Any) -> None:
+        trace.note(self.__name__, [*args, grid, *(value for _, value in sorted(kwargs.items()))])
+        trace.is_in_kernel = True
+        run(self, *args, grid=grid, **kwargs)
+        trace.is_in_kernel = False
+
+    with pytest.MonkeyPatch.context() as patch, Trace() as trace:
+        patch.setattr(JITFunction, "run", noted)
+        yield trace.steps
+
+
+class ReplayRuntime(ProcessorRuntime):
+    has_graphs = True
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+        self.num_steps: list[int] = []
+        """Operations and kernels of each capture."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        with traced() as captured:
+            work()
+        self.num_steps.append(len(captured))
+
+        def replay() -> None:
+            with traced() as again:
+                work()
+            assert again == captured
+            self.num_replays += 1
+
+        return replay
+
+
+def answers(engine: Harness) -> list[tuple[list[int], list[int] | None]]:
+    ids = []
+    for prompt, params in zip(PROMPTS, PARAMETERS, strict=True):
+        ids.append(engine.add(prompt, params=params))
+        engine.step()
+    found = engine.run()
+    ranks = [found[name].logprobs for name in ids]
+    return [
+        (found[name].token_ids, None if rank is None else rank.sampled_token_ranks)
+        for name, rank in zip(ids, ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3", {}), pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow)],
+)
+def test_replayed_steps_give_the_answers_of_launched_ones(
+    tiny_checkpoints: Callable[..., Path],
+    make_real_engine: Callable[..., Harness],  # noqa: F811
+    family: str,
+    options: dict[str, int],
+) -> None:
+    """Steps of one to three rows, of which some are padded, over lengths on both sides of a block's end."""
+    limits = {
+        "kernels": "triton", "attention_backend": "triton", "num_blocks": 16, "max_model_len": 64, "max_num_seqs": 4,
+        "max_num_batched_tokens": 48, "async_scheduling": True,
+    }  # fmt: skip
+    folder = tiny_checkpoints(family, **options)
+    expected = answers(make_real_engine(folder, **limits | {"kernels": "torch", "attention_backend": "torch"}))
+    engine, runtime = make_real_engine(folder, **limits), ReplayRuntime()
+    engine.runner._runtime = runtime
+    engine.core.executor.warm_up()
+    assert not engine.kv_cache.any()
+    assert len(set(runtime.num_steps)) == 1
+    assert runtime.num_steps[0] > 20
+    assert answers(engine) == expected
+    assert runtime.num_replays >= 4
+
+
+def test_a_step_over_other_memory_is_no_replay() -> None:
+    """What the test above relies on: other shapes, numbers and addresses are seen."""
+    held, other = torch.zeros(4), torch.zeros(4)
+
+    def steps(work: Callable[[], object]) -> list[object]:
+        with traced() as found:
+            work()
+        return found
+
+    first = steps(lambda: held + 1)
+    assert first == steps(lambda: held + 1)
+    for work in (lambda: other + 1, lambda: held + 2, lambda: held[:2] + 1, lambda: (held + 1) + 1):
+        assert steps(work) != first
+
+
+def test_eager_engines_and_back_ends_that_cannot_have_no_graphs(
+    tiny_checkpoints: Callable[..., Path],
+    make_real_engine: Callable[..., Harness],  # noqa: F811
+) -> None:
+    for options in ({"attention_backend": "triton", "enforce_eager": True}, {"attention_backend": "torch"}, {}):
+        engine = make_real_engine(tiny_checkpoints("qwen3"), **options)
+        runtime = engine.runner._runtime = ReplayRuntime()
+        engine.core.executor.warm_up()
+        assert not runtime.num_steps
+
+
+def test_sizes_of_graphs() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(3) == [1, 2, 3]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(64) == [1, 2, 4, *range(8, 65, 8)]
