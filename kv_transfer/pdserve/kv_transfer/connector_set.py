@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.connector import BlockConnector, Grant, SupportsPeerEviction, SupportsPeerWarmup
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
@@ -100,7 +100,10 @@ class ConnectorSet:
         return _Grants([connector.grant(token) for connector in self._connectors.values()])
 
     def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes) -> None:
-        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended."""
+        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended.
+
+        Raises: TransferFailed if it has named another endpoint of this connector before.
+        """
         with self._lock:
             ended = self._lives.reached(worker_id, epoch, name, metadata)
         self._forget(ended)
@@ -189,10 +192,14 @@ class PeerEndpoints:
         self._lives: OrderedDict[str, _Life] = OrderedDict()
 
     def reached(self, worker_id: str, epoch: int, connector: str, metadata: bytes) -> dict[str, bytes]:
-        """Record that an epoch is read at an endpoint. Returns connector -> endpoint of another epoch, which has ended."""
+        """Record that an epoch is read at an endpoint. Returns connector -> endpoint of another epoch, which has ended.
+
+        Raises: TransferFailed for a second endpoint: each costs threads, agents, and a share of a ring.
+        """
         ended = self.begun(worker_id, epoch)
         life = self._lives.setdefault(worker_id, _Life(epoch))
-        life.ways[connector] = metadata
+        if life.ways.setdefault(connector, metadata) != metadata:
+            raise TransferFailed(f"source {worker_id} has named another endpoint of its connector {connector} before")
         self._lives.move_to_end(worker_id)
         if len(self._lives) > MAX_WORKERS:
             self._lives.popitem(last=False)

@@ -35,7 +35,7 @@ from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.block_reader import verify_read
 
 PEER_SHARE = 4
-"""One peer's reads hold at most one part in 4 of the ring."""
+"""One peer's reads hold at most one part in 4 of the ring, and peers with more than one batch hold half of it in all."""
 BATCHES_PER_SHARE = 4
 """A batch is at most one part in 4 of a peer's share: while one is moved, the next ones travel."""
 
@@ -201,7 +201,11 @@ class RingConnector:
     def _room_for(self, read: _RingRead) -> int:
         """Blocks of the next batch: a whole one, or the rest of the read, so that no batch of single blocks begins; 0 to wait."""
         wanted = min(self._batch_blocks, len(read.blocks) - read.next)
-        room = min(len(self._free), self._share - self._held.get(read.metadata, 0))
+        held = self._held.get(read.metadata, 0)
+        room = min(len(self._free), self._share - held)
+        if held:
+            # half of the ring is for peers that hold nothing: a few slow peers must not stop all others
+            room = min(room, len(self._free) - self._landing.num_blocks // 2)
         return wanted if wanted <= room and not read.is_stopped else 0
 
     def _begin_batch(self, read: _RingRead, count: int) -> None:

@@ -140,8 +140,12 @@ def test_a_borrower_has_its_share_and_others_the_rest(content: torch.Tensor) -> 
         with pool.lend([5, 6, 7]) as [view]:
             assert bytes(view) == b"".join(_bytes(content[number]) for number in (5, 6, 7))
         assert pool.digests([8], [0], XXH3) == [xxhash.xxh3_64_intdigest(_bytes(content[8]))]
-    with pool.lend([1, 2, 3, 4], "one"):
-        assert pool.num_free_slots == 12
+    with pool.lend([1, 2, 3, 4], "one"), pool.lend([1, 2], "two"), pool.lend([1, 2], "two"), pool.lend([5], "three"):
+        assert pool.num_free_slots == 7
+        with pytest.raises(NoRoom, match="of which this peer holds 1"), pool.lend([6], "three"):
+            pass
+        with pool.lend([5], "four"):
+            pass
 
 
 def test_a_lent_view_of_the_host_is_the_pool_itself() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.connector_set import MAX_WORKERS, ConnectorSet, PeerEndpoints
@@ -193,6 +193,16 @@ def test_another_life_of_a_worker_ends_the_one_before() -> None:
     lives.reached("last", 1, "nixl", b"")
     lives.reached("more", 1, "nixl", b"")
     assert lives.begun("w1", 2) == {}, "the one that was read from longest ago is forgotten"
+
+
+def test_an_epoch_has_one_endpoint_per_connector() -> None:
+    lives = PeerEndpoints()
+    lives.reached("p", 1, "nixl", b"one")
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match="source p has named another endpoint of its connector nixl before"):
+            lives.reached("p", 1, "nixl", b"two")
+    assert lives.reached("p", 1, "nixl", b"one") == {}
+    assert lives.reached("p", 2, "nixl", b"two") == {"nixl": b"one"}
 
 
 class Keeper:

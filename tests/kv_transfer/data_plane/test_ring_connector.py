@@ -168,11 +168,24 @@ def test_a_read_whose_slots_never_come_back_delays_no_other_peer() -> None:
     assert "no memory to receive into was free for 0.1 s" in bench.read(1).wait_failed()
     others = [bench.read(SHARE, f"peer {number}".encode()) for number in range(3)]
     for number in range(4, 16):
+        wait_until(partial(lambda number: len(bench.inner.reads) > number, number))
         bench.arrive(number)
     assert [other.wait_ended() for other in others] == [ReadOutcome.DONE] * 3
     for inner in bench.inner.reads[:4]:
         inner.end(ReadOutcome.CANCELLED)
     bench.ring.close()
+
+
+def test_slow_peers_leave_room_for_those_that_come_later(bench: Bench) -> None:
+    for number in range(4):
+        bench.read(SHARE, f"slow peer {number}".encode())
+    held = [SHARE, SHARE, BATCH, BATCH]
+    assert bench.ring.num_free == NUM_SLOTS - sum(held)
+    read = bench.read(2 * BATCH, b"quick peer", first=100)
+    for batches in (1, 2):
+        wait_until(partial(lambda number: len(bench.inner.reads) == number, sum(held) // BATCH + batches))
+        bench.arrive(-1)
+    assert read.wait_ended() is ReadOutcome.DONE
 
 
 def test_one_failed_batch_ends_the_read(bench: Bench) -> None:

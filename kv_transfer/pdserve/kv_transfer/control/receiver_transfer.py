@@ -191,11 +191,16 @@ class ReceiverTransfer:
             self.fail(TransferFailed(f"the source chose the connector {connector[:64]!r}, which is not used with it"))
             stream.close()
             return
+        try:
+            self._connectors.reached(self.source.worker_id, self.source.epoch, connector, metadata)
+        except TransferFailed as error:
+            self.fail(error)
+            stream.close()
+            return
         if not self._falls_back or self.wants_attach:
             self._connector, self._falls_back = chosen, False
         self._stream, self._metadata, self._token = stream, metadata, token
         self._digest = digest
-        self._connectors.reached(self.source.worker_id, self.source.epoch, connector, metadata)
         if self.state is ReceiverState.ATTACHING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
         self._want()

@@ -160,14 +160,16 @@ class HostSlots:
             return len(self._free)
 
     def take(self, count: int, borrower: Hashable = None) -> list[int]:
-        """`count` slots, in ascending order. A borrower, unless it is None, has no more than its share, or one group.
+        """`count` slots, in ascending order. Raises: NoRoom after `wait_s`.
 
-        Raises: NoRoom after `wait_s`.
+        A borrower, unless it is None, has no more than its share, or one group; half of the slots are for borrowers that have none.
         """
 
         def has_room() -> bool:
-            held = 0 if borrower is None else self._held[borrower]
-            return len(self._free) >= count and (held == 0 or held + count <= self._share)
+            num_left = len(self._free) - count
+            if borrower is None or not self._held[borrower]:
+                return num_left >= 0
+            return self._held[borrower] + count <= self._share and num_left >= self.memory.num_blocks // 2
 
         with self._changed:
             if not self._changed.wait_for(has_room, self._wait_s):
