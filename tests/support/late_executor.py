@@ -7,11 +7,13 @@ step is launched, which runs after it.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from torch import Tensor
 
 from pdserve.engine.runner.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
+from pdserve.kv_transfer.memory.device_pool import DevicePool
 
 
 class LateEvent:
@@ -33,12 +35,24 @@ class LateEvent:
 
 
 class LateExecutor:
-    """Wraps an `Executor` over one pool."""
+    """Wraps an `Executor` over one pool.
 
-    def __init__(self, executor: Executor, kv_cache: Tensor) -> None:
+    The writes of a step are found by comparison, so blocks are moved into the pool between steps. pool: where they arrive.
+    """
+
+    def __init__(self, executor: Executor, kv_cache: Tensor, pool: DevicePool | None = None) -> None:
         self._executor = executor
         self._kv_cache = kv_cache
+        self._computing = threading.Lock()
         self.kv_written: LateEvent | None = None
+        if pool is not None:
+            move_in = pool.move_in
+
+            def move_in_between_steps(*arguments: Any) -> None:
+                with self._computing:
+                    move_in(*arguments)
+
+            pool.move_in = move_in_between_steps  # type: ignore[assignment, method-assign]
 
     @property
     def hidden_size(self) -> int:
@@ -47,9 +61,10 @@ class LateExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.kv_written is not None:
             self.kv_written.synchronize()
-        before = self._kv_cache.clone()
-        self._executor.execute_model(scheduled)
-        self.kv_written = LateEvent(self._kv_cache, before)
+        with self._computing:
+            before = self._kv_cache.clone()
+            self._executor.execute_model(scheduled)
+            self.kv_written = LateEvent(self._kv_cache, before)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
         return self._executor.sample_tokens(grammar)

@@ -21,8 +21,16 @@ class PretendedPool(DevicePool):
 
     @property
     def address(self) -> int:
+        return self._held.data_ptr()
+
+    def held_bytes(self, block: int) -> Tensor:
+        """The bytes of a block `[block_bytes]`, on the host and writable."""
+        return self._held[block].view(torch.uint8)
+
+    @property
+    def _held(self) -> Tensor:
         assert isinstance(self._blocks, PretendTensor)
-        return self._blocks.held.data_ptr()
+        return self._blocks.held
 
 
 def on_device(pool: HostPool) -> Tensor:

@@ -91,7 +91,7 @@ class Node:
             self.config, self.model, [self.cache], HASHER, VOCAB_SIZE, outbox, attention=attention
         )
         if late:
-            self.core.executor = LateExecutor(self.core.executor, self.cache)
+            self.core.executor = LateExecutor(self.core.executor, self.cache, self.device_pool)
         self.engine = EngineClient(self.core)
         self.peer = PeerId(name, secrets.randbits(64))
         receiving = ReceiverInfo(

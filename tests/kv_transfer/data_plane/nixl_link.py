@@ -144,6 +144,17 @@ class _GatedRead:
         self._read.release()
 
 
+def nixl_settings(read_stall_s: float) -> NixlSettings:
+    """Windows of `WINDOW_BLOCKS` blocks, and short time-outs."""
+    return NixlSettings(
+        read_stall_s=read_stall_s,
+        cancel_drain_s=0.1,
+        request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
+        longest_request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
+        read_window_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
+    )
+
+
 class NixlLink:
     def __init__(
         self,
@@ -152,13 +163,7 @@ class NixlLink:
         read_stall_s: float,
         landings: tuple[HostPool, HostPool] | None = None,
     ) -> None:
-        settings = NixlSettings(
-            read_stall_s=read_stall_s,
-            cancel_drain_s=0.1,
-            request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
-            longest_request_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
-            read_window_bytes=WINDOW_BLOCKS * BLOCK_BYTES,
-        )
+        settings = nixl_settings(read_stall_s)
         self.gate = Gate(landings[1] if landings else receiver_pool)
         self.source = NixlConnector(settings, self._make_agent)
         self.receiver = NixlConnector(settings, self._make_agent)

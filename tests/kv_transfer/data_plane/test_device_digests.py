@@ -20,15 +20,14 @@ from pdserve.kv_transfer.memory.device_digests import device_digests
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.pretend_device import PretendTensor
-from tests.support.pretend_pool import PretendedPool, digest_on_device, on_device, reachable_by_nixl
+from tests.support.pretend_pool import digest_on_device, reachable_by_nixl
 from tests.support.transfer_fakes import FakeConnector
 from tests.support.waiting import HANG_S
 
 from .connector_contract import ConnectorContract
 from .contract_link import WINDOW_BLOCKS, Link, Setup
+from .device_ring import NUM_SLOTS, pretended
 from .recorded_read import make_pool, same_bytes
-
-NUM_SLOTS = 256
 
 nixl_link = pytest.importorskip("tests.kv_transfer.data_plane.nixl_link", exc_type=ImportError)
 
@@ -45,18 +44,14 @@ def _no_copy_to_the_host() -> Iterator[None]:
         yield
 
 
-def _pretended(pool: HostPool) -> DevicePool:
-    return PretendedPool(on_device(pool), NUM_SLOTS, 1, HANG_S, digest_on_device)
-
-
 class NixlDeviceLink:
     """A `Link` over NIXL whose pools and rings are on the pretended device."""
 
     def __init__(self, source_pool: HostPool, receiver_pool: HostPool, read_stall_s: float) -> None:
-        pools = [_pretended(pool) for pool in (source_pool, receiver_pool)]
+        pools = [pretended(pool) for pool in (source_pool, receiver_pool)]
         # the same bytes as the host has them: where the link turns bits over
         held = [make_pool(None, NUM_SLOTS, pool.block_bytes) for pool in pools]
-        landings = [_pretended(ring) for ring in held]
+        landings = [pretended(ring) for ring in held]
         self._link = nixl_link.NixlLink(pools[0], receiver_pool, read_stall_s, tuple(landings))
         self._link.gate.pool = held[1]
         self.source, self.receiver = (

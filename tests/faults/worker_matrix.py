@@ -1,0 +1,159 @@
+"""A cluster of two prefill and two decode workers that is hurt again and again, and what it must still answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pdserve.v1 import request_pb2
+from tests.support.cluster_processes import Cluster, Service, running_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.phase_pauses import PhasePauses
+from tests.support.random_prompts import prompt_of
+from tests.support.waiting import HANG_S, eventually
+
+from .conftest import Row
+
+FLAGS = (
+    "--set", "dtype=float32", "--set", "num_blocks=400", "--set", "max_num_batched_tokens=32", "--set", "drain_s=10",
+)  # fmt: skip
+SOON_S = 10.0
+"""Twice what a worker's death or silence may take to be noticed."""
+WAYS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+}
+FORM = request_pb2.StructuredOutputs(json=json.dumps(SCHEMA))
+REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "greedy": (prompt_of(200, 1), {"max_tokens": 24}),
+    "seeded": (prompt_of(170, 2), {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}),
+    "penalties": (
+        prompt_of(133, 3),
+        {"max_tokens": 24, "repetition_penalty": 1.2, "min_tokens": 24, "temperature": 0.0},
+    ),
+    "form": (prompt_of(90, 4), {"max_tokens": 24, "temperature": 0.8, "seed": 12, "structured_outputs": FORM}),
+}
+
+
+@dataclass
+class Matrix:
+    """A cluster, its pauses, and what an undisturbed run answered."""
+
+    cluster: Cluster
+    pauses: PhasePauses
+    calm: dict[str, list[int]] = field(default_factory=dict)
+
+    async def routing(self) -> list[dict[str, Any]]:
+        """The router's last placements, newest first."""
+        return await asyncio.to_thread(self._routing)
+
+    def _routing(self) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"http://{self.cluster.router.http}/debug/routing", timeout=HANG_S) as answer:
+            placements: list[dict[str, Any]] = json.load(answer)["placements"]
+            return placements
+
+    async def ask(self, client: InferenceClient, name: str, salt: str) -> list[int]:
+        prompt, params = REQUESTS[name]
+        return (await client.ask(prompt, cache_salt=salt, **params)).token_ids
+
+    async def ask_all(self, client: InferenceClient, salt: str) -> dict[str, list[int]]:
+        """All requests at once."""
+        answers = await asyncio.gather(*(self.ask(client, name, salt) for name in REQUESTS))
+        return dict(zip(REQUESTS, answers, strict=True))
+
+
+@contextmanager
+def running_matrix(model: Path, folder: Path, pauses: PhasePauses, *flags: str) -> Iterator[Matrix]:
+    """The cluster, after an undisturbed run. flags: of the workers."""
+    with running_cluster(folder, pauses.worker_program) as cluster:
+        common = ("--model", str(model), *FLAGS, *flags)
+        addresses: dict[str, Any] = {"prefill": [], "decode": []}
+        places = (("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 2))
+        for worker in [cluster.launch_worker(role, *common, name=f"{role}-{number}") for role, number in places]:
+            cluster.wait_for_worker(worker)
+            addresses[worker.role].append(worker.address)
+        cluster.start_router(
+            "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", **addresses
+        )
+        matrix = Matrix(cluster, pauses)
+
+        async def undisturbed() -> None:
+            async with InferenceClient(cluster.router.address) as client:
+                matrix.calm = {name: await matrix.ask(client, name, "calm") for name in REQUESTS}
+
+        asyncio.run(undisturbed())
+        yield matrix
+        cluster.check_logs()
+
+
+async def hurt(matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str) -> None:
+    """Send a signal to a worker while a request is in a phase: every answer is that of an undisturbed run, and the worker is used
+    again afterwards."""
+    cluster, salt = matrix.cluster, f"{phase}-{role}-{way}"
+    log_before = len(cluster.router.read_log())
+    async with InferenceClient(cluster.router.address) as client:
+        known = {decision["request_id"] for decision in await matrix.routing()}
+        matrix.pauses.arm(phase)
+        asked = {name: asyncio.create_task(matrix.ask(client, name, salt)) for name in REQUESTS}
+        pausing = await matrix.pauses.reached(cluster)
+        new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
+        held = next(decision for decision in new if decision[pausing.role] == pausing.name)
+        victim = cluster.services[held[role]]
+        since = time.monotonic()
+        victim.signal(WAYS[way])
+        if way == "SIGKILL":
+            await asyncio.to_thread(victim.process.wait, HANG_S)
+        matrix.pauses.go_on()
+        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        answered_s = time.monotonic() - since
+        assert answers == matrix.calm
+        assert answered_s < 2 * SOON_S
+        matrix_rows.append(Row(phase, role, way, answered_s, await _attempts(matrix, known) - len(REQUESTS)))
+
+        if way == "SIGSTOP":
+            # answers that did not need it any more may be here before it has been missed
+            await eventually(lambda: " is lost: its " in cluster.router.read_log()[log_before:], "it is missed")
+            victim.signal(signal.SIGCONT)
+        else:
+            code = await asyncio.to_thread(victim.process.wait, HANG_S)
+            assert code == (-signal.SIGKILL if way == "SIGKILL" else 0), victim.read_log()
+            await asyncio.to_thread(cluster.restart, victim.name)
+        await _used_again(matrix, client, victim, salt)
+    log = cluster.router.read_log()[log_before:]
+    # a busy machine may keep the router from running: it says so, and it is no fault
+    warnings = [line for line in log.splitlines() if " WARNING " in line and "the event loop was blocked" not in line]
+    if way != "SIGTERM":  # who leaves is no fault
+        assert len(warnings) == 1, warnings
+        assert f"{victim.name} " in warnings[0]
+        assert "is lost: its " in warnings[0]
+    cluster.check_pools()
+
+
+async def _attempts(matrix: Matrix, known: set[str]) -> int:
+    return sum(decision["request_id"] not in known for decision in await matrix.routing())
+
+
+async def _used_again(matrix: Matrix, client: InferenceClient, victim: Service, salt: str) -> None:
+    """It serves, and what lies in caches is still what was put there."""
+    for name, expected in matrix.calm.items():
+        assert await matrix.ask(client, name, salt) == expected
+    deadline = time.monotonic() + HANG_S
+    for turn in itertools.count():
+        known = {decision["request_id"] for decision in await matrix.routing()}
+        for name, expected in matrix.calm.items():  # under another salt nothing is cached
+            assert await matrix.ask(client, name, f"{salt}-{turn}") == expected
+        new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
+        if any(decision[victim.role] == victim.name for decision in new):
+            return
+        assert time.monotonic() < deadline, f"{victim.name} is not used again"
