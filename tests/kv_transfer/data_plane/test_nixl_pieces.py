@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockToRead
@@ -176,7 +177,34 @@ def device_pool() -> PretendedPool:
     return PretendedPool(on_device(make_pool(None, 2, BLOCK_BYTES)), 1, 1, HANG_S, digest_on_device)
 
 
-@pytest.mark.usefixtures("no_ucx_variables")
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Devices that became current, and in which threads."""
+    entered: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: entered.append((device, threading.current_thread().name))
+    )
+    return entered
+
+
+def test_each_thread_that_uses_an_agent_of_a_device_enters_it(entered: list[tuple[int, str]]) -> None:
+    def run(name: str, call: Callable[[], object]) -> None:
+        thread = threading.Thread(target=call, name=name)
+        thread.start()
+        thread.join(HANG_S)
+
+    peers: list[NixlPeer] = []
+    agent = _Agent(ReadStatus.DONE)
+    source = NixlAddress("source", b"", 1, BLOCK_BYTES, POOL.num_blocks, 1, bytes(HELLO_BYTES))
+    run("spares", lambda: peers.append(NixlPeer(device_pool(), lambda name: agent)))
+    run("reader", lambda: peers[0].connect(source, HANG_S))
+    peers[0].destroy(threading.Event(), HANG_S)
+    assert entered == [(0, "spares"), (0, "reader"), (0, "nixl-destroy")]
+    connect(agent).close()
+    assert len(entered) == 3, "memory of the host"
+
+
+@pytest.mark.usefixtures("no_ucx_variables", "entered")
 def test_ucx_emulates_nothing_for_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "UCX_PROTO_EMULATION_ENABLE" not in serve(POOL)
     assert serve(device_pool())["UCX_PROTO_EMULATION_ENABLE"] == "n"
@@ -184,7 +212,7 @@ def test_ucx_emulates_nothing_for_memory_of_a_device(monkeypatch: pytest.MonkeyP
     assert serve(device_pool())["UCX_PROTO_EMULATION_ENABLE"] == "y", "the environment decides"
 
 
-@pytest.mark.usefixtures("no_ucx_variables")
+@pytest.mark.usefixtures("no_ucx_variables", "entered")
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "max_split_size_mb:64, expandable_segments:True")

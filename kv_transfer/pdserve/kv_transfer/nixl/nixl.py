@@ -26,7 +26,7 @@ from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadLis
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.nixl.agent_pool import AgentPool
-from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, Region, UcxAgent, prepare_device_memory
+from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, Region, UcxAgent, enter_device, prepare_device_memory
 from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer, buffer_address, new_name, pool_region
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
@@ -73,6 +73,7 @@ class NixlConnector:
         try:
             if pool.device_id is not None or into.device_id is not None:
                 prepare_device_memory()
+            enter_device(region)
             agent = self._make_agent(name)
             agent.register(region)
             agent.register(Region(hello_address, HELLO_BYTES, 1))

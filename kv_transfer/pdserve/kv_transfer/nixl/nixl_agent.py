@@ -242,6 +242,14 @@ def prepare_device_memory() -> None:
         os.environ.setdefault(variable, value)
 
 
+def enter_device(region: Region) -> None:
+    """Make the region's device current in this thread, unless it is the host's memory: UCX uses the calling thread's context."""
+    if region.kind is MemoryKind.VRAM:
+        import torch  # a process with memory of the host needs none of it
+
+        torch.cuda.set_device(region.device_id)
+
+
 _probe_lock = threading.Lock()
 _probed: list[str | None] = []
 

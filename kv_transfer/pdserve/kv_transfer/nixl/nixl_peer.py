@@ -12,7 +12,15 @@ import numpy as np
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
-from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, AgentRead, MemoryKind, ReadStatus, Region
+from pdserve.kv_transfer.nixl.nixl_agent import (
+    Agent,
+    AgentMaker,
+    AgentRead,
+    MemoryKind,
+    ReadStatus,
+    Region,
+    enter_device,
+)
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress
 
 log = logging.getLogger(__name__)
@@ -63,24 +71,29 @@ class NixlPeer:
     """
 
     def __init__(self, pool: PoolMemory, make_agent: AgentMaker) -> None:
-        self._pool = pool
+        self._region = pool_region(pool)
+        enter_device(self._region)
         self._agent: Agent = make_agent(new_name())
         self._hello = bytearray(HELLO_BYTES)
         self._hello_region = Region(buffer_address(self._hello), HELLO_BYTES, 1)
         self._blocks = -1
         try:
-            self._agent.register(pool_region(pool))
+            self._agent.register(self._region)
             self._agent.register(self._hello_region)
         except TransferFailed:
             self._agent.destroy()
             raise
 
     def connect(self, source: NixlAddress, timeout_s: float) -> None:
-        """Load the source's metadata and read a test value from it. Raises: TransferFailed; `destroy` must follow."""
+        """Load the source's metadata and read a test value from it. Called in the thread that reads.
+
+        Raises: TransferFailed; `destroy` must follow.
+        """
+        enter_device(self._region)
         agent = self._agent
         agent.load(source.agent, source.agent_metadata)
         hello = agent.pair(self._hello_region, source.hello_region)
-        self._blocks = agent.pair(pool_region(self._pool), source.pool)
+        self._blocks = agent.pair(self._region, source.pool)
         read = agent.read(hello, [0], [0])
         backoff = PollBackoff()
         deadline = time.monotonic() + timeout_s
@@ -106,6 +119,7 @@ class NixlPeer:
         gone = threading.Event()
 
         def end() -> None:
+            enter_device(self._region)
             self._agent.destroy()
             gone.set()
 
