@@ -56,20 +56,6 @@ async def test_want_goes_out_when_there_is_both_stream_and_room(room_first: bool
     assert bench.transfer.state is ReceiverState.RECEIVING
 
 
-async def test_a_source_that_names_another_endpoint_is_not_read_there() -> None:
-    """Each endpoint would cost connections and a share of a ring, and a source could name one per block."""
-    bench = Bench()
-    bench.receiving()
-    bench.publish(2, 1)
-    bench.transfer.attached(bench.stream, "fake", b"elsewhere", b"k" * 16, XXH3)
-    assert "another endpoint of its connector fake" in bench.transfer.cause.message  # type: ignore[union-attr]
-    bench.publish(3, 3)
-    assert [read.indexes for read in bench.connector.reads] == [[2]], "blocks are read at the other endpoint"
-    bench.connector.reads[0].end(ReadOutcome.CANCELLED)
-    await turn()
-    assert bench.transfer.state is ReceiverState.FAILED
-
-
 async def test_everything_landed_and_finished_releases_and_gives_back() -> None:
     bench = Bench()
     bench.receiving()
