@@ -13,12 +13,13 @@ import torch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import attention_configs
 from pdserve.kernels.triton.attention.decode_attention import decode_attention
-from pdserve.kernels.triton.attention.prefill_attention import prefill_attention
+from pdserve.kernels.triton.attention.prefill_attention import add_context, prefill_attention
 from pdserve.kernels.triton.attention.store_kv import store_kv
 from pdserve.kernels.triton.launch_configs import TABLE
 from tests.support.compiled_kernels import SHARED_BYTES, TARGETS, Launch, compile_launch, recorded_launches
 
-KERNELS = ("attend_pieces", "join_pieces", "attend_tiles", "store_heads")
+JOINING = "attend_tiles after the chunk"
+KERNELS = ("attend_pieces", "join_pieces", "attend_tiles", JOINING, "store_heads")
 BF16 = torch.bfloat16
 CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] = {
     "8b": ((32, 8, 128), BF16, 16, {}),
@@ -58,9 +59,17 @@ def launch_of(name: str, architecture: str, case: str) -> Launch:
     with recorded_launches() as launches:
         decode_attention(q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs)
         prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs)
+        # as the fused kernels of CUDA lay it out
+        lse = made(num_heads, 64, dtype=torch.float32).t()
+        add_context(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, lse, configs)
         store_kv(k, v, kv_cache, 3, made(64, dtype=torch.int64))
-    [launch] = [launch for launch in launches if launch.kernel.__name__ == name]
+    [launch] = [launch for launch in launches if name_of(launch) == name]
     return launch
+
+
+def name_of(launch: Launch) -> str:
+    """One of `KERNELS`."""
+    return JOINING if launch.arguments.get("JOIN") else str(launch.kernel.__name__)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,11 @@ def test_the_code_of_a_kernel(architecture: str, case: str, name: str) -> None:
         return
     assert code.has(r"LDG\.E.*128|LDGSTS.*128|UTMALDG|(global|buffer)_load_dwordx4"), code
     if name != "join_pieces" and CASES[case][1] is not torch.float32:
-        products = r"HGMMA" if (architecture, name) == ("sm_90", "attend_tiles") else r"H?G?MMA|HMMA|UTCHMMA|v_mfma"
+        products = (
+            r"HGMMA"
+            if (architecture, name.startswith("attend_tiles")) == ("sm_90", True)
+            else r"H?G?MMA|HMMA|UTCHMMA|v_mfma"
+        )
         assert code.has(products), code
 
 

@@ -57,16 +57,21 @@ def test_steps_of_decode_rows_and_chunks_equal_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("attention_backend", ["triton", "sdpa"])
 def test_prefill_and_decode_equal_transformers(
     make_real_engine: MakeRealEngine,  # noqa: F811
     tiny_checkpoints: Callable[..., Path],
+    family: str,
+    attention_backend: str,
 ) -> None:
-    """KV that the prefill engine's kernels wrote is read by those of the decode engine."""
-    folder = tiny_checkpoints("llama")
+    """All kernels. KV that the prefill engine's kernels wrote is read by those of the decode engine."""
+    folder = tiny_checkpoints(family)
     oracle = Oracle(folder)
+    options = {"attention_backend": attention_backend, "kernels": "triton"}
     pair = Pair(
-        make_real_engine(folder, DEVICE, attention_backend="triton", max_num_batched_tokens=20),
-        make_real_engine(folder, DEVICE, attention_backend="triton"),
+        make_real_engine(folder, DEVICE, max_num_batched_tokens=21, **options),
+        make_real_engine(folder, DEVICE, **options),
     )
     prompts = {f"r{size}": prompt_of(size) for size in (3, 16, 41)}
     for request_id, prompt in prompts.items():

@@ -40,6 +40,8 @@ class LaunchConfigs:
     """Programs per launch of `sample`, about: a row is divided into `sample_programs / N` parts."""
     sample_list: int = 8192
     """Tokens of one bin that are listed; the border in a bin with more is searched in the whole row."""
+    max_registers: int | None = 255
+    """See `register_limit`."""
 
     def norm_warps(self, block: int) -> int:
         """Warps for rows of `block` numbers, a power of two up to 16."""
@@ -49,6 +51,7 @@ class LaunchConfigs:
 _HOPPER = LaunchConfigs()
 TABLE = {
     "sm_80": replace(_HOPPER, sample_programs=864),
+    "sm_86": replace(_HOPPER, sample_programs=1136),
     "sm_90": _HOPPER,
     "sm_100": replace(_HOPPER, sample_programs=1184),
     "sm_120": replace(_HOPPER, sample_programs=1360),
@@ -62,6 +65,7 @@ TABLE = {
         digest_warps=2,
         sample_warps=2,
         sample_programs=2432,
+        max_registers=None,
     ),
     # tiles so small that tests with few numbers need several
     INTERPRETER: LaunchConfigs(
@@ -73,22 +77,20 @@ TABLE = {
         sample_tile=256,
         sample_programs=8,
         sample_list=128,
+        max_registers=None,
     ),
 }
 
 
 def architecture(device: torch.device) -> str:
-    """A key of `TABLE`: the device's own, or the nearest older one of its maker."""
+    """A key of `TABLE`: the device's own, or the nearest older one of its maker, such as sm_86 for 8.9."""
     if device.type != "cuda":
         return INTERPRETER
     if torch.version.hip is not None:
         return "gfx942"
-    major, _ = torch.cuda.get_device_capability(device)
-    return max(
-        (name for name in ("sm_80", "sm_90", "sm_100", "sm_120") if int(name[3:]) <= 10 * major),
-        key=_number,
-        default="sm_80",
-    )
+    major, minor = torch.cuda.get_device_capability(device)
+    of_nvidia = [name for name in TABLE if name.startswith("sm_")]
+    return max((name for name in of_nvidia if _number(name) <= 10 * major + minor), key=_number, default="sm_80")
 
 
 def _number(name: str) -> int:
@@ -98,3 +100,12 @@ def _number(name: str) -> int:
 def launch_configs(device: torch.device) -> LaunchConfigs:
     """The table of this device."""
     return TABLE[architecture(device)]
+
+
+def register_limit(max_registers: int | None) -> dict[str, int]:
+    """Options of a launch with this limit of registers per thread; None: the compiler has no such option.
+
+    Where none is given, NVIDIA's assembler chooses one at which one more program fits into a multiprocessor, and keeps what exceeds
+    it in memory. That is no gain for kernels whose programs are as many as the multiprocessors can hold at any limit.
+    """
+    return {} if max_registers is None else {"maxnreg": max_registers}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows
 from pdserve.kernels.triton.kept_border import BINS, fill_bins, find_border, list_bin
-from pdserve.kernels.triton.launch_configs import LaunchConfigs
+from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
 from pdserve.kernels.triton.sampled_row import (
     float_parameter,
@@ -186,7 +186,7 @@ class SamplingLaunches:
         sizes = (num_rows, self._vocab_size, self._logits.stride(0))
         fill_bins[self._grid](*rows, bins, *sizes, self._part, TILE=tile, **parts)
         kept_mass = self._empty(torch.int64, num_rows)
-        limit = self._configs.sample_list
+        limit, registers = self._configs.sample_list, register_limit(self._configs.max_registers)
         listed, counts = (
             self._empty(torch.int32, num_rows, limit),
             torch.zeros((2, num_rows), dtype=torch.int64, device=device),
@@ -196,5 +196,5 @@ class SamplingLaunches:
                 constants = {"LIMIT": limit, "TOP_P": bool(is_top_p), "AFTER_TOP_K": self._stages.has_top_k, **parts}
                 of_stage = (*rows, bins, kept_mass, borders, listed, counts[is_top_p])
                 list_bin[self._grid](*of_stage, *sizes, self._part, TILE=tile, **constants)
-                find_border[(num_rows,)](*of_stage, *sizes, self._parts, TILE=_SEARCH_TILE, **constants)
+                find_border[(num_rows,)](*of_stage, *sizes, self._parts, TILE=_SEARCH_TILE, **constants, **registers)
         return borders

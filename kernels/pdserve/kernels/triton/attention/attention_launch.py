@@ -28,11 +28,15 @@ class HeadTile:
     group_rows: int
     """G, padded: rows of a decode tile."""
     decode_keys: int
+    decode_warps: int
+    """At least one per 16 rows."""
     prefill_rows: int
     """Rows of a prefill tile: G per token, and less than G unused ones."""
     prefill_tokens: int
     """Tokens of a prefill tile."""
     prefill_keys: int
+    prefill_registers: int | None
+    """As in the table; None: no limit."""
     precision: str
     """`ieee` keeps float32 exact; it has no effect on half precision."""
 
@@ -50,9 +54,11 @@ def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) 
         head_dim=head_dim,
         group_rows=group_rows,
         decode_keys=max(configs.decode_keys >> halves, _SMALLEST_DOT),
+        decode_warps=max(configs.decode_warps, group_rows // 16),
         prefill_rows=prefill_rows,
         prefill_tokens=prefill_rows // group,
         prefill_keys=max(configs.prefill_keys >> halves, _SMALLEST_DOT),
+        prefill_registers=configs.max_registers if is_exact else None,
         precision="ieee" if is_exact else "tf32",
     )
 

@@ -11,6 +11,7 @@ from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
 from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES
 from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+from pdserve.kernels.triton.launch_configs import register_limit
 
 
 # a specialised layer number would be compiled once for 0, once for 1 and once for multiples of 16
@@ -108,7 +109,8 @@ def decode_attention(
         HKV=spec.num_kv_heads, G=tile.group, D=head_dim, BS=kv_cache.shape[4],
         BLOCK_G=tile.group_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.decode_keys,
         SOFTCAP=spec.softcap is not None, PRECISION=tile.precision,
-        num_warps=configs.decode_warps, num_stages=configs.decode_stages, enable_fp_fusion=True,
+        num_warps=tile.decode_warps, num_stages=configs.decode_stages, enable_fp_fusion=True,
+        **register_limit(configs.max_registers),
     )  # fmt: skip
     join_pieces[(num_rows, num_heads)](
         part, lse, first_piece, out, HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, BLOCK_S=MAX_PIECES,

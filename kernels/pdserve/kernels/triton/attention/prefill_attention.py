@@ -12,6 +12,7 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
 from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+from pdserve.kernels.triton.launch_configs import register_limit
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -171,4 +172,5 @@ def _launch(
         BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
         CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, PRECISION=tile.precision,
         num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,
+        **register_limit(tile.prefill_registers),
     )  # fmt: skip
