@@ -14,6 +14,7 @@ from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
 from pdserve.engine.runner.device_runtime import ProcessorRuntime, StepEvent
 from pdserve.engine.runner.staging_buffer import ReadbackBuffer, StagingBuffer
+from tests.support.engine_harness import MakeEngine
 from tests.support.pretend_device import DEVICE, host_copy, pretended_device
 
 CPU = torch.device("cpu")
@@ -124,3 +125,34 @@ def test_unknown_tokens_are_the_newest_of_their_rows() -> None:
     newest.put(torch.tensor([4, 1]), torch.tensor([44, 11]))
     filled = newest.fill(torch.tensor([-1, 7, -1, 0]), torch.tensor([1, 1, 4, 2]))
     assert filled.tolist() == [11, 7, 44, 0]
+
+
+def test_the_time_of_a_step_is_the_devices(make_engine: MakeEngine) -> None:
+    """Between its own events, whatever the host does meanwhile."""
+
+    class Event:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def synchronize(self) -> None:
+            waited.append(self.at)
+
+        def seconds_since(self, earlier: Any) -> float:
+            assert self.at in waited
+            return float(self.at - earlier.at)
+
+    class Runtime(ProcessorRuntime):
+        now = 0.0
+
+        def event(self) -> Any:
+            self.now += 5
+            return Event(self.now)
+
+    waited: list[float] = []
+    engine = make_engine(max_num_batched_tokens=4)
+    engine.runner._runtime = Runtime()
+    engine.add([1] * 10, params={"max_tokens": 3})
+    for step in range(1, 6):
+        engine.step()
+        # three chunks of the prompt, then steps without prompt tokens
+        assert engine.scheduler.prefill_s == 5.0 * min(step, 3)

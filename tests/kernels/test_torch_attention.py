@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from pdserve.kernels import decode_attention
+from pdserve.kernels import decode_attention, prefill_attention
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.prefill_attention import PrefillChunk, plan_prefill
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import check_step, make_case, make_spec, run_step
@@ -44,6 +45,21 @@ def test_the_branches_for_accelerators(window: int | None, monkeypatch: pytest.M
     for decodes in ([300, 16, 17, 1], [50], [33, 33]):
         case = make_case(decodes=decodes, prefills=[(20, 41), (0, 9)], heads=heads, block_size=16, dtype=torch.float32)
         check_step(TorchAttentionBackend(case.kv_cache), case, make_spec(heads, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_scores_of_long_contexts_are_bounded_on_a_device(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda _: False))
+    heads, (new_tokens, context) = (6, 2, 8), (70, 90)
+    monkeypatch.setattr(prefill_attention, "_DEVICE_SCORE_BYTES", 20 * 6 * (new_tokens + context) * 4)
+    case = make_case(decodes=[], prefills=[(new_tokens, context)], heads=heads, block_size=16, dtype=torch.float32)
+    spec = make_spec(heads, window=window)
+    check_step(TorchAttentionBackend(case.kv_cache), case, spec)
+    chunk = PrefillChunk.of_sequence(0, new_tokens, new_tokens + context, case.batch.block_tables[0])
+    tiles = plan_prefill(chunk, KvPages(case.kv_cache), spec).tiles
+    assert len(tiles) > 2
+    bound = prefill_attention._DEVICE_SCORE_BYTES
+    assert all((tile.stop - tile.start) * 6 * (tile.last_key - tile.first_key) * 4 <= bound for tile in tiles)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 2.0}], ids=str)

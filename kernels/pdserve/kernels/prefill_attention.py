@@ -18,6 +18,9 @@ _DEVICE_TILE = 512
 processor's cache, and keys after its last row are not read. At 1,024 tokens, tiles are 1.0 to 1.2 (float32) and 1.6 to 2 times
 (bfloat16) as fast as torch's fused kernel."""
 
+_DEVICE_SCORE_BYTES = 256 << 20
+"""Scores of a tile on a device, at most; their softmax takes as much again."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
@@ -65,6 +68,10 @@ def plan_prefill(chunk: PrefillChunk, pages: KvPages, spec: AttentionSpec) -> Pr
     window, context, end = spec.window, chunk.context_len, chunk.context_len + chunk.num_tokens
     first_seen = 0 if window is None else max(0, context - window + 1)
     tile = _tile_rows(pages.kv_cache)
+    if not pages.kv_cache.is_cpu:
+        # scores of all heads over a long context are larger than weights
+        row_bytes = spec.num_heads * (end - first_seen) * pages.kv_cache.element_size()
+        tile = max(1, min(tile, _DEVICE_SCORE_BYTES // row_bytes))
     tiles = []
     for start in range(0, chunk.num_tokens, tile):
         stop = min(start + tile, chunk.num_tokens)

@@ -15,6 +15,8 @@ CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """Tokens per step on a GPU, which needs more to be busy."""
 MAX_STREAM_INTERVAL = 1024
+CPU_KV_CACHE_MIB = 256
+"""Size of the KV pool in main memory, if no setting says another."""
 
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
 
@@ -42,7 +44,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Tokens in a KV block; equal on all workers."""
     num_blocks: int | None = None
     """KV blocks in the pool; default: what `kv_cache_mib` holds."""
-    kv_cache_mib: int = 256
+    kv_cache_mib: int | None = None
+    """Size of the KV pool; default: 256 on a processor, on a GPU what `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Part of a GPU's memory that weights, the largest step and the KV pool may take, other processes included."""
     kv_ring_mib: int = 256
     """On a GPU: memory per connector in which received blocks are verified, before they are moved into the pool."""
     max_model_len: int | None = None
@@ -117,6 +122,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS)
 
     @property
+    def pool_mib(self) -> int | None:
+        """`kv_cache_mib`, or its default; None: what a GPU has left."""
+        return CPU_KV_CACHE_MIB if self.kv_cache_mib is None and self.device == "cpu" else self.kv_cache_mib
+
+    @property
     def runs_ahead(self) -> bool:
         """`async_scheduling`, or its default."""
         return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
@@ -180,6 +190,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, sdpa, or a plug-in's"
             )
         self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, above 0 and at most 1 is needed"
+            )
         if not 0 < self.run_ahead_share <= 1:
             raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
         self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,14 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
-from pdserve.models.kv_cache import KVCacheConfig, make_kv_cache
+from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.model_folder import DEMO, model_folder
 
@@ -98,10 +101,41 @@ def load_model(
     config = decoder.config
     groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config))
     block_bytes = sum(group.layout.block_bytes for group in groups)
-    num_blocks, max_model_len = pool_size(settings, block_bytes, config)
+    left_bytes = None
+    if settings.num_blocks is None and settings.pool_mib is None:
+        device = torch.device(settings.device)
+        left_bytes = _budget(settings, decoder, groups, device, CudaMemory(device)).pool_bytes(settings, block_bytes)
+    num_blocks, max_model_len = pool_size(settings, block_bytes, config, left_bytes)
     kv_caches = tuple(make_kv_cache(group.layout, num_blocks, settings.device) for group in groups)
     cache = KVCacheConfig(num_blocks, groups)
     return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder)
+
+
+def _budget(
+    settings: WorkerSettings,
+    decoder: Decoder,
+    groups: Sequence[KVCacheGroupSpec],
+    device: torch.device,
+    memory: DeviceMemory,
+) -> PoolBudget:
+    """Run the largest steps over caches of one block. Raises: ConfigError for back ends that cannot be made."""
+    caches = [make_kv_cache(group.layout, 1, device) for group in groups]
+    try:
+        attention = [make_attention(settings.attention_backend, cache) for cache in caches]
+        ops = make_layer_ops(settings.kernels, device)
+    except (AttentionBackendError, LayerOpsError) as error:
+        raise ConfigError(str(error)) from error
+    steps = LargestSteps(
+        model=decoder,
+        attention=attention,
+        ops=ops,
+        device=device,
+        block_size=settings.block_size,
+        num_tokens=settings.step_tokens,
+        num_rows=settings.max_num_seqs,
+        max_model_len=settings.max_model_len or decoder.config.max_position_embeddings,
+    )
+    return PoolBudget.measured(settings, steps, memory)
 
 
 def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> str:
@@ -112,14 +146,18 @@ def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> 
     return model_fingerprint(folder, kept, drawn)
 
 
-def pool_size(settings: WorkerSettings, block_bytes: int, model: ModelConfig) -> tuple[int, int]:
+def pool_size(
+    settings: WorkerSettings, block_bytes: int, model: ModelConfig, left_bytes: int | None = None
+) -> tuple[int, int]:
     """(blocks of each pool, tokens of the longest sequence that pool, model and settings allow).
 
-    block_bytes: of one block in every KV cache group. Raises: ConfigError naming the setting, its value and the limit.
+    block_bytes: of one block in every KV cache group. left_bytes: of a GPU, where no setting has the pool's size. Raises:
+    ConfigError naming the setting, its value and the limit.
     """
-    num_blocks = settings.num_blocks or (settings.kv_cache_mib << 20) // block_bytes
+    num_bytes = (settings.pool_mib or 0) << 20 if left_bytes is None else left_bytes
+    num_blocks = settings.num_blocks or num_bytes // block_bytes
     if num_blocks < 2:
-        raise ConfigError(f"kv_cache_mib {settings.kv_cache_mib} holds {num_blocks} blocks of {block_bytes} bytes")
+        raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes")
     pool_tokens = num_blocks * settings.block_size
     limit = model.max_position_embeddings
     if settings.max_model_len is not None:

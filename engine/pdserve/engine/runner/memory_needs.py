@@ -67,8 +67,10 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
     block_bytes = sum(group.layout.block_bytes for group in config.kv_cache_groups(settings.block_size, ""))
-    num_blocks, _ = pool_size(settings, block_bytes, config)
     on_gpu = settings.device != "cpu"
+    # a pool without a size of its own takes what is left, and needs two blocks
+    takes_rest = settings.num_blocks is None and settings.pool_mib is None
+    num_blocks = 2 if takes_rest else pool_size(settings, block_bytes, config)[0]
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization),
