@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from dataclasses import fields, replace
 from typing import Any
 
 from gpu.bench import NOT_MEASURED, Bench, folder_of
-from gpu.engine import LLAMA_8B, TINY, Engine, has_graphs, load_shape, write_shape
+from gpu.engine import LLAMA_8B, TINY, Engine, load_shape, write_shape
+from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.loaded_model import LoadedModel
 from pdserve.engine.runner.memory_needs import weight_bytes
 
@@ -23,33 +25,36 @@ BATCHES = (1, 8, 32, 64)
 
 def run(bench: Bench) -> None:
     batches, context = ((1, 2), 20) if bench.dry else (BATCHES, CONTEXT)
-    changes = TINY if bench.dry else {}
-    folder = write_shape(folder_of(bench.rows, "llama_8b"), **changes)
+    folder = write_shape(folder_of(bench.rows, "llama_8b"), **(TINY if bench.dry else {}))
     num_new = 4 if bench.dry else NUM_STEPS + WARM_STEPS + 2
     num_blocks = max(batches) * (-(-(context + num_new) // 16) + 1)
     settings = {"num_blocks": num_blocks, "max_num_seqs": max(batches), "max_model_len": context + num_new}
-    for mode in ({"enforce_eager": False}, {"enforce_eager": True}) if has_graphs() else ({},):
+    began = time.monotonic()
+    loaded, config = load_shape(folder, bench.device, bench.default, **settings)
+    bench.rows.add("load", start_s=NOT_MEASURED if bench.dry else time.monotonic() - began)
+    for number, (mode, changes) in enumerate(modes().items()):
         began = time.monotonic()
-        loaded, engine = make(bench, folder, settings | mode)
-        bench.rows.add(f"start {words(mode)}", start_s=NOT_MEASURED if bench.dry else time.monotonic() - began)
+        engine = Engine(loaded, replace(config, **changes))
+        engine.core.warm_up()
+        bench.rows.add(f"start, {mode}", start_s=NOT_MEASURED if bench.dry else time.monotonic() - began)
         for batch in batches:
-            name = f"B {batch}, {context} tokens, {words(mode)}"
+            name = f"B {batch}, {context} tokens, {mode}"
             if bench.is_late(name):
                 return
             with bench.case(name):
-                measure(bench, name, loaded, engine, batch, context, num_new, judged=not mode.get("enforce_eager"))
-        del loaded, engine
+                measure(bench, name, loaded, engine, batch, context, num_new, judged=number == 0)
+        del engine
+        bench.wait()
 
 
-def words(mode: dict[str, Any]) -> str:
-    return {None: "eager: no graphs here", True: "eager", False: "graphs"}[mode.get("enforce_eager")]
-
-
-def make(bench: Bench, folder: Any, settings: dict[str, Any]) -> tuple[LoadedModel, Engine]:
-    loaded, config = load_shape(folder, bench.device, bench.default, **settings)
-    engine = Engine(loaded, config)
-    engine.core.warm_up()
-    return loaded, engine
+def modes() -> dict[str, dict[str, Any]]:
+    """Changes of the engine's settings; the first changes none, and has the goal."""
+    known = {field.name for field in fields(EngineConfig)}
+    graphs = "enforce_eager" in known
+    found: dict[str, dict[str, Any]] = {"graphs" if graphs else "eager: no graphs here": {}}
+    if "async_scheduling" in known:
+        found["next step launched ahead"] = {"async_scheduling": True}
+    return found | ({"eager": {"enforce_eager": True}} if graphs else {})
 
 
 def measure(
