@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,19 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 
 import torch
 
+from pdserve.kernels.triton.attention.attention_configs import Prefill
+from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
+from pdserve.kernels.triton.layer_ops import TritonLayerOps
+from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.loading import load_decoder
+from tests.support.attention_batches import model_inputs, packed_batch
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
 from tests.support.engine_pair import Pair
 from tests.support.oracle import Oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 MakeRealEngine = Callable[..., Harness]
 
 
@@ -57,7 +65,7 @@ def test_steps_of_decode_rows_and_chunks_equal_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention_backend", ["triton", "sdpa"])
 def test_prefill_and_decode_equal_transformers(
     make_real_engine: MakeRealEngine,  # noqa: F811
@@ -79,3 +87,28 @@ def test_prefill_and_decode_equal_transformers(
     pair.run()
     for request_id, prompt in prompts.items():
         oracle.check(prompt, pair.answer(request_id).token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill", ["triton", "sdpa"])
+def test_bfloat16_is_near_transformers_in_float32(
+    tiny_checkpoints: Callable[..., Path], family: str, prefill: Prefill
+) -> None:
+    """Two chunks, then a decode step. Logits have a standard deviation near 2.5; a mistake shows as an error of that size."""
+    folder, tokens = tiny_checkpoints(family), prompt_of(34)
+    decoder = load_decoder(folder, dtype="bfloat16", device=DEVICE)
+    kv_cache = torch.full_like(make_kv_cache(decoder.config.kv_layout(16, "test"), 4, DEVICE), torch.nan)
+    backend, ops = TritonAttentionBackend(kv_cache, prefill), TritonLayerOps(torch.device(DEVICE))
+    found = []
+    with torch.inference_mode():
+        for start, stop in ((0, 21), (21, 33), (33, 34)):
+            batch = packed_batch(
+                range(start, stop), [16 + i for i in range(start, stop)], [stop - start], [stop], [[1, 2, 3]]
+            )
+            inputs = model_inputs(decoder, backend, batch, tokens[start:stop])
+            found.append(decoder.compute_logits(decoder.forward(replace(inputs, ops=ops))))
+    errors = torch.cat(found).cpu() - Oracle(folder).logits(tokens)
+    assert errors.square().mean().sqrt() < 0.15
+    # where two experts are nearly equal, rounding may choose the other one
+    assert family == "qwen3_moe" or errors.abs().max() < 0.6
