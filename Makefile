@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all clients coverage faults fuzz soak check proto docs-generated bench gpu gpu-dry gpu-carry lock
+.PHONY: up demo test test-all clients kernels coverage faults fuzz soak check proto docs-generated bench gpu gpu-dry gpu-carry lock
 .PHONY: sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
@@ -42,6 +42,17 @@ $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt deploy/install.py
 # without npm those tests are skipped
 $(CLIENTS)/.node: tests/clients/node/package-lock.json
 	! command -v npm > /dev/null || npm ci --no-audit --no-fund --ignore-scripts --prefix $(<D)
+	touch $@
+
+# Triton alone, before that of .venv; what may be installed stands in tests/kernels/requirements/
+TRITON ?= 3.6.0
+OTHER_TRITON = .venv-triton/$(TRITON)
+kernels: $(VENV)/.all $(OTHER_TRITON)/.installed  ## the tests of kernels, the slow ones too, with another version of Triton: TRITON=3.9.0
+	PYTHONPATH=$(abspath $(OTHER_TRITON)) $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not faults and not soak" tests/kernels
+
+.venv-triton/%/.installed: tests/kernels/requirements/triton_%.txt
+	$(BIN)/python -m pip --quiet --disable-pip-version-check install --require-hashes --no-deps --only-binary :all: \
+	  --upgrade --target $(@D) --requirement $<
 	touch $@
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
@@ -105,7 +116,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .venv-triton tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'

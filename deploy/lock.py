@@ -16,7 +16,8 @@ users may install either alone:
     build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
 
 Each file `tests/clients/requirements/NAME.in` is resolved by itself into NAME.txt beside it: client libraries disagree with each
-other and with pdserve about versions, and have environments of their own.
+other and with pdserve about versions, and have environments of their own. So do the other versions of Triton with which
+`make kernels` runs, in `tests/kernels/requirements`.
 
 Versions that stand in the files stay while they satisfy pyproject.toml; `--upgrade` moves all. Needs uv (the extra `dev`) and
 PyPI. deploy/install.py installs from the files.
@@ -37,7 +38,8 @@ INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
 EXTRAS = ["nixl", "bench", "ray"]
 """Extras that users install; no package is in two of them, and `dev` has none of nixl and bench."""
-CLIENTS = Path("tests/clients/requirements")
+APART = (Path("tests/clients/requirements"), Path("tests/kernels/requirements"))
+"""Folders of sets that are resolved by themselves."""
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""
 OF_CUDA = re.compile(r"(nvidia|cuda)-")
@@ -124,9 +126,9 @@ def write(lock: Path, entries: Iterable[str], environment: str) -> None:
     print(f"{lock}: {len(parts)} packages")
 
 
-def lock_clients(environment: str, before: Path) -> None:
+def lock_apart(environment: str, before: Path) -> None:
     """before: a file for constraints."""
-    for asked in sorted(CLIENTS.glob("*.in")):
+    for asked in sorted(path for folder in APART for path in folder.glob("*.in")):
         lock = asked.with_suffix(".txt")
         before.write_text(pins([lock]))
         write(lock, resolve([str(asked)], before, hashes=True).values(), environment)
@@ -148,7 +150,7 @@ def main() -> None:
             "runtime": set(resolve(project, before, hashes=False)),
             **{name: set(resolve([*project, "--extra", name], before, hashes=False)) for name in (*EXTRAS, "dev")},
         }
-        lock_clients(environment, before)
+        lock_apart(environment, before)
     version = re.match(r"torch==([\w.]+)", full["torch"])
     if version is None:
         sys.exit(f"torch cannot be read: {full['torch']}")

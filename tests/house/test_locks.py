@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "locks").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPLOY = ROOT / "deploy"
-CLIENTS = ROOT / "tests/clients/requirements"
+APART = [path for name in ("clients", "kernels") for path in sorted((ROOT / f"tests/{name}/requirements").glob("*.in"))]
 
 
 def entries_of(text: str) -> dict[str, str]:
@@ -41,7 +41,7 @@ def locked() -> dict[str, set[str]]:
     return versions
 
 
-TEXTS = LOCKS | {path.stem: path.read_text() for path in CLIENTS.glob("*.txt")}
+TEXTS = LOCKS | {path.stem: path.with_suffix(".txt").read_text() for path in APART}
 
 
 @pytest.mark.parametrize("lock", sorted(TEXTS))
@@ -57,7 +57,7 @@ def test_every_line_is_a_version_with_hashes(lock: str) -> None:
     assert "//" not in TEXTS[lock]
 
 
-@pytest.mark.parametrize("asked", sorted(CLIENTS.glob("*.in")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("asked", APART, ids=lambda path: path.stem)
 def test_client_libraries_are_locked(asked: Path) -> None:
     found = entries_of(asked.with_suffix(".txt").read_text())
     lines = [Requirement(line) for line in asked.read_text().splitlines() if not line.startswith("#")]
