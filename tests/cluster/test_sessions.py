@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -31,8 +33,8 @@ class Session:
             iter(self._requests.get, None), timeout=HANG_S
         )
 
-    def send(self, token_ids: list[int], max_tokens: int) -> None:
-        sampling = request_pb2.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+    def send(self, token_ids: list[int], max_tokens: int, **params: Any) -> None:
+        sampling = request_pb2.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens, **params)
         tokens = inference_pb2.TokenPrompt(token_ids=token_ids)
         self._requests.put(inference_pb2.GenerateRequest(tokens=tokens, sampling=sampling, stream=True))
 
@@ -46,6 +48,13 @@ class Session:
     def ask(self, token_ids: list[int], max_tokens: int) -> list[int]:
         self.send(token_ids, max_tokens)
         return [token for response in self.receive() for token in response.token_ids]
+
+    def turn(self, token_ids: list[int], max_tokens: int, **params: Any) -> tuple[str, list[int]]:
+        """(text, token ids) of a turn."""
+        self.send(token_ids, max_tokens, **params)
+        responses = list(self.receive())
+        text = "".join(response.text for response in responses)
+        return text, [token for response in responses for token in response.token_ids]
 
     def close(self) -> grpc.StatusCode:
         self._requests.put(None)
@@ -71,6 +80,30 @@ def test_a_session_from_its_first_turn_to_every_end(tiny_checkpoints: Callable[.
             answer = session.ask(history[-length:], 12)
             oracle.check(history, answer)
             history += answer
+
+        # a stop string, whose last tokens the worker has and the client has not, then a form, then log-probabilities
+        text, tokens = session.turn([7, 8, 9], 40)
+        stop = text[len(text) // 2 :][:3]
+        history += [7, 8, 9, *tokens]
+        stopped, kept = session.turn([7, 8, 9], 40, stop=[stop])
+        assert stop not in stopped
+        assert len(kept) < 40
+        history += [7, 8, 9, *kept]
+        answer = session.ask([4, 5], 12)
+        oracle.check([*history, 4, 5], answer)
+        history += [4, 5, *answer]
+        form = request_pb2.StructuredOutputs(regex="[ab]{3}")
+        text, tokens = session.turn([6], 12, structured_outputs=form)
+        assert re.fullmatch("[ab]{3}", text)
+        history += [6, *tokens]
+        session.send([3, 4, 5], 2, prompt_logprobs=0)
+        responses = list(session.receive())
+        history += [3, 4, 5]
+        entries = [each.sampled for response in responses for each in response.prompt_logprobs]
+        assert [each.token_id for each in entries] == [3, 4, 5]
+        expected = oracle.logits(history).log_softmax(-1)
+        for place, each in enumerate(entries, len(history) - 3):
+            assert each.logprob == pytest.approx(float(expected[place - 1][history[place]]), abs=1e-3)
 
         second, third = Session(channel), Session(channel)
         assert len(second.ask([5, 6, 7], 2)) == 2

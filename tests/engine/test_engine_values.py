@@ -78,6 +78,7 @@ REQUEST: dict[str, Any] = {
     "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
     "client_request_id": "mine", "deadline": 2.5,
     "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
+    "num_kept_output_tokens": 5,
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {
     "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,
@@ -85,7 +86,7 @@ OUTPUT: dict[str, Any] = {
     "transfer_unwanted": True, "error_code": "invalid_request", "error_message": "no", "moments": {"first": 1.5},
     "prefill_chunks": [(1.5, 64)], "new_logprobs": LOGPROBS, "prompt_logprobs": LOGPROBS, "num_preemptions": 1,
     "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5)], "pooling_output": [0.1, -1e-30],
-    "index": 1, "error_field": "top_p", "uncached_tokens": 7,
+    "index": 1, "error_field": "top_p", "uncached_tokens": 7, "first_prompt_position": 9,
 }  # fmt: skip
 
 

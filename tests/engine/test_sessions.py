@@ -134,21 +134,126 @@ def test_a_turn_survives_preemption(make_engine: MakeEngine) -> None:
     engine.core.abort_request("s")
 
 
-def test_input_for_nobody_or_too_early_is_dropped_and_counted(make_engine: MakeEngine) -> None:
+def test_input_for_no_session_is_dropped_and_counted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.resume("nobody", [1])
-    engine.add(PROMPT, "s", resumable=True)
-    engine.resume("s", [1])
-    engine.step()
-    engine.resume("s", [1])
     plain = engine.add([1, 2])
     engine.resume(plain, [1])
-    assert engine.scheduler.num_dropped_events == 4
+    assert engine.scheduler.num_dropped_events == 2
     engine.run()
-    assert engine.turns["s"][0].token_ids == greedy_answer(PROMPT, 4)
+    turn(engine, PROMPT)
     engine.core.abort_request("s")
     engine.resume("s", [1])
-    assert engine.scheduler.num_dropped_events == 5
+    assert engine.scheduler.num_dropped_events == 3
+
+
+def test_input_that_comes_before_the_turn_has_ended_waits_for_its_turn(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=7)
+    engine.add(PROMPT, "s", resumable=True)
+    engine.resume("s", INPUTS[0], max_tokens=6)
+    engine.step()
+    engine.resume("s", INPUTS[1], max_tokens=2)
+    engine.core.finish_session("s")
+    engine.run()
+    tokens: list[int] = []
+    answers = [*engine.turns["s"], engine.answers["s"]]
+    for prompt, answer, length in zip([PROMPT, *INPUTS[:2]], answers, (4, 6, 2), strict=True):
+        tokens += prompt
+        assert answer.token_ids == greedy_answer(tokens, length)
+        tokens += answer.token_ids
+    # the session's end came with the last turn's last token
+    assert answers[-1].finish_reason is FinishReason.LENGTH
+    assert not engine.scheduler.requests
+    engine.scheduler.check(idle=True)
+
+
+def test_a_queued_turn_beyond_the_models_length_ends_the_session(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8, max_model_len=32)
+    engine.add(PROMPT, "s", resumable=True)
+    engine.resume("s", [1] * 20)
+    engine.run()
+    assert engine.turns["s"][0].token_ids == greedy_answer(PROMPT, 4)
+    assert engine.answers["s"].error_code == "prompt_too_long"
+    engine.scheduler.check(idle=True)
+
+
+def test_the_end_between_two_turns_is_a_stop_and_within_one_an_abort(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for name, end, status in (
+        ("a", engine.core.finish_session, RequestStatus.FINISHED_STOPPED),
+        ("b", engine.core.abort_request, RequestStatus.FINISHED_STOPPED),
+    ):
+        turn(engine, PROMPT, name=name)
+        session = engine.scheduler.requests[name]
+        end(name)
+        assert session.status is status
+        assert engine.collect()[name].finish_reason is FinishReason.STOP
+    engine.add(PROMPT, "c", resumable=True)
+    engine.step()
+    session = engine.scheduler.requests["c"]
+    engine.core.abort_request("c")
+    assert session.status is RequestStatus.FINISHED_ABORTED
+    engine.core.finish_session("c")
+
+
+@pytest.mark.parametrize("num_kept", range(1, 9))
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_follows_a_stop_string_is_dropped(make_engine: MakeEngine, num_kept: int, taken: bool) -> None:
+    """At every place within and between blocks; taken: the session has lost its blocks before its next turn."""
+    engine = make_engine(num_blocks=26, max_model_len=100)
+    answer = turn(engine, PROMPT, max_tokens=9)
+    if taken:
+        engine.ask([7] * 90, params={"max_tokens": 9})
+        assert engine.scheduler.requests["s"].num_computed_tokens == 0
+    engine.resume("s", INPUTS[0], num_kept_output_tokens=num_kept)
+    while len(engine.turns["s"]) == 1:
+        engine.step()
+    kept = [*PROMPT, *answer.token_ids[:num_kept]]
+    again = engine.turns["s"][-1]
+    assert again.token_ids == greedy_answer([*kept, *INPUTS[0]], 4)
+    # what other prompts find of it is still what it says
+    for prompt in ([*PROMPT, *answer.token_ids, 1], [*kept, *INPUTS[0], *again.token_ids, 1]):
+        assert engine.ask(prompt).token_ids == greedy_answer(prompt, 4)
+    engine.core.abort_request("s")
+
+
+def test_a_reader_ends_the_turn_that_it_means(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(PROMPT, "s", resumable=True, params={"max_tokens": 50})
+    engine.core.end_sequence("s", 0)  # nothing was said yet
+    for _ in range(3):
+        engine.step()
+    engine.core.end_sequence("s", 0, 1)  # of another turn
+    engine.step()
+    engine.core.end_sequence("s", 0, 0)
+    engine.core.end_sequence("s", 0, 0)  # it has ended
+    engine.collect()
+    [answer] = engine.turns["s"]
+    assert answer.token_ids == greedy_answer(PROMPT, 4)
+    assert answer.finish_reason is FinishReason.STOP
+    assert engine.scheduler.requests["s"].status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    engine.resume("s", INPUTS[0], num_kept_output_tokens=5)
+    assert engine.collect()["s"].error_message == "num_kept_output_tokens is 5, the turn before has 4 output tokens"
+    engine.scheduler.check(idle=True)
+
+
+def test_a_preempted_turn_is_ended_by_its_reader(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=14, max_model_len=48, scheduling_policy="priority")
+    engine.add(PROMPT, "s", resumable=True, params={"max_tokens": 30}, priority=1)
+    other = engine.add([50] * 11, params={"max_tokens": 30})
+    for _ in range(40):
+        engine.step()
+        if engine.scheduler.requests["s"].num_preemptions:
+            break
+    assert engine.scheduler.requests["s"].status is RequestStatus.PREEMPTED
+    engine.core.end_sequence("s", 0)
+    engine.collect()
+    answer = engine.turns["s"][0]
+    engine.resume("s", INPUTS[0], num_kept_output_tokens=2)
+    engine.run()
+    assert engine.turns["s"][1].token_ids == greedy_answer([*PROMPT, *answer.token_ids[:2], *INPUTS[0]], 4)
+    assert engine.answers[other].token_ids == greedy_answer([50] * 11, 30)
+    engine.core.abort_request("s")
 
 
 def test_a_session_ends_with_an_error_at_the_models_length(make_engine: MakeEngine) -> None:

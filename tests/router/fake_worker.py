@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.protocol_3 import request_to_version_3, turn_to_version_3
 from pdserve.common.request.wire import layout_to_wire, request_from_wire
 from pdserve.common.security.call_guard import CallGuard
@@ -150,12 +151,15 @@ def readable(message: Any) -> Any:
     return message
 
 
-async def readable_turns(turns: AsyncIterator[decode_pb2.DecodeTurn]) -> AsyncIterator[decode_pb2.DecodeTurn]:
-    """The turns of a session as `open` and `next`."""
+async def readable_turns(
+    turns: AsyncIterator[decode_pb2.DecodeTurn], requests: list[GenerationRequest]
+) -> AsyncIterator[decode_pb2.DecodeTurn]:
+    """The turns of a session as `open` and `next`. requests: gets what they were before."""
     is_first = True
     async for turn in turns:
         if turn.generation_request:
             request = request_from_wire(turn, MAX_ANY_LEN)
+            requests.append(request)
             if is_first:
                 turn.open.CopyFrom(request_to_version_3(request))
             else:
@@ -266,6 +270,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.scripts: list[Script] = []
         self.calls: list[Call] = []
         self.num_watches = 0
+        self.session_requests: list[GenerationRequest] = []
+        """Turns of all sessions."""
         self.ended_sequences: asyncio.Queue[decode_pb2.EndSequencesRequest] = asyncio.Queue()
         self.met: list[worker_pb2.MeetRequest] = []
         self.load = worker_pb2.Load(engine_tick=1)
@@ -377,7 +383,9 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             yield event
 
     async def Session(self, request_iterator, context):
-        async for event in self._play(Call(None, readable_turns(request_iterator)), self.session_script):
+        async for event in self._play(
+            Call(None, readable_turns(request_iterator, self.session_requests)), self.session_script
+        ):
             yield event
 
     async def Embed(self, request, context):

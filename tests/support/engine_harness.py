@@ -160,11 +160,16 @@ class Harness:
         self.core.add_request(request)
         return request.request_id
 
-    def resume(self, request_id: str, prompt: Sequence[int], **params: Any) -> None:
+    def resume(
+        self, request_id: str, prompt: Sequence[int], *, num_kept_output_tokens: int | None = None, **params: Any
+    ) -> None:
         """A session's next turn; greedy, 4 tokens, unless `params` says otherwise."""
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | params
         update = StreamingUpdate(
-            request_id=request_id, prompt_token_ids=list(prompt), sampling_params=SamplingParams(**given)
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(**given),
+            num_kept_output_tokens=num_kept_output_tokens,
         )
         self.core.verify_update(update)
         self.core.resume_request(update)

@@ -139,8 +139,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if (num := len(request.indexes)) > MAX_SEQUENCES:
             raise InvalidRequest(f"indexes has {num} sequences, at most {MAX_SEQUENCES} are possible", "indexes")
         request_id = engine_request_id(request.request_id, request.attempt, 0)
+        turn = request.turn if request.HasField("turn") else None
         for index in request.indexes:
-            self.engine.end_sequence(request_id, index)
+            self.engine.end_sequence(request_id, index, turn)
         return decode_pb2.EndSequencesResponse()
 
     def _receive(
@@ -190,7 +191,8 @@ class _Session:
                 yield decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments))
                 async for output in stream:
                     goes_on = output.awaits_input
-                    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, _LOCAL_MOMENTS))
+                    for event in _spoken(output, _LOCAL_MOMENTS):
+                        yield event
             self._record = None
             record.close()
             if self.engine.draining:
@@ -232,6 +234,7 @@ class _Session:
             prompt_token_ids=said.prompt_token_ids,
             sampling_params=said.sampling_params,
             arrival_time=time.monotonic(),
+            num_kept_output_tokens=said.num_kept_output_tokens,
         )
         engine.core.verify_update(update)
         # for the turn's record alone: the engine has the sequence
@@ -309,7 +312,7 @@ async def _events(
 
 def _spoken(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> Iterator[decode_pb2.DecodeEvent]:
     """The `Outputs` message of one output of the engine."""
-    for piece in prompt_logprobs_to_wire(output.prompt_logprobs):
+    for piece in prompt_logprobs_to_wire(output.prompt_logprobs, output.first_prompt_position):
         yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
     yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
 

@@ -25,14 +25,6 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
 
 
-def _verify_turn(params: SamplingParams) -> None:
-    """Refuse parameters that sessions do not support: a turn begins at once, from the last turn's KV. Raises: InvalidRequest."""
-    if params.structured_outputs is not None:
-        raise InvalidRequest("structured_outputs is not supported in a session", "structured_outputs")
-    if params.prompt_logprobs is not None:
-        raise InvalidRequest("prompt_logprobs is not supported in a session", "prompt_logprobs")
-
-
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A step between its launch and `finish_step`."""
@@ -79,10 +71,6 @@ class EngineCore:
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         request.verify_supported()
-        if request.resumable:
-            _verify_turn(request.sampling_params)
-        if request.sampling_params.structured_outputs is not None and not self.scheduler.grammars.is_possible:
-            raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
         num_tokens = len(request.prompt_token_ids)
         num_to_come = 0 if request.pooling_params is not None else 1
         if request.pooling_params is not None:
@@ -141,26 +129,38 @@ class EngineCore:
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
         self._verify_sampling(update.sampling_params)
-        _verify_turn(update.sampling_params)
         if not update.prompt_token_ids:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)
 
     def _verify_sampling(self, params: SamplingParams) -> None:
         params.verify(self.vocab_size, max_logprobs=self.vocab_size)
+        if params.structured_outputs is not None and not self.scheduler.grammars.is_possible:
+            raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
         self._logits_processors.verify(params.logits_processors, self.vocab_size)
 
     def resume_request(self, update: StreamingUpdate) -> None:
         """Begin the next turn of a session, after `verify_update`. Ids are checked as in `add_request`."""
-        self.scheduler.resume_request(update, self._refusal(update.prompt_token_ids))
+        self.scheduler.session_commands.resume_request(update, self._refusal(update.prompt_token_ids))
+
+    def fail_request(self, request_id: str, cause: PdServeError) -> None:
+        """End a request with an error. No effect if it has ended."""
+        self.scheduler.fail_request(request_id, cause)
 
     def abort_request(self, request_id: str) -> Request | None:
         """End a request; returns it, or None if it had ended."""
         return self.scheduler.abort_request(request_id)
 
-    def end_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence, whose text is complete at the reader. No effect if it has ended."""
-        self.scheduler.end_sequence(request_id, index)
+    def finish_session(self, request_id: str) -> None:
+        """End a session, after the turns that have arrived. No effect if it has ended."""
+        self.scheduler.session_commands.finish_session(request_id)
+
+    def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
+        """End one sequence, whose text is complete at the reader, or a session's turn. No effect if it has ended.
+
+        turn: of a session, the turn to end; None: the running one.
+        """
+        self.scheduler.end_sequence(request_id, index, turn)
 
     def apply(self, event: IntoEngine) -> None:
         """Apply an event from the transfer side. Its token ids are checked, since an id outside the vocabulary would end the
@@ -178,7 +178,7 @@ class EngineCore:
 
     def fail_idle_sessions(self, cause: PdServeError) -> None:
         """End sessions that are between two turns with an error."""
-        self.scheduler.fail_idle_sessions(cause)
+        self.scheduler.session_commands.fail_idle(cause)
 
     @property
     def has_work(self) -> bool:

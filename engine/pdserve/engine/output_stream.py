@@ -85,9 +85,9 @@ class OutputStream:
         """
         self._num_open = self._num_sequences
         while self._num_open > 0:
-            output = await self.get()
+            output = more = await self.get()
             unread = {output.index: output}
-            while not self._outputs.empty():
+            while not self._outputs.empty() and not more.awaits_input:
                 more = self._outputs.get_nowait()
                 if more.error_code:
                     raise engine_error(more)

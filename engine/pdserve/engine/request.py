@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pdserve.common.request.engine_types import (
@@ -47,7 +48,7 @@ LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING},
     RequestStatus.WAITING_FOR_FSM: FINISHED | {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING},
     RequestStatus.WAITING_FOR_REMOTE_KVS: FINISHED | {RequestStatus.WAITING},
-    RequestStatus.WAITING_FOR_STREAMING_REQ: FINISHED | {RequestStatus.WAITING},
+    RequestStatus.WAITING_FOR_STREAMING_REQ: FINISHED | {RequestStatus.WAITING_FOR_FSM, RequestStatus.WAITING},
     RequestStatus.RUNNING: FINISHED | {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_STREAMING_REQ},
     RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING},
     **{status: frozenset() for status in FINISHED},
@@ -121,6 +122,12 @@ class Request:
         """Log-probabilities of the prompt tokens computed so far, if requested; None after the first output took them."""
         self.prefill_chunks: list[tuple[float, int]] = []
         """(`time.monotonic()` seconds, tokens) of each computed chunk of the prompt."""
+        self.streaming_queue: deque[StreamingUpdate | None] = deque()
+        """A session's further turns, which arrived before the turn had ended; None: the session ends then."""
+        self.num_turns = 0
+        """Turns of a session before this one."""
+        self.num_tokens_before = 0
+        """Tokens of those turns."""
 
     def _first_status(self) -> RequestStatus:
         for wait in Wait:
@@ -155,8 +162,13 @@ class Request:
         return not self.num_output_tokens
 
     def add_prompt_logprobs(self, of_chunk: LogprobsLists) -> None:
-        """Add the log-probabilities of a computed chunk, before `num_computed_tokens` includes it; the first chunk replaces all."""
-        known = self.prompt_logprobs if self.num_computed_tokens else None
+        """Add the log-probabilities of a computed chunk, before `num_computed_tokens` includes it; the first chunk replaces all.
+
+        Those of a session's earlier turns are dropped.
+        """
+        first = max(1, self.num_tokens_before)
+        known = self.prompt_logprobs if self.num_computed_tokens >= first else None
+        of_chunk = of_chunk.part(max(0, first - (self.num_computed_tokens + 1)))
         self.prompt_logprobs = of_chunk if known is None else known.followed_by(of_chunk)
 
     def take_prompt_logprobs(self) -> LogprobsLists | None:
@@ -218,13 +230,17 @@ class Request:
 
     def resume(self, update: StreamingUpdate) -> None:
         """Begin a session's next turn: its prompt becomes all tokens so far, followed by the new input."""
-        self.move_to(RequestStatus.WAITING)
         self.sampling_params = update.sampling_params
+        if self.sampling_params.structured_outputs is not None:
+            self.waits_for.add(Wait.GRAMMAR)
+        self.move_to(self._first_status())
+        self.num_turns += 1
+        self.num_tokens_before = len(self.token_ids)
         self.token_ids += update.prompt_token_ids
         self.num_prompt_tokens = self.num_given_tokens = len(self.token_ids)
         self.arrival = next(_arrivals)
         self.num_overtaken = 0
-        self.stop_reason = None
+        self.stop_reason = self.prompt_logprobs = None
         self.has_emitted = False
         self.moments = {"queued": update.arrival_time or time.monotonic()}
         self.prefill_chunks = []

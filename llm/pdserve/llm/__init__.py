@@ -10,6 +10,7 @@ from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.pooling_output import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import ChatKwargs, Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
+from pdserve.llm.streaming_session import StreamingInput
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 
@@ -34,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StreamingInput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokenizationKwargs",

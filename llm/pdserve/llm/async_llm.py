@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.local_request import ValidRequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.prompts import (
     ChatKwargs,
@@ -30,6 +31,7 @@ from pdserve.llm.prompts import (
     one_of_both,
 )
 from pdserve.llm.request_factory import RequestFactory
+from pdserve.llm.streaming_session import StreamingInput, StreamingSession, first_input
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -70,7 +72,7 @@ class AsyncLLM:
 
     def generate(
         self,
-        prompt: PromptType | None = None,
+        prompt: PromptType | AsyncIterable[StreamingInput] | None = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -80,6 +82,10 @@ class AsyncLLM:
         tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
+
+        An asynchronous iterator of `StreamingInput` is a session: each input follows everything before it, answers included, and
+        gets an answer of its own, whose last item has a finish reason; the KV stays in the engine. Only the session's last item is
+        `finished`. Inputs may arrive while an answer is made. An error of an input ends the session.
 
         With `output_kind` `DELTA` an item is what is new, with `FINAL_ONLY` there is one. With `best_of` above n there is
         one item alone, since the best are known only at the end.
@@ -91,6 +97,10 @@ class AsyncLLM:
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
+
+        if isinstance(prompt, AsyncIterable):
+            fields: dict[str, object] = {"priority": priority, "trace_headers": trace_headers}
+            return self._converse(prompt, sampling_params, request_id, tokenization_kwargs, fields)
 
         def parse() -> PromptWithSalt:
             return as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
@@ -227,6 +237,43 @@ class AsyncLLM:
                     yield answer
                 if request.finished:
                     return
+
+    async def _converse(
+        self,
+        inputs: AsyncIterable[StreamingInput],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        tokenization_kwargs: TokenizationKwargs | None,
+        fields: dict[str, object],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """fields: as in `RequestFactory.validate`."""
+        self._start()
+
+        def validate(each: StreamingInput) -> ValidRequest:
+            params, parsed = each.sampling_params or sampling_params, as_prompt(each.prompt, tokenization_kwargs)
+            return self._requests.validate_turn(parsed, params, True)
+
+        first, others = await first_input(inputs)
+        parsed, params = as_prompt(first.prompt, tokenization_kwargs), first.sampling_params or sampling_params
+        valid = await asyncio.to_thread(partial(self._requests.validate_turn, parsed, params, False, **fields))
+        request = self._requests.make(valid, self._free_name(request_id), resumable=True)
+        engine_id = request.core.request_id
+        with self._submitted(request.request_id, request.core) as stream:
+            session = StreamingSession(self._client, self._requests, request, stream)
+            feeding = asyncio.create_task(session.feed(others, validate))
+            try:
+                while not session.has_ended:
+                    async for output in stream:
+                        if (answer := session.process(output)) is not None:
+                            yield answer
+            except PdServeError:
+                if session.input_error is not None:
+                    raise session.input_error from None
+                raise
+            finally:
+                feeding.cancel()
+                if not session.has_ended:
+                    self._client.abort_requests([engine_id])
 
     def _free_name(self, request_id: str | None) -> str:
         """Raises: InvalidRequest for a name that another request has now; what ended the engine meanwhile."""

@@ -43,6 +43,10 @@ class EngineOptions(TypedDict, total=False):
     """Attention back end; default: the fastest on the device."""
     kernels: str
     """`torch` or `triton`; default: the fastest on the device."""
+    enforce_eager: bool
+    """True: steps on a GPU replay no captured graphs."""
+    async_scheduling: bool | None
+    """Schedule a step while the one before is computed; default: on a GPU."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
     grammar_timeout_s: float
@@ -71,7 +75,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "revision": (None,),
         "tokenizer_revision": (None,),
         "enable_chunked_prefill": (None, True),
-        "enforce_eager": (False, True),
         "enable_lora": (False,),
         "runner": ("auto", "generate", "pooling"),
         "task": ("auto", "generate", "embed"),

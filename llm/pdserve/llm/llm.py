@@ -17,6 +17,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
+from pdserve.llm.local_request import ValidRequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (
@@ -32,7 +33,7 @@ from pdserve.llm.prompts import (
     named,
     one_of_both,
 )
-from pdserve.llm.request_factory import ValidRequest, checked
+from pdserve.llm.request_factory import checked
 from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer

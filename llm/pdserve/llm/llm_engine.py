@@ -14,9 +14,10 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import engine_error
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.local_request import LocalEmbedding, LocalRequest
 from pdserve.llm.pooling_output import PoolingRequestOutput
 from pdserve.llm.prompts import PromptType, TokenizationKwargs, as_prompt, one_of_both
-from pdserve.llm.request_factory import LocalEmbedding, LocalRequest, RequestFactory
+from pdserve.llm.request_factory import RequestFactory
 from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 

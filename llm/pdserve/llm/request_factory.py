@@ -6,31 +6,30 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from pdserve.common.errors import InternalError, InvalidRequest
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
+from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.local_engine import LocalEngine
+from pdserve.llm.local_request import LocalEmbedding, LocalRequest, ValidRequest
 from pdserve.llm.logits_callables import LogitsCallable
-from pdserve.llm.pooling_output import PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
-from pdserve.text.best_of import best, for_engines
+from pdserve.text.best_of import for_engines
 from pdserve.text.outputs.output_processor import OutputProcessor
-from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 from pdserve.text.prompt import (
     EncodedPrompt,
     LengthRule,
+    TextInput,
     encode_prompt,
     resolve_max_tokens,
     verify_cache_salt,
@@ -39,119 +38,6 @@ from pdserve.text.prompt import (
 
 _SEED_BITS = 63
 P = TypeVar("P", bound=msgspec.Struct)
-
-
-class ValidRequest(NamedTuple):
-    """A validated request without its name and, if the caller gave none, its seed."""
-
-    request: GenerationRequest
-    text: str | None
-    """The prompt's text, if it is one."""
-    functions: tuple[LogitsCallable, ...] = ()
-    """The caller's functions among `logits_processors`; they are known as long as these are referenced."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRequest:
-    """A request, with the processor that makes text of its outputs."""
-
-    core: EngineCoreRequest
-    processor: OutputProcessor
-    metrics: RequestMetrics | None
-    """Also in every answer of `processor`; None without statistics."""
-    params: SamplingParams
-    """As the caller gave them."""
-    functions: tuple[LogitsCallable, ...] = ()
-    """See `ValidRequest.functions`."""
-
-    @property
-    def request_id(self) -> str:
-        """The caller's name for it."""
-        return self.processor.request_id
-
-    @property
-    def finished(self) -> bool:
-        return self.processor.finished
-
-    def process(self, output: EngineCoreOutput) -> CompletionOutput | None:
-        """New output for the caller; None without any."""
-        self.processor.num_cached_tokens = output.num_cached_tokens
-        if self.metrics is not None:
-            self.metrics.see(output)
-        if output.prompt_logprobs is not None:
-            self.processor.add_prompt_logprobs(1, output.prompt_logprobs)
-        new = self.processor.process(
-            output.index,
-            output.first_position,
-            output.new_token_ids,
-            output.finish_reason,
-            output.stop_reason,
-            output.new_logprobs,
-        )
-        if self.metrics is not None and self.processor.finished:
-            self.metrics.end()
-        return new
-
-    def ended_here(self, output: EngineCoreOutput) -> bool:
-        """True if a stop string has ended the output's sequence, which the engine does not know."""
-        return output.finish_reason is None and self.processor.states[output.index].finished
-
-    @property
-    def is_open(self) -> bool:
-        """True if it is not known yet which of its sequences the caller gets."""
-        return self.is_best_of and not self.processor.finished
-
-    @property
-    def is_best_of(self) -> bool:
-        """True if more sequences are made than the caller gets."""
-        return self.params.num_sequences > self.params.n
-
-    def output_of(self, new: Sequence[CompletionOutput]) -> RequestOutput | None:
-        """The item of the caller's stream after `process` returned `new`, by the request's `output_kind`; None for none."""
-        kind = self.params.output_kind
-        if not new or self.is_open or (kind is RequestOutputKind.FINAL_ONLY and not self.finished):
-            return None
-        if kind is RequestOutputKind.DELTA and not self.is_best_of:
-            return self.processor.request_output(new)
-        return self.answer
-
-    @property
-    def answer(self) -> RequestOutput:
-        """The caller's output so far."""
-        answer = self.processor.request_output()
-        if self.is_best_of:
-            answer.outputs = best(answer.outputs, self.params)
-        return answer
-
-
-@dataclass(slots=True)
-class LocalEmbedding:
-    """An embedding request, with its result."""
-
-    request_id: str
-    prompt: str | None
-    core: EngineCoreRequest
-    output: PoolingRequestOutput | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.output is not None
-
-    def ended_here(self, output: EngineCoreOutput) -> bool:
-        return False
-
-    def process(self, output: EngineCoreOutput) -> PoolingRequestOutput:
-        """The answer. Raises: InternalError for an end without one."""
-        if output.pooling_output is None:
-            raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
-        self.output = PoolingRequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.core.prompt_token_ids,
-            outputs=PoolingOutput(data=output.pooling_output),
-            num_cached_tokens=output.num_cached_tokens,
-        )
-        return self.output
 
 
 class RequestFactory:
@@ -213,6 +99,27 @@ class RequestFactory:
                 field,
             )
         return self._valid(prompt, encoded, fields, sampling_params=params)._replace(functions=functions)
+
+    def validate_turn(
+        self,
+        prompt: PromptWithSalt,
+        sampling_params: SamplingParams | None,
+        is_later: bool,
+        **fields: object,
+    ) -> ValidRequest:
+        """`validate` of a session's turn. is_later: True if it is not the first, so that it continues a text.
+
+        The length of all turns together is the engine's to check. Raises: as `validate`.
+        """
+        if is_later and isinstance(prompt.prompt, TextInput):
+            prompt = prompt._replace(prompt=msgspec.structs.replace(prompt.prompt, add_special_tokens=False))
+        if is_later and prompt.cache_salt is not None:
+            raise InvalidRequest("cache_salt may only come with a session's first input", "cache_salt")
+        valid = self.validate(prompt, sampling_params, **fields)
+        for field in ("n", "best_of"):
+            if (getattr(valid.request.sampling_params, field) or 1) > 1:
+                raise InvalidRequest(f"{field} is above 1, but a session has one sequence", field)
+        return valid
 
     def _named_functions(self, params: SamplingParams) -> tuple[SamplingParams, tuple[LogitsCallable, ...]]:
         """The parameters with names in place of the caller's functions. Raises: InvalidRequest where none can be called."""
@@ -300,16 +207,19 @@ class RequestFactory:
         return name, f"{name}.{number}"
 
     def make(
-        self, valid: ValidRequest, request_id: str | None = None, arrival_time: float | None = None
+        self,
+        valid: ValidRequest,
+        request_id: str | None = None,
+        arrival_time: float | None = None,
+        *,
+        resumable: bool = False,
     ) -> LocalRequest:
         """The request for the engine. request_id: the caller's name for it; default: its number.
 
-        arrival_time: seconds since 1970, for its metrics; default: now.
+        arrival_time: seconds since 1970, for its metrics; default: now. resumable: True for the first turn of a session.
         """
         request_id, stem = self._named(request_id)
-        params = valid.request.sampling_params
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
+        params = self._seeded(valid.request.sampling_params)
         engine_params = for_engines(params)
         core = self._engine_request(
             valid.request,
@@ -317,20 +227,58 @@ class RequestFactory:
             sampling_params=engine_params,
             n=engine_params.n,
             eos_token_ids=self._tokenizer.eos_token_ids,
+            resumable=resumable,
         )
+        arrived = unix_s(core.arrival_time) if arrival_time is None else arrival_time
+        return self._local(core, valid, params, request_id, core.prompt_token_ids, arrived)
+
+    def make_turn(self, valid: ValidRequest, engine_id: str) -> StreamingUpdate:
+        """A session's later turn for the engine. engine_id: the engine's name of the session."""
+        return StreamingUpdate(
+            request_id=engine_id,
+            prompt_token_ids=valid.request.prompt_token_ids,
+            sampling_params=self._seeded(valid.request.sampling_params),
+            arrival_time=time.monotonic(),
+        )
+
+    def begin_turn(
+        self, valid: ValidRequest, update: StreamingUpdate, last: LocalRequest, token_ids: list[int], num_before: int
+    ) -> LocalRequest:
+        """The turn of an update as a request of its own. last: the turn before. token_ids: everything up to the turn's output.
+
+        num_before: tokens before the turn's input.
+        """
+        core = msgspec.structs.replace(last.core, sampling_params=update.sampling_params)
+        arrived = unix_s(update.arrival_time)
+        return self._local(core, valid, update.sampling_params, last.request_id, token_ids, arrived, num_before)
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        if params.seed is not None:
+            return params
+        return msgspec.structs.replace(params, seed=self._seeds.getrandbits(_SEED_BITS))
+
+    def _local(
+        self,
+        core: EngineCoreRequest,
+        valid: ValidRequest,
+        params: SamplingParams,
+        request_id: str,
+        token_ids: list[int],
+        arrived_s: float,
+        num_before: int = 0,
+    ) -> LocalRequest:
+        """params: the caller's. token_ids: all before the output. arrived_s: since 1970."""
         processor = OutputProcessor(
             self._tokenizer,
             request_id=request_id,
             prompt=valid.text,
-            prompt_token_ids=core.prompt_token_ids,
-            sampling_params=engine_params,
-            num_sequences=engine_params.n,
+            prompt_token_ids=token_ids,
+            sampling_params=core.sampling_params,
+            num_sequences=core.sampling_params.n,
+            num_tokens_before=num_before,
         )
         if self._log_stats:
-            processor.metrics = RequestMetrics(
-                arrival_time=unix_s(core.arrival_time) if arrival_time is None else arrival_time,
-                num_prompt_tokens=len(core.prompt_token_ids),
-            )
+            processor.metrics = RequestMetrics(arrival_time=arrived_s, num_prompt_tokens=len(token_ids))
         return LocalRequest(core, processor, processor.metrics, params, valid.functions)
 
     def _engine_request(self, request: GenerationRequest, stem: str, **fields: Any) -> EngineCoreRequest:

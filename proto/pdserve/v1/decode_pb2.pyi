@@ -109,10 +109,13 @@ class EndSequencesRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     INDEXES_FIELD_NUMBER: builtins.int
+    TURN_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """of the request"""
     attempt: builtins.int
     """Attempt.number"""
+    turn: builtins.int
+    """of a session: turns before the one that ends; the session continues"""
     @property
     def indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of the sequences"""
@@ -123,9 +126,15 @@ class EndSequencesRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         attempt: builtins.int = ...,
         indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        turn: builtins.int | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "indexes", b"indexes", "request_id", b"request_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_turn", b"_turn", "turn", b"turn"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_turn", b"_turn", "attempt", b"attempt", "indexes", b"indexes", "request_id", b"request_id", "turn", b"turn"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__turn: typing_extensions.TypeAlias = typing.Literal["turn"]
+    _WhichOneofArgType__turn: typing_extensions.TypeAlias = typing.Literal["_turn", b"_turn"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turn) -> _WhichOneofReturnType__turn | None: ...
 
 Global___EndSequencesRequest: typing_extensions.TypeAlias = EndSequencesRequest
 

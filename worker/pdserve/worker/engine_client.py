@@ -200,9 +200,9 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         self._thread.post(lambda core: core.abort_request(request_id))
 
-    def end_sequence(self, request_id: str, index: int) -> None:
-        """One of its sequences has ended where its text is made. Harmless when it had ended."""
-        self._thread.post(lambda core: core.end_sequence(request_id, index))
+    def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
+        """One of its sequences, or this turn of a session, has ended where its text is made. Harmless when it had ended."""
+        self._thread.post(lambda core: core.end_sequence(request_id, index, turn))
 
     def apply(self, event: IntoEngine) -> None:
         """Pass an event of the transfer side on."""

@@ -78,6 +78,8 @@ class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaul
     """Parameters of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
     arrival_time: float = 0.0
     """`time.monotonic()` of this process, seconds."""
+    num_kept_output_tokens: int | None = None
+    """Output tokens of the turn before that stand, where a stop string ended its text; the others are dropped. None: all."""
 
 
 class EngineCoreEventType(enum.IntEnum):
@@ -151,7 +153,10 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     new_logprobs: LogprobsLists | None = None
     """Log-probabilities of the new tokens, if the request asks for them."""
     prompt_logprobs: LogprobsLists | None = None
-    """With the first token: log-probabilities of every prompt token but the first, if the request asks for them."""
+    """With the first token: log-probabilities of every prompt token but the first, if the request asks for them; of a session's
+    later turn, those of its own input."""
+    first_prompt_position: int = 1
+    """Position of the first of `prompt_logprobs`, in all tokens of the sequence."""
     num_preemptions: int = 0
     """Number of preemptions of the sequence so far."""
     events: list[EngineCoreEvent] = []

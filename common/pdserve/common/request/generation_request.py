@@ -98,6 +98,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     """W3C trace context."""
     client_request_id: str = ""
     """The client's id of the request, for spans."""
+    num_kept_output_tokens: int | None = None
+    """Session's later turn: output tokens of the turn before that stand, where a stop string ended its text; None: all."""
     ignorable: tuple[str, ...] = ()
     """Names of fields that a worker which does not know them may pass over; all others it refuses."""
 

@@ -100,15 +100,17 @@ _ENTRY_BYTES = 9
 """Bytes of one candidate, at most: a varint of 5 bytes and a float."""
 
 
-def prompt_logprobs_to_wire(logprobs: LogprobsLists | None) -> Iterator[request_pb2.PromptLogprobs]:
-    """Messages with the log-probabilities of a whole prompt, in pieces."""
+def prompt_logprobs_to_wire(
+    logprobs: LogprobsLists | None, first_position: int = 1
+) -> Iterator[request_pb2.PromptLogprobs]:
+    """Messages with the log-probabilities of a prompt, in pieces. first_position: of the first one, 0 being the first token."""
     if logprobs is None:
         return
     width = len(logprobs.logprobs[0]) if len(logprobs) else 1
     step = max(1, PIECE_BYTES // (width * _ENTRY_BYTES + _ENTRY_BYTES))
     for start in range(0, len(logprobs), step):
         piece = logprobs_to_wire(logprobs.part(start, start + step))
-        yield request_pb2.PromptLogprobs(first_position=start + 1, logprobs=piece)
+        yield request_pb2.PromptLogprobs(first_position=first_position + start, logprobs=piece)
 
 
 def outputs_to_wire(output: EngineCoreOutput, moment_names: Mapping[str, tuple[str, ...]]) -> request_pb2.Outputs:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +34,12 @@ class EngineCoreClient(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Its id is one that no open request has. Raises: WorkerLost or Cancelled after the engine's end."""
+
+    def resume_request(self, update: StreamingUpdate) -> None:
+        """Queue a session's next turn. A refused one ends the session. Raises: as `add_request`."""
+
+    def finish_session(self, request_id: str) -> None:
+        """End a session after the turns that were queued. Harmless when it had ended, and after the engine's end."""
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests: their sequences end with finish reason `ABORT`. Harmless for unknown ones and after the engine's end."""

@@ -33,10 +33,12 @@ from pdserve.engine.clients.frames import (
     AddRequest,
     EndSequence,
     EngineDead,
+    FinishSession,
     FromEngine,
     Load,
     Loaded,
     Outputs,
+    ResumeRequest,
     ToEngine,
     Utility,
     UtilityOutput,
@@ -117,6 +119,11 @@ class EngineCoreProc:
         match message:
             case AddRequest(request_id, request):
                 self._add(inner, request_id, request)
+            case ResumeRequest(update):
+                with contextlib.suppress(PdServeError):  # after the engine's end, which was reported
+                    inner.resume_request(update)
+            case FinishSession(request_id):
+                inner.finish_session(request_id)
             case AbortRequests(request_ids):
                 inner.abort_requests(request_ids)
             case EndSequence(request_id, index):

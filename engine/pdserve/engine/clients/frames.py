@@ -1,6 +1,6 @@
 """Messages between `ProcessClient` and the process of its engine: msgpack values behind their length, over a Unix socket pair.
 
-client -> engine   `Load`, once; then `AddRequest`, `AbortRequests`, `EndSequence`, `Utility`
+client -> engine   `Load`, once; then `AddRequest`, `ResumeRequest`, `FinishSession`, `AbortRequests`, `EndSequence`, `Utility`
 engine -> client   `Loaded`, once; then `Outputs`, `UtilityOutput`; `EngineDead`, last
 
 The end of the socket is the end of the peer.
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import PeerError
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.clients.engine_core_client import EngineInfo
 from pdserve.engine.scheduler_output import RequestFailure
@@ -36,6 +36,16 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     request: msgspec.Raw
     """An `EngineCoreRequest`, decoded on its own: one that cannot be read ends alone."""
+
+
+class ResumeRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A session's next turn."""
+
+    update: StreamingUpdate
+
+
+class FinishSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    request_id: str
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -79,7 +89,7 @@ class EngineDead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: RequestFailure
 
 
-ToEngine = Load | AddRequest | AbortRequests | EndSequence | Utility
+ToEngine = Load | AddRequest | ResumeRequest | FinishSession | AbortRequests | EndSequence | Utility
 FromEngine = Loaded | Outputs | UtilityOutput | EngineDead
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode

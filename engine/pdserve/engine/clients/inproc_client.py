@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, WorkerLost, from_code
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.engine.clients.loaded_engine import LoadedEngine
 from pdserve.engine.clients.output_queue import OutputQueue, OutputSink
 from pdserve.engine.clients.utilities import call_utility
@@ -60,6 +60,19 @@ class InprocClient:
             self._put(refused_outputs(request.request_id, error))
             return
         self._do(lambda core: core.add_request(request))
+
+    def resume_request(self, update: StreamingUpdate) -> None:
+        self._require_running()
+        try:
+            self.core.verify_update(update)
+        except InvalidRequest as error:
+            refusal = error
+            self._do(lambda core: core.fail_request(update.request_id, refusal))
+            return
+        self._do(lambda core: core.resume_request(update))
+
+    def finish_session(self, request_id: str) -> None:
+        self._do(lambda core: core.finish_session(request_id))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         def abort(core: EngineCore) -> None:

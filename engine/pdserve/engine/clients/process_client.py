@@ -11,11 +11,19 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PeerError
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.clients import engine_connection
 from pdserve.engine.clients.engine_connection import EngineConnection
-from pdserve.engine.clients.frames import AbortRequests, AddRequest, EndSequence, Load, encode
+from pdserve.engine.clients.frames import (
+    AbortRequests,
+    AddRequest,
+    EndSequence,
+    FinishSession,
+    Load,
+    ResumeRequest,
+    encode,
+)
 from pdserve.engine.output_stream import refused_outputs
 
 
@@ -41,6 +49,13 @@ class ProcessClient:
             field = _field_at_fault(request)
             refusal = InvalidRequest(f"{field} cannot be sent to the engine's process: {error}", field)
             self._connection.outputs.put(refused_outputs(request.request_id, refusal))
+
+    def resume_request(self, update: StreamingUpdate) -> None:
+        self._connection.require_running()
+        self._connection.send(encode(ResumeRequest(update)))
+
+    def finish_session(self, request_id: str) -> None:
+        self._connection.send(encode(FinishSession(request_id)))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._connection.send(encode(AbortRequests(list(request_ids))))

@@ -114,6 +114,24 @@ class KVCacheManager:
         table.extend(new)
         return [block.block_id for block in (added or new)]
 
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Drop the KV and hashes after a sequence's first `num_tokens` tokens, of which the last is to be computed again.
+
+        A block that the cache knows is never written again, so a partly dropped one leaves the table.
+        """
+        num_full, num_in_last = divmod(num_tokens - 1, self.block_size)
+        del request.block_hashes[num_full:]
+        table = self._tables.get(request.request_id)
+        if table is None:
+            return
+        keeps_last = bool(num_in_last) and self._num_remembered[request.request_id] <= num_full
+        num_kept = num_full + keeps_last
+        self.pool.release(table[num_kept:])
+        del table[num_kept:]
+        self._num_remembered[request.request_id] = min(self._num_remembered[request.request_id], num_full)
+        limit = num_tokens - 1 if keeps_last else num_full * self.block_size
+        request.num_computed_tokens = min(request.num_computed_tokens, limit)
+
     def idle(self, request: Request) -> None:
         """Keep the sequence's blocks until others need them or `allocate_slots` is called for it.
 

@@ -62,6 +62,7 @@ class OutputCollector:
                 prefill_chunks=request.prefill_chunks if first_or_last else [],
                 new_logprobs=new_logprobs,
                 prompt_logprobs=request.take_prompt_logprobs() if new_token_ids else None,
+                first_prompt_position=max(1, request.num_tokens_before),
                 num_preemptions=request.num_preemptions,
                 events=request.take_events() if request.events else [],
                 pooling_output=pooling_output,

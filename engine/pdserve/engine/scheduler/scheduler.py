@@ -11,7 +11,6 @@ from pdserve.common.request.engine_types import (
     EngineCoreEventType,
     EngineCoreRequest,
     SchedulerStats,
-    StreamingUpdate,
 )
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
@@ -24,6 +23,7 @@ from pdserve.engine.scheduler.preemption import Preemption
 from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch, new_request_data
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
+from pdserve.engine.scheduler.session_commands import SessionCommands
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
@@ -62,7 +62,7 @@ class Scheduler:
         self.running = RunningBatch()
         self.preemption = Preemption(self.kv, self.running, self.waiting, self._evict)
         self.group = SequenceGroup(config, self.requests, self.kv, self.waiting, self.preemption)
-        self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.outputs)
+        self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.grammars, self.outputs)
         self.finisher = FinishRequest(
             self.requests,
             self.kv,
@@ -80,6 +80,7 @@ class Scheduler:
         self.async_scheduling = AsyncScheduling(
             config, self.kv, self.running, self.waiting, self.receives, self.grammars
         )
+        self.session_commands = SessionCommands(self.requests, self.sessions, self.finisher, self.events)
         self.prefill_s = 0.0
         """Seconds of the steps that computed prompt tokens."""
         self.num_added = 0
@@ -120,34 +121,27 @@ class Scheduler:
         self.outputs.prefills_locally(request)
         return True
 
-    def resume_request(self, update: StreamingUpdate, refusal: InvalidRequest | None = None) -> None:
-        """Begin a session's next turn. Late and unknown updates are counted and dropped; input that is too long ends the session.
-
-        refusal: error that ends the session at once.
-        """
-        request = self.requests.get(update.request_id)
-        if request is None or request.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
-            self.events.num_dropped += 1
-            return
-        refusal = refusal or self.sessions.resume(request, update)
-        if refusal is not None:
-            self.finisher.fail(request, refusal)
-
     def abort_request(self, request_id: str) -> Request | None:
         """End a request in any state; returns one of its sequences, None if all had ended."""
         self.sources.forget(request_id)
         living = self._living(request_id)
         for request in living:
-            self.finisher.finish(request, RequestStatus.FINISHED_ABORTED)
+            self.session_commands.abort(request)
         return living[0] if living else None
 
-    def end_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence, whose text is complete at the reader; other sequences continue. No effect if it has ended."""
+    def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
+        """End one sequence, whose text is complete at the reader; other sequences continue. No effect if it has ended.
+
+        Of a session the running turn ends. turn: if it is this one; None: whichever it is.
+        """
         for request in self._living(request_id):
-            if request.num_sequences > 1:
+            if request.core.resumable:
+                if turn in (None, request.num_turns) and request.num_output_tokens:
+                    self.session_commands.end_text(request)
+            elif request.num_sequences > 1:
                 request.ended_elsewhere.add(index)
             elif request.index == index:
-                self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
+                self.session_commands.end_text(request)
 
     def _living(self, request_id: str) -> list[Request]:
         if siblings := self.group.of(request_id):
@@ -155,16 +149,15 @@ class Scheduler:
         request = self.requests.get(request_id)
         return [] if request is None else [request]
 
+    def fail_request(self, request_id: str, cause: PdServeError) -> None:
+        """End a request with an error. No effect if it has ended."""
+        for request in self._living(request_id):
+            self.finisher.fail(request, cause)
+
     def fail_all(self, cause: PdServeError) -> None:
         """End every request with an error."""
         for request in list(self.requests.values()):
             self.finisher.fail(request, cause)
-
-    def fail_idle_sessions(self, cause: PdServeError) -> None:
-        """End sessions that are between two turns with an error."""
-        for request in list(self.requests.values()):
-            if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-                self.finisher.fail(request, cause)
 
     @property
     def has_work(self) -> bool:
@@ -220,7 +213,7 @@ class Scheduler:
             request.grammar = grammar
             request.settle_wait(Wait.GRAMMAR)
             if grammar.has_ended:
-                self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
+                self.session_commands.end_text(request)
             elif (first_tokens := self.grammars.first_tokens(request)) is not None:
                 self._start_decoding(request, first_tokens)
             elif not request.waits_for:
@@ -236,7 +229,7 @@ class Scheduler:
             if (failure := request.grammar.failure) is not None:
                 self.finisher.fail(request, failure)
             elif request.grammar.has_ended:
-                self.finisher.finish(request, RequestStatus.FINISHED_STOPPED)
+                self.session_commands.end_text(request)
 
     # ---- one step
 

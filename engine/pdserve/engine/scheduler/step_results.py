@@ -143,10 +143,10 @@ class StepResults:
         for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
             if ended_with is None or request.core.transfer_source:
                 self._outputs.tokens(sequence, [token_id], ended_with, of_token)
-            elif request.core.resumable:
-                self._sessions.end_turn(sequence, ended_with, token_id, of_token)
-            else:
+            elif self._sessions.ends_with_turn(request):
                 self._finisher.finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
+            elif (refusal := self._sessions.end_turn(sequence, ended_with, [token_id], of_token)) is not None:
+                self._finisher.fail(sequence, refusal)
         if request.core.transfer_source:
             # another worker decodes the rest, so the sequences end in this engine
             statuses = [ended_with for _, ended_with in sequences]

@@ -321,6 +321,9 @@ class SessionCall(_DecodeServiceCall):
             SESSION, self._first, metadata=request.trace_headers.items()
         )
         self._cancelled = asyncio.Event()
+        self._request_id = request.request_id
+        self._num_turns = 0
+        """Turns before the running one."""
         super().__init__(worker, self._turns, request)
 
     def cancel(self) -> None:
@@ -335,8 +338,15 @@ class SessionCall(_DecodeServiceCall):
         """Send the next turn, of which prompt, sampling parameters and trace headers count."""
         self._num_prompt_tokens += self._sampling.output_limit + len(request.prompt_token_ids)
         self._sampling = request.sampling_params
+        self._num_turns += 1
         turn = OutgoingRequest(request).fields(self._worker, version_3="next")
         await self._write(decode_pb2.DecodeTurn(**turn))
+
+    async def end_turn(self) -> None:
+        """Request the end of the running turn, whose text is complete; its last outputs still come."""
+        request = decode_pb2.EndSequencesRequest(request_id=self._request_id, indexes=[0], turn=self._num_turns)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._worker.channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
 
     async def _write(self, turn: decode_pb2.DecodeTurn | bytes) -> None:
         writing = asyncio.ensure_future(self._turns.write(turn))

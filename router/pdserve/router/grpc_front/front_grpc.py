@@ -258,11 +258,6 @@ _FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
 
 def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
     """Raises: InvalidRequest for fields that a session's turn does not support."""
-    if request.sampling.stop:
-        # the engine continues the sequence, and does not know that a stop string ended its text
-        raise InvalidRequest(
-            "sampling.stop is not supported in a session; use sampling.stop_token_ids", "sampling.stop"
-        )
     if request.use_beam_search:
         raise InvalidRequest("use_beam_search is true, but a session has one sequence", "use_beam_search")
     for field in ("n", "best_of"):

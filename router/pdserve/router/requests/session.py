@@ -9,13 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
+import msgspec
+
 from pdserve.common import timeline as moments
-from pdserve.common.errors import InternalError, Overloaded, PdServeError, WorkerLost
+from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, WorkerLost
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.protocol_3 import LAST_VERSION
 from pdserve.common.timeline import now_unix_ns
-from pdserve.router.attempts.worker_calls import Admitted, CallFailed, DecodeCallEvent, Outputs, SessionCall
+from pdserve.router.attempts.worker_calls import (
+    Admitted,
+    CallFailed,
+    DecodeCallEvent,
+    Outputs,
+    PromptLogprobs,
+    SessionCall,
+)
 from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
@@ -26,6 +36,7 @@ from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
 from pdserve.text.outputs.output_processor import OutputProcessor
+from pdserve.text.outputs.request_output import CompletionOutput
 
 
 class StreamingSession:
@@ -37,6 +48,8 @@ class StreamingSession:
         self._on_close = on_close
         self.token_ids: list[int] = []
         """Everything so far, prompts and answers."""
+        self.num_kept_output_tokens: int | None = None
+        """Output tokens of the last turn, where the worker has more of it than the client; else None."""
         self.worker: Worker | None = None
         self.client_request_id = ""
         """The client's id of the session."""
@@ -129,6 +142,17 @@ class SessionPromptTask(PromptTask):
     ) -> None:
         super().__init__(request_id, 0, request, stream, services, record)
         self._session = session
+        self._turn_has_ended = False
+        """True if the worker has ended the turn."""
+        self._last: CompletionOutput | None = None
+        """Output with which a stop string ended the turn's text, until the worker has ended the turn."""
+
+    def _push(self, output: CompletionOutput) -> None:
+        # the client's turn ends with this output, and then nothing reads what the worker still sends of the turn
+        if output.finish_reason is not None and not self._turn_has_ended:
+            self._last = output
+        else:
+            super()._push(output)
 
     @property
     def token_ids_before(self) -> list[int]:
@@ -139,7 +163,7 @@ class SessionPromptTask(PromptTask):
         if session.worker is not None:
             # what it holds between turns is in the worker's own report
             share = LoadEstimate(calls=1, tokens=len(request.prompt_token_ids))
-            await self._at(Placement(decode=session.worker, decode_share=share), request)
+            await self._at(Placement(decode=session.worker, decode_share=share), request, processor)
             return
         refused: dict[WorkerKey, Overloaded] = {}
         while True:
@@ -149,7 +173,7 @@ class SessionPromptTask(PromptTask):
                 # there is no other; sessions last too long to wait for one to end
                 raise refused[worker.key]
             try:
-                await self._at(placement, request)
+                await self._at(placement, request, processor)
                 return
             except Overloaded as error:
                 if not error.by_peer or worker is None:
@@ -157,7 +181,7 @@ class SessionPromptTask(PromptTask):
                 refused[worker.key] = error
                 await session.leave()
 
-    async def _at(self, placement: Placement, request: GenerationRequest) -> None:
+    async def _at(self, placement: Placement, request: GenerationRequest, processor: OutputProcessor) -> None:
         """One turn at the session's worker; the first opens it there. Raises: what ends the session."""
         session, worker = self._session, placement.decode
         if worker is None:
@@ -169,6 +193,7 @@ class SessionPromptTask(PromptTask):
         record = self._record.attempt(0, placement)
         try:
             with record, self._services.company.serving(self._crash_guard, placement):
+                _verify_stop(worker, request)
                 if session.worker is None:
                     prepared = record.with_trace_headers(self.hashed(request, placement.layout).request)
                     self._services.deny_list.check(self._request.client, prepared.request_digest)
@@ -178,9 +203,10 @@ class SessionPromptTask(PromptTask):
                     session.open(worker, SessionCall(worker, prepared))
                     await session.call.open()
                 else:
-                    await session.call.go_on(record.with_trace_headers(request))
+                    turn = msgspec.structs.replace(request, num_kept_output_tokens=session.num_kept_output_tokens)
+                    await session.call.go_on(record.with_trace_headers(turn))
                 session.token_ids += request.prompt_token_ids
-                await self._answer(reservation)
+                await self._answer(reservation, processor)
         finally:
             reservation.end()
 
@@ -198,17 +224,41 @@ class SessionPromptTask(PromptTask):
         self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
         return decision.placement
 
-    async def _answer(self, reservation: LoadReservation) -> None:
+    async def _answer(self, reservation: LoadReservation, processor: OutputProcessor) -> None:
         """Relay until the turn's end. Raises: what ends the session."""
+        session, num_tokens, is_complete = self._session, 0, False
         while True:
             event = await self._session.next()
             if isinstance(event, Admitted):
                 self.timeline.merge(event.moments)
+            elif isinstance(event, PromptLogprobs):
+                self._relay_prompt(event)
             elif isinstance(event, Outputs):
                 reservation.computed()
                 self.timeline.merge(event.moments)
                 if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                     raise InternalError(f"the engine ended the session: {event.finish_reason}")
-                self._session.token_ids += event.token_ids
-                if self.relay(event):
+                num_tokens = event.first_position + len(event.token_ids)
+                self._turn_has_ended = event.finish_reason is not None
+                ended_here = self.relay(event)
+                if self._turn_has_ended:
+                    answer = processor.output_token_ids(0)
+                    session.token_ids += answer
+                    session.num_kept_output_tokens = len(answer) if len(answer) < num_tokens else None
+                    if self._last is not None:
+                        self._push(self._last)
                     return
+                if ended_here and not is_complete:
+                    # a stop string: the worker goes on with the session, not with this turn
+                    is_complete = True
+                    await session.call.end_turn()
+
+
+def _verify_stop(worker: Worker, request: GenerationRequest) -> None:
+    """Raises: InvalidRequest where the worker could not drop what it has computed after a stop string."""
+    if request.sampling_params.stop and worker.identity.protocol_version <= LAST_VERSION:
+        raise InvalidRequest(
+            f"sampling.stop is not supported in a session of worker {worker}, whose protocol version is "
+            f"{worker.identity.protocol_version}; use sampling.stop_token_ids",
+            "sampling.stop",
+        )

@@ -62,10 +62,13 @@ C = TypeVar("C")
 class PromptLogprobsLedger(Generic[C]):
     """Accepts each prompt position once, from any attempt. C: the converted form of a token's candidates."""
 
-    def __init__(self, num_prompt_tokens: int, decode: Callable[[LogprobsLists], list[C]]) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, decode: Callable[[LogprobsLists], list[C]], num_tokens_before: int = 0
+    ) -> None:
+        """num_tokens_before: the first of these tokens that have none, since earlier turns of a session have them."""
         self._num_prompt_tokens = num_prompt_tokens
         self._decode = decode
-        self._candidates: list[C | None] = [None]
+        self._candidates: list[C | None] = [None] * max(1, num_tokens_before)
         """Entries of the prompt tokens so far; the first token has none."""
 
     def add(self, first_position: int, logprobs: LogprobsLists) -> None:
@@ -81,7 +84,10 @@ class PromptLogprobsLedger(Generic[C]):
 
     @property
     def whole(self) -> list[C | None]:
-        """One entry per prompt token, None for the first. Raises: InternalError if some have not arrived."""
+        """One entry per prompt token, None for the first and for those of earlier turns.
+
+        Raises: InternalError if some have not arrived.
+        """
         if len(self._candidates) != self._num_prompt_tokens:
             raise InternalError(
                 f"the engine sent log-probabilities of {len(self._candidates)} of {self._num_prompt_tokens} prompt tokens"

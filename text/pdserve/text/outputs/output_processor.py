@@ -223,8 +223,12 @@ class OutputProcessor:
         sampling_params: SamplingParams,
         num_sequences: int = 1,
         eos_token_ids: Sequence[int] | None = None,
+        num_tokens_before: int = 0,
     ) -> None:
-        """eos_token_ids: the engines' EOS ids, if they differ from the tokenizer's."""
+        """eos_token_ids: the engines' EOS ids, if they differ from the tokenizer's.
+
+        num_tokens_before: tokens of a session's earlier turns, with which the prompt begins.
+        """
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -239,7 +243,7 @@ class OutputProcessor:
         self._prompt_logprobs: PromptLogprobsLedger[dict[int, Logprob]] | None = None
         if params.prompt_logprobs is not None:
             decode = LogprobsAccumulator(tokenizer if params.detokenize else None).decoded
-            self._prompt_logprobs = PromptLogprobsLedger(len(prompt_token_ids), decode)
+            self._prompt_logprobs = PromptLogprobsLedger(len(prompt_token_ids), decode, num_tokens_before)
         self._states = tuple(
             RequestState(
                 index,

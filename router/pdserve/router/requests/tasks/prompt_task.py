@@ -139,6 +139,7 @@ class PromptTask:
             prompt_token_ids=[*before, *token_ids] if before else token_ids,
             sampling_params=request.sampling_params,
             num_sequences=self.num_sequences,
+            num_tokens_before=len(before),
         )
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(self.usage.prompt_tokens)
