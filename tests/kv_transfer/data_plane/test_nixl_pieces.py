@@ -83,11 +83,15 @@ class _Agent:
         self.is_destroyed = True
 
 
-def connect(agent: _Agent, **changes: float) -> NixlConnection:
+def connect(agent: _Agent, most_posted: int = 99, **changes: float) -> NixlConnection:
+    """most_posted: as for memory of a device."""
     source = NixlAddress("source", b"", 1, BLOCK_BYTES, POOL.num_blocks, 1, bytes(HELLO_BYTES))
     settings = NixlSettings(**({"read_stall_s": HANG_S} | changes))  # type: ignore[arg-type]
     peer = NixlPeer(POOL, lambda name: agent)
-    return NixlConnection(source, POOL, settings, lambda: peer, threading.Event(), lambda: None)
+    made = NixlConnection(source, POOL, settings, lambda: peer, threading.Event(), lambda: None)
+    assert made._most_posted == 2, "in memory of the host"
+    made._most_posted = most_posted
+    return made
 
 
 def test_pieces_that_a_processor_copies_are_copied_one_by_one() -> None:
@@ -96,6 +100,14 @@ def test_pieces_that_a_processor_copies_are_copied_one_by_one() -> None:
     found = [(received, len(agent.posted)) for received in connect(agent).fetch(bytes(16), BLOCKS)]
     assert found == [(2, 1), (4, 2), (6, 3), (8, 4), (10, 5), (11, 6)]
     assert all(read.is_released for read in agent.posted)
+
+
+def test_in_memory_of_the_host_one_piece_is_posted_ahead() -> None:
+    agent = _Agent(ReadStatus.UNDER_WAY)
+    agent.num_that_end = 6
+    found = [(received, len(agent.posted)) for received in connect(agent, most_posted=2).fetch(bytes(16), BLOCKS)]
+    assert all(posted - (received + 1) // 2 <= 1 for received, posted in found)
+    assert (found[-1][0], len(agent.posted)) == (11, 6)
 
 
 def test_pieces_that_hardware_moves_are_all_posted_at_once_and_taken_as_they_come() -> None:

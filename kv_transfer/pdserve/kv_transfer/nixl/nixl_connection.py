@@ -23,6 +23,7 @@ from pdserve.kv_transfer.pull.connection import ConnectionBroken
 
 _PIECE_BYTES = 512 << 10
 """Bytes of one NIXL read; it is digested while the next ones transfer."""
+_WHOLE_WINDOW = 1 << 16
 
 
 class NixlConnection:
@@ -40,6 +41,9 @@ class NixlConnection:
         self._source = source
         self._settings = settings
         self._piece_blocks = max(1, _PIECE_BYTES // pool.block_bytes)
+        # A processor may copy within `status`, so that a piece seems to be moved by hardware: in memory of the host, more than one
+        # piece ahead displaces the bytes to digest from the cache.
+        self._most_posted = 2 if pool.device_id is None else _WHOLE_WINDOW
         self._closing = closing
         self._on_condemned = on_condemned
         self._drain_until: float | None = None
@@ -68,9 +72,9 @@ class NixlConnection:
         posted: deque[_Posted] = deque()
         num_received = 0
         while waiting or posted:
-            # All pieces of the window are posted if hardware transfers them: the first is still under way then. If a processor
-            # copies, it is this one, and the next copy would displace the bytes to digest from its cache.
-            while waiting and (not posted or posted[-1].is_under_way):
+            # Further pieces are posted if hardware transfers them: the first is still under way then. If a processor copies, it is
+            # this one, and the next copy would displace the bytes to digest from its cache.
+            while waiting and (not posted or (len(posted) < self._most_posted and posted[-1].is_under_way)):
                 posted.append(_Posted(self._post(waiting[0]), waiting.popleft()))
             num_received += self._take(posted)
             yield num_received
