@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pdserve.common.errors import ConfigError
@@ -21,25 +18,9 @@ from pdserve.engine.runner.memory_needs import weight_bytes
 from pdserve.llm import LLM, SamplingParams
 from pdserve.models.loading import load_decoder
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.rounded_products import rounded_products
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
-
-
-@contextmanager
-def rounded_products(exempt: set[int]) -> Iterator[None]:
-    """Linear layers round weights per row, and inputs per row, to 255 steps; not those whose weights begin at these addresses."""
-    exact = F.linear
-
-    def rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.data_ptr() in exempt:
-            return exact(x, weight, bias)
-        steps_w, steps_x = (each.double().abs().amax(-1, keepdim=True) / 127 for each in (weight, x))
-        y = exact((x / steps_x).round() * steps_x, (weight / steps_w).round() * steps_w).to(x.dtype)
-        return y if bias is None else y + bias
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "linear", rounded)
-        yield
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -52,12 +33,7 @@ def test_logits_are_those_of_transformers_with_the_same_rounding(
         for quantization in ("int8", None)
     )
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
-    exempt = {
-        weight.data_ptr()
-        for name, weight in oracle.named_parameters()
-        if name == "lm_head.weight" or name.endswith("mlp.gate.weight")
-    }
-    with torch.inference_mode(), rounded_products(exempt):
+    with torch.inference_mode(), rounded_products(oracle):
         [expected] = oracle(torch.tensor([TOKENS])).logits
     # a number between two steps may be rounded to either; that is far less than what rounding changes in all
     assert (ours - expected).norm() < 0.1 * (exact - expected).norm()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pdserve.common.errors import ConfigError
 from pdserve.kernels.linear import make_linear
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
@@ -44,6 +45,9 @@ def load_decoder(
         log.warning(
             "%s: fields without a known meaning are ignored: %s", folder / "config.json", few(config.unknown_fields)
         )
+    if config.stored_quantization is not None and (quantization is not None or load_format == "dummy"):
+        given = "load_format is 'dummy'" if quantization is None else f"quantization is {quantization!r}"
+        raise ConfigError(f"{given}, but the weights of {folder} are stored quantized")
     with torch.inference_mode():
         if load_format == "dummy":
             shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")
@@ -71,6 +75,7 @@ def _decoder(
         device,
         ignored=ignored,
         quantization=quantization,
+        stored=config.stored_quantization,
         progress=progress,
     )
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden)

@@ -8,6 +8,7 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.models.config.stored_quantization import StoredQuantization
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import FAMILIES
@@ -30,6 +31,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     config = JsonObject.read(folder / "config.json")
     architecture = _architecture(config)
     family = FAMILIES[architecture]
+    stored_quantization = StoredQuantization.read(config)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     intermediate_size = config.integer("intermediate_size", maximum=_MAX_WIDTH)
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
@@ -67,6 +69,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         unknown_fields=unknown_fields,
+        stored_quantization=stored_quantization,
     )
 
 
@@ -87,24 +90,12 @@ def _architecture(config: JsonObject) -> str:
         raise UnsupportedModel(
             f"{config.where}: model_type {model_type[:80]!r} is not that of {architecture} ({expected})"
         )
-    _refuse_quantized(config)
     activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(
             f"{config.where}: hidden_act {activation[:80]!r}; supported: silu, by its other name swish"
         )
     return architecture
-
-
-def _refuse_quantized(config: JsonObject) -> None:
-    quantization = config.child("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method")
-        named = f"by {method[:80]}" if isinstance(method, str) else "by a method that it does not name (quant_method)"
-        raise UnsupportedModel(
-            f"{config.where}: weights are quantized {named} (quantization_config); no quantization method is supported, "
-            f"only weights in {', '.join(TORCH_DTYPES)}"
-        )
 
 
 def _num_kv_heads(config: JsonObject, architecture: str, num_heads: int) -> int:

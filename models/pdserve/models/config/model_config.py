@@ -9,6 +9,7 @@ from typing import ClassVar
 from pdserve.common.kv_layout import KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.models.config.stored_quantization import StoredQuantization
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import KVCacheGroupSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
@@ -44,6 +45,8 @@ class ModelConfig:
     bos_token_id: int | None
     unknown_fields: tuple[str, ...]
     """Names in config.json that are neither read nor in a list of harmless fields."""
+    stored_quantization: StoredQuantization | None = None
+    """Of the checkpoint's matrices; None: none is quantized."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:

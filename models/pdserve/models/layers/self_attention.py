@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
+from pdserve.kernels.int8_linear import Int8Matrix, Matrix
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
@@ -82,7 +82,8 @@ def _load_qkv(weights: WeightLoader, prefix: str, spec: AttentionSpec, hidden_si
         if bias:
             part = weights.tensor(f"{prefix}.{name}_proj.bias", rows)
             biases.append(part if name == "v" else pair_neighbours(part, spec.head_dim))
-    return make_linear(stack_rows(matrices), torch.cat(biases) if biases else None)
+    weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
+    return make_linear(weight, torch.cat(biases) if biases else None)
 
 
 def _paired(matrix: Matrix, head_dim: int) -> Matrix:

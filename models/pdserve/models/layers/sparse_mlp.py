@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pdserve.kernels.experts import Experts, ExpertWeights, make_experts, route_top_k
-from pdserve.kernels.int8_linear import stack_rows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import RmsNorm
@@ -46,8 +45,9 @@ class SparseMlp:
 
         def expert(index: int) -> ExpertWeights:
             name = f"{prefix}.experts.{index}"
-            gate, up = (weights.matrix(f"{name}.{half}_proj", inner_size, hidden_size) for half in ("gate", "up"))
-            return stack_rows([gate, up]), weights.matrix(f"{name}.down_proj", hidden_size, inner_size)
+            halves = [f"{name}.{half}_proj" for half in ("gate", "up")]
+            gate_up = weights.stack([weights.matrix(half, inner_size, hidden_size) for half in halves], halves)
+            return gate_up, weights.matrix(f"{name}.down_proj", hidden_size, inner_size)
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         return cls(router, make_experts(expert(index) for index in range(num_experts)), top_k, normalise)

@@ -7,7 +7,7 @@ occurs twice. The library checks offsets, sizes and types.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 16 << 20
 """Limit of one file's header: about 100 bytes per tensor, and no model has 100,000 tensors in a file."""
 MAX_FILES = 4096
 _MAX_NAME_BYTES = 255
-_DTYPES = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16")
 """Dtypes that can be served, by their names in a header."""
 _NUM_NAMED = 4
 
@@ -48,8 +48,8 @@ class WeightSource(Protocol):
     def where(self, name: str) -> str:
         """Origin and name of a weight, for messages."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape, which the caller copies. Raises: ConfigError."""
+    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
+        """A tensor of this shape and one of these dtypes, which the caller copies. Raises: ConfigError."""
 
 
 class Checkpoint:
@@ -77,7 +77,7 @@ class Checkpoint:
         """File and name, for messages."""
         return f"{self.folder / self._file_of[name]}: {name}"
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
         """A view of the file, or of a copy; the caller copies the values that it keeps, because the file may change.
 
         Raises: ConfigError for a weight that is missing, or has another shape or type.
@@ -86,9 +86,9 @@ class Checkpoint:
         if found != shape:
             raise ConfigError(f"{self.where(name)} has shape {list(found)}, config.json says {list(shape)}")
         dtype = str(self._handle(name).get_slice(name).get_dtype())
-        if dtype not in _DTYPES:
-            # eight-bit floats too: they need scales that only their own loader applies
-            raise ConfigError(f"{self.where(name)} has dtype {dtype}; read are {', '.join(_DTYPES)}")
+        if dtype not in dtypes:
+            # eight bits need scales
+            raise ConfigError(f"{self.where(name)} has dtype {dtype}; read are {', '.join(dtypes)}")
         tensor: Tensor = self._handle(name).get_tensor(name)
         return tensor
 

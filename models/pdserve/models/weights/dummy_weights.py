@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -42,8 +43,8 @@ class DummyWeights:
         other._shapes = dict(self._shapes)
         return other
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A new tensor. Raises: torch.OutOfMemoryError."""
+    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = ()) -> Tensor:
+        """A new tensor in the served dtype. Raises: torch.OutOfMemoryError."""
         self._shapes[name] = shape
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         if tensor.is_meta:

@@ -9,13 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.models.config.stored_quantization import StoredQuantization
 from pdserve.models.weights.checkpoint import WeightSource
 
 Quantization = Literal["int8"] | None
+_DTYPE_OF = {"int8": "I8", "float8": "F8_E4M3"}
+"""Quantized values -> their dtype in a header."""
 _NUM_NAMED = 8
 
 
@@ -41,13 +44,17 @@ class WeightLoader:
         *,
         ignored: Collection[str] = (),
         quantization: Quantization = None,
+        stored: StoredQuantization | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> None:
-        """ignored: names that may remain unread. quantization: of `matrix`. progress: called after each weight."""
+        """ignored: names that may remain unread. quantization: of `matrix`. stored: the checkpoint's own. progress: called after
+        each weight."""
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._quantization = quantization
+        self._stored = stored
+        self._names = frozenset(checkpoint.names)
         self._progress = progress
         self._loaded_bytes = self._kept_bytes = 0
         self._unread = {
@@ -65,12 +72,58 @@ class WeightLoader:
         return tensor
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        """`{name}.weight`, quantized where the loader's quantization says so. Raises: ConfigError, as `tensor`."""
+        """`{name}.weight`, quantized where the checkpoint stores it so, or the loader's quantization says so.
+
+        Raises: ConfigError, as `tensor`; UnsupportedModel.
+        """
         weight = f"{name}.weight"
+        if self._stored is not None and f"{weight}_scale" in self._names:
+            return self._stored_matrix(self._stored, weight, rows, columns)
         tensor = self._read(weight, (rows, columns))
         matrix = Int8Matrix.quantized(tensor) if self._quantization == "int8" else tensor
         self._count(weight, tensor.nbytes, matrix.nbytes)
         return matrix
+
+    def stack(self, matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:
+        """One matrix of several with the same input. names: for messages. Raises: ConfigError if only some are quantized."""
+        if len({type(matrix) for matrix in matrices}) > 1:
+            raise ConfigError(f"{self._checkpoint.folder}: some of {', '.join(names)} are quantized and some are not")
+        return stack_rows(matrices)
+
+    def _stored_matrix(self, stored: StoredQuantization, weight: str, rows: int, columns: int) -> Matrix:
+        if stored.rounds_inputs and torch.device(self._device).type not in ("cpu", "meta"):
+            raise UnsupportedModel(
+                f"{self._checkpoint.folder}: int8 weights with rounded inputs are served on a processor only, not on {self._device}"
+            )
+        source = self._checkpoint.read(weight, (rows, columns), (_DTYPE_OF[stored.values],))
+        values, scales = source.to(self._device, copy=True), self._scales(weight, rows)
+        if stored.rounds_inputs:
+            matrix: Matrix = Int8Matrix(values, scales)
+        else:
+            matrix = (values.float() * scales[:, None]).to(self._dtype)
+            verify_finite(matrix, matrix, self._checkpoint.where(weight))
+        self._count(weight, values.numel() * self._dtype.itemsize, matrix.nbytes)
+        return matrix
+
+    def _scales(self, weight: str, rows: int) -> Tensor:
+        """float32 `[rows]`, from one scale per row or one in all; counts what belongs to the scales as read."""
+        name = f"{weight}_scale"
+        shape = self._checkpoint.shape(name)
+        if shape not in ((rows, 1), (1,), ()):
+            raise ConfigError(
+                f"{self._checkpoint.where(name)} has shape {list(shape)}; [{rows}, 1], [1] and [] are possible"
+            )
+        source = self._checkpoint.read(name, shape)
+        scales = source.to(self._device, torch.float32, copy=True).flatten()
+        verify_finite(scales, source, self._checkpoint.where(name))
+        if not scales.is_meta and not bool((scales > 0).all()):
+            raise ConfigError(f"{self._checkpoint.where(name)} has a scale of 0 or less")
+        self._count(name, source.numel() * self._dtype.itemsize, 0)
+        # a scale for inputs that are not rounded here
+        inputs = f"{weight.removesuffix('weight')}input_scale"
+        if inputs in self._names:
+            self._count(inputs, self._dtype.itemsize, 0)
+        return scales.expand(rows).contiguous()
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         source = self._checkpoint.read(name, shape)
@@ -87,7 +140,7 @@ class WeightLoader:
 
     def linear(self, names: Sequence[str], rows: int, columns: int, *, bias: bool) -> Linear:
         """One layer whose output is the concatenated outputs of `names`, each `rows` wide."""
-        weight = stack_rows([self.matrix(name, rows, columns) for name in names])
+        weight = self.stack([self.matrix(name, rows, columns) for name in names], names)
         biases = [self.tensor(f"{name}.bias", rows) for name in names] if bias else []
         return make_linear(weight, torch.cat(biases) if biases else None)
 
