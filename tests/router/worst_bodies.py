@@ -120,7 +120,7 @@ RESPONSE_BODIES = [
     Worst("metadata", RESPONSES, numbered('{"input":"a","metadata":{', '"%d":""', "}}")),
     Worst("things to include", RESPONSES, repeated('{"input":"a","include":[', '"message.output_text.logprobs"', "]}")),
     Worst("long metadata", RESPONSES,
-          json.dumps({"input": "a", "max_output_tokens": 1, "metadata": {"a": "b" * (LIMIT - 100)}}).encode(), 200),
+          json.dumps({"input": "a", "max_output_tokens": 1, "metadata": {"a": "b" * (LIMIT - 100)}}).encode(), 400),
 ]  # fmt: skip
 OTHER_BODIES = [
     Worst("many inputs", EMBEDDINGS, repeated('{"input":[', '"a"', "]}")),
