@@ -8,10 +8,10 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.rope_parameters import RopeParameters
-from pdserve.models.config.stored_quantization import StoredQuantization
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import FAMILIES
+from pdserve.models.weights.stored_quantization import StoredQuantization
 
 _MAX_VOCAB = 1 << 24
 _MAX_WIDTH = 1 << 20

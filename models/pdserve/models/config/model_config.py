@@ -9,12 +9,12 @@ from typing import ClassVar
 from pdserve.common.kv_layout import KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.config.rope_parameters import RopeParameters
-from pdserve.models.config.stored_quantization import StoredQuantization
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import KVCacheGroupSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.weights.stored_quantization import StoredQuantization
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -46,7 +46,7 @@ class ModelConfig:
     unknown_fields: tuple[str, ...]
     """Names in config.json that are neither read nor in a list of harmless fields."""
     stored_quantization: StoredQuantization | None = None
-    """Of the checkpoint's matrices; None: none is quantized."""
+    """How the checkpoint's matrices are quantized; None: not at all."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:

@@ -13,8 +13,8 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.models.config.stored_quantization import StoredQuantization
 from pdserve.models.weights.checkpoint import WeightSource
+from pdserve.models.weights.stored_quantization import StoredQuantization
 
 Quantization = Literal["int8"] | None
 _DTYPE_OF = {"int8": "I8", "float8": "F8_E4M3"}

@@ -87,7 +87,7 @@ class StoredQuantization:
 
 
 def _eight_bits(scheme: JsonObject) -> str:
-    """Its type, `int` or `float`. Raises: UnsupportedModel for other numbers than symmetric ones of eight bits."""
+    """The type of its numbers, `int` or `float`. Raises: UnsupportedModel for other numbers than symmetric ones of eight bits."""
     if scheme.integer("num_bits", 8) != 8:
         raise _unread(scheme, "num_bits", "8")
     if not scheme.boolean("symmetric", True):
