@@ -334,17 +334,6 @@ def test_an_engine_without_a_tokenizer_refuses(make: Make) -> None:
         make(grammars=None).request(PROMPT, params=asked(json_object=True))
 
 
-def test_sessions_refuse(make: Make) -> None:
-    engine = make()
-    with pytest.raises(InvalidRequest, match="structured_outputs is not supported in a session"):
-        engine.request(PROMPT, params=asked(json_object=True), resumable=True)
-    session = engine.add(PROMPT, resumable=True)
-    engine.run()
-    with pytest.raises(InvalidRequest, match="structured_outputs is not supported in a session"):
-        engine.resume(session, PROMPT, **asked(json_object=True))
-    engine.core.abort_request(session)
-
-
 class HeldCompiler(GrammarCompiler):
     """Compiles when it is told to, in the caller's thread."""
 

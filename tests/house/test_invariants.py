@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,9 +18,12 @@ def defined() -> set[str]:
 
 
 def files(suffix: str) -> list[Path]:
-    outside = {".venv", ".git", "node_modules"}
-    found = (path for path in ROOT.rglob(f"*{suffix}") if not outside & set(path.relative_to(ROOT).parts))
-    return [path for path in found if "_pb2" not in path.name]
+    # environments, which are not walked through: they have more files than all else
+    found: list[Path] = []
+    for folder, below, names in os.walk(ROOT):
+        below[:] = [name for name in below if not name.startswith(".") and name != "node_modules"]
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and "_pb2" not in name]
+    return found
 
 
 def shown() -> set[str]:
