@@ -23,7 +23,7 @@ from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
 from pdserve.engine.runner.step_graphs import StepGraphs, can_capture
-from pdserve.engine.runner.step_inputs import StepInputBuilder, StepInputs
+from pdserve.engine.runner.step_inputs import StepInputBuilder, StepInputs, attention_plans
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
@@ -321,10 +321,9 @@ class ModelRunner:
 
     def _model_inputs(self, inputs: StepInputs) -> ModelInputs:
         """With an attention plan for each spec of the model."""
-        groups = zip(self._attention, inputs.batches, self._model.attention_specs, strict=True)
         return ModelInputs(
             batch=inputs.batches[0],
-            plans={spec: attention.plan(of_group, spec) for attention, of_group, specs in groups for spec in specs},
+            plans=attention_plans(self._attention, inputs.batches, self._model.attention_specs),
             token_ids=inputs.token_ids,
             before_layer=self._before_layer,
             ops=self._ops,

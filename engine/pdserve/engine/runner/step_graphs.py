@@ -20,7 +20,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.block_table import NO_SLOT
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime
-from pdserve.engine.runner.step_inputs import StepInputs
+from pdserve.engine.runner.step_inputs import StepInputs, attention_plans
 from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
@@ -118,21 +118,15 @@ class StepGraphs:
         graph = self._graphs[size]
         self._token_ids[:size].copy_(inputs.token_ids)
         self._positions[:size].copy_(inputs.batches[0].positions)
-        plans = {
-            spec: attention.plan(batch, spec)
-            for attention, batch, specs in zip(
-                self._attention, inputs.batches, self._model.attention_specs, strict=True
-            )
-            for spec in specs
-        }
+        plans = attention_plans(self._attention, inputs.batches, self._model.attention_specs)
         if _addresses(plans) != graph.addresses:
             raise RuntimeError(f"the attention back end moved its buffers after graphs of {size} rows were captured")
         graph.replay()
         return self._hidden[:size]
 
     def _plans(self, batch: AttentionBatch) -> dict[AttentionSpec, AttentionPlan]:
-        groups = zip(self._attention, self._model.attention_specs, strict=True)
-        return {spec: attention.plan(batch, spec) for attention, specs in groups for spec in specs}
+        specs = self._model.attention_specs
+        return attention_plans(self._attention, [batch] * len(specs), specs)
 
     def _batch(self, query_lens: Sequence[int], seq_len: int) -> AttentionBatch:
         """Sequences of `seq_len` tokens, in blocks 0, that write nothing."""

@@ -18,7 +18,9 @@ from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import StagingBuffer
+from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
 
 _FROM_DEVICE = -1
 """Token id of a token that the device has sampled and the host has not read yet."""
@@ -34,6 +36,14 @@ class StepInputs:
     """`[T]` int64."""
     sampled: SampledInputs | None
     """None if no row is sampled."""
+
+
+def attention_plans(
+    attention: Sequence[AttentionBackend], batches: Sequence[AttentionBatch], specs: Sequence[Sequence[AttentionSpec]]
+) -> dict[AttentionSpec, AttentionPlan]:
+    """Spec -> its plan for a step. attention, batches, specs: per KV cache group."""
+    groups = zip(attention, batches, specs, strict=True)
+    return {spec: backend.plan(batch, spec) for backend, batch, of_group in groups for spec in of_group}
 
 
 @dataclass(frozen=True, slots=True)
