@@ -40,7 +40,7 @@ def volume() -> Iterator[str]:
 
 
 def compile_there(*mounts: str) -> dict[str, Any]:
-    """What the script prints in a container with the restrictions of docker-compose.yml."""
+    """Output of the script in a container with the restrictions of docker-compose.yml."""
     out = docker(
         "run", "--rm", "--interactive", "--network", "none", "--read-only", "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges:true", "--pids-limit", "512", *mounts, "--entrypoint", "python", IMAGE, "-",

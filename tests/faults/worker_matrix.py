@@ -145,7 +145,7 @@ async def _attempts(matrix: Matrix, known: set[str]) -> int:
 
 
 async def _used_again(matrix: Matrix, client: InferenceClient, victim: Service, salt: str) -> None:
-    """It serves, and what lies in caches is still what was put there."""
+    """Check that the worker serves, and that cached blocks still have the bytes that were put there."""
     for name, expected in matrix.calm.items():
         assert await matrix.ask(client, name, salt) == expected
     deadline = time.monotonic() + HANG_S

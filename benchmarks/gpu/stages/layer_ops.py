@@ -31,7 +31,7 @@ class Pages:
         self.kv_cache[at // bs, :, layer, :, at % bs] = torch.stack((k, v), 2)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise RuntimeError("rotate_and_store writes pages and attends to none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.steps: list[object] = []
         self.is_in_kernel = False
-        """What the interpreter does within a kernel is not traced."""
+        """True while a kernel is interpreted: operations within it are not traced."""
         self._made: dict[int, Tensor] = {}
         """Tensors that the traced work allocated, by address; they stay alive, so that no other gets their address."""
 
@@ -149,7 +149,7 @@ def test_replayed_steps_give_the_answers_of_launched_ones(
 
 
 def test_a_step_over_other_memory_is_no_replay() -> None:
-    """What the test above relies on: other shapes, numbers and addresses are seen."""
+    """A difference in shapes, numbers or addresses is seen, which the test above needs."""
     held, other = torch.zeros(4), torch.zeros(4)
 
     def steps(work: Callable[[], object]) -> list[object]:

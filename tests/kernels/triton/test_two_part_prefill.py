@@ -44,7 +44,7 @@ def test_full_and_other_chunks_beside_decode_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("options", "context"), [({}, 0), ({}, 37), ({"causal": False}, 37)])
 def test_a_step_of_one_full_chunk_alone(options: dict[str, Any], context: int) -> None:
-    """Its output is the fused kernel's own tensor."""
+    """The output of such a step is the fused kernel's own tensor."""
     case = make_case(decodes=[], prefills=[(context, FULL)], heads=(7, 1, 8), block_size=16, dtype=torch.float16)
     case = case.to(DEVICE)
     check_step(TritonAttentionBackend(case.kv_cache, "sdpa"), case, make_spec((7, 1, 8), **options))
