@@ -10,35 +10,41 @@ import pytest
 
 from gpu.rows import Rows
 
-_counts: dict[str, Counter[str]] = {}
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A process of xdist reports to the one that writes rows. Its environment does not say which one it is: a test that runs
+    # under xdist may have started this whole run.
+    if not hasattr(config, "workerinput"):
+        rows = Rows(Path(os.environ["GPU_ROWS"]), "kernel_contract", dry=os.environ["GPU_DRY"] == "1")
+        config.pluginmanager.register(RowsPlugin(rows), "gpu-rows")
 
 
-def _rows() -> Rows | None:
-    """None in a process of xdist, which reports to the one that has rows."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return None
-    return Rows(Path(os.environ["GPU_ROWS"]), "kernel_contract", dry=os.environ["GPU_DRY"] == "1")
+class RowsPlugin:
+    """Hooks of the process that writes rows."""
 
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._counts: dict[str, Counter[str]] = {}
+        """Outcomes per file."""
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    rows = _rows()
-    if rows is None or (report.when != "call" and report.passed):
-        return
-    counts = _counts.setdefault(report.nodeid.partition("::")[0], Counter())
-    counts[report.outcome] += 1
-    if report.failed and counts["failed"] <= 5:
-        name = report.nodeid.partition("::")[2]
-        crash = getattr(report.longrepr, "reprcrash", None)
-        text = str(getattr(crash, "message", report.longrepr)).strip().splitlines()
-        rows.fail(name[:100], (text or [""])[0][:160])
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        counts = self._counts.setdefault(report.nodeid.partition("::")[0], Counter())
+        counts[report.outcome] += 1
+        if report.failed and counts["failed"] <= 5:
+            name = report.nodeid.partition("::")[2]
+            crash = getattr(report.longrepr, "reprcrash", None)
+            text = str(getattr(crash, "message", report.longrepr)).strip().splitlines()
+            self._rows.fail(name[:100], (text or [""])[0][:160])
 
-
-def pytest_sessionfinish() -> None:
-    rows = _rows()
-    if rows is None:
-        return
-    for file, counts in sorted(_counts.items()):
-        passed, failed, skipped = (counts[outcome] for outcome in ("passed", "failed", "skipped"))
-        rows.check(
-            file.removeprefix("tests/"), failed == 0 and passed > 0, passed=passed, failures=failed, left_out=skipped
-        )
+    def pytest_sessionfinish(self) -> None:
+        for file, counts in sorted(self._counts.items()):
+            passed, failed, skipped = (counts[outcome] for outcome in ("passed", "failed", "skipped"))
+            self._rows.check(
+                file.removeprefix("tests/"),
+                failed == 0 and passed > 0,
+                passed=passed,
+                failures=failed,
+                left_out=skipped,
+            )

@@ -22,7 +22,8 @@ MAY_BE_SKIPPED = {"graphs", "nixl_copies"}
 
 
 def environment() -> dict[str, str]:
-    return dict(os.environ) | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    """That of a test under xdist, always: `make test-all` runs these there, and a stage runs pytest itself."""
+    return dict(os.environ) | {"PYTHONPATH": str(ROOT / "benchmarks"), "PYTEST_XDIST_WORKER": "gw0"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: this would be the whole measurement")
@@ -56,6 +57,19 @@ def test_a_dry_run_runs_every_stage_and_measures_nothing(tmp_path: Path) -> None
     text = (tmp_path / "table.txt").read_text()
     assert text.startswith("DRY RUN")
     assert done.stdout.rstrip().endswith(text.rstrip())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_the_contract_has_rows_under_xdist(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "gpu", "--dry", "--only", "kernel_contract", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500, check=False)
+    rows = [row for row in read_rows(tmp_path / "rows.jsonl") if "took_s" not in row]
+    assert [row["case"] for row in rows] == ["kernels/triton/test_triton_layer_ops.py"], done.stdout
+    assert rows[0]["ok"]
+    assert rows[0]["passed"] > 10
 
 
 @pytest.mark.slow
