@@ -35,6 +35,9 @@ class AttentionConfigs:
     """A chunk is full if its number of tokens is a multiple of this: cuDNN makes a plan per number of tokens, which takes time."""
     max_registers: int | None = 255
     """See `register_limit`; for decode, and for prefill in float32."""
+    prefill_registers: int | None = None
+    """Likewise, for prefill in half precision. A limit where a multiprocessor has shared memory for one program over heads of 128
+    alone: fewer registers per thread would admit no second one."""
     fused: tuple[str, ...] = ("flash",)
     """Kernels of `fused_attention`, the preferred one first."""
 
@@ -45,10 +48,10 @@ _AMPERE = AttentionConfigs(decode_programs=2 * 108)
 _HOPPER = replace(_AMPERE, decode_programs=2 * 132, prefill_rows=128, prefill_stages=3, fused=("cudnn", "flash"))
 _TABLE = {
     "sm_80": _AMPERE,
-    "sm_86": replace(_AMPERE, decode_programs=2 * 142),
+    "sm_86": replace(_AMPERE, decode_programs=2 * 142, prefill_registers=255),
     "sm_90": _HOPPER,
     "sm_100": replace(_HOPPER, decode_programs=2 * 148),
-    "sm_120": replace(_AMPERE, decode_programs=2 * 170),
+    "sm_120": replace(_AMPERE, decode_programs=2 * 170, prefill_registers=255),
     "gfx942": replace(_AMPERE, decode_programs=2 * 304, decode_stages=2, prefill_keys=32, max_registers=None),
     # a few programs, and tiles so small that short tests have several
     INTERPRETER: AttentionConfigs(decode_programs=3, full_chunk=3, max_registers=None),

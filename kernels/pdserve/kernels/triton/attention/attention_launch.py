@@ -36,7 +36,7 @@ class HeadTile:
     """Tokens of a prefill tile."""
     prefill_keys: int
     prefill_registers: int | None
-    """As in the table; None: no limit."""
+    """Limit of registers per thread; None: no limit."""
     precision: str
     """`ieee` keeps float32 exact; it has no effect on half precision."""
 
@@ -58,7 +58,7 @@ def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) 
         prefill_rows=prefill_rows,
         prefill_tokens=prefill_rows // group,
         prefill_keys=max(configs.prefill_keys >> halves, _SMALLEST_DOT),
-        prefill_registers=configs.max_registers if is_exact else None,
+        prefill_registers=configs.max_registers if is_exact else configs.prefill_registers,
         precision="ieee" if is_exact else "tf32",
     )
 
