@@ -54,6 +54,7 @@ async def test_death_of_the_only_prefill_worker(tiny_checkpoints: Callable[..., 
     with pd_cluster(tmp_path, model, both=FLAGS, worker_program=pauses.worker_program) as cluster:
         async with InferenceClient(cluster.router.address) as router:
             prompt = prompt_of(300)
+            await wait_for_remote(router)  # a router is ready before it has met every worker
             pauses.arm("computing")
             asked = asyncio.create_task(router.ask(prompt, max_tokens=8))
             assert (await kill_in_phase(cluster, pauses)).role == "prefill"
