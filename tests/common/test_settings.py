@@ -110,6 +110,8 @@ NAN, INF = float("nan"), float("inf")
         (DecodeSettings, {"attach_timeout_s": NAN}),
         (PrefillSettings, {"long_prefill_token_threshold": -1}),
         (DecodeSettings, {"max_sessions": -1}),
+        (DecodeSettings, {"data_parallel_rank": -1}),
+        (DecodeSettings, {"data_parallel_rank": 65536}),
         *((DecodeSettings, {"worker_id": value}) for value in ("", "a b", "x" * 129, "a:b", "ä")),
         *((DecodeSettings, {"logits_processors": value}) for value in ("a,a", ["a", " "])),
         *((DecodeSettings, {"stream_interval": value}) for value in (0, -1, 1025)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import Cancelled, InvalidRequest, WorkerLost
-from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StreamingInput
 from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
 from tests.support.waiting import HANG_S
 
@@ -41,6 +41,21 @@ async def test_answers_are_those_of_llm(running: Running, llm: LLM) -> None:
         async for answer in streams.chat(MESSAGES, greedy()):
             last = answer
         assert (last.prompt, last.outputs) == (one.prompt, one.outputs)
+        await streams.idle()
+
+
+async def test_the_only_engine_has_rank_0(running: Running) -> None:
+    async def turns() -> AsyncGenerator[StreamingInput, None]:
+        yield StreamingInput(TEXT)
+
+    async with running() as streams, asyncio.timeout(HANG_S):
+        async for answer in streams.generate(TEXT, greedy(), data_parallel_rank=0):
+            last = answer
+        assert last.finished
+        for rank in (1, -1, True, "0"):
+            for prompt in (TEXT, turns()):
+                with pytest.raises(InvalidRequest, match=f"data_parallel_rank must be 0, not {rank!r}"):
+                    await anext(streams.generate(prompt, greedy(), data_parallel_rank=rank))
         await streams.idle()
 
 

@@ -20,6 +20,7 @@ def worker(
     limit: int | None = None,
     protocol_version: int = PROTOCOL_VERSION,
     sampler_version: int = 2,
+    data_parallel_rank: int | None = None,
     **load: Any,
 ) -> Worker:
     """A live worker that reported this load. limit: its `max_local_prefill_tokens`."""
@@ -36,6 +37,7 @@ def worker(
         num_blocks=1000,
         max_local_prefill_tokens=limit,
         sampler_version=sampler_version,
+        data_parallel_rank=data_parallel_rank,
     )
     made = Worker(identity, None, WorkerLoad(**load))  # type: ignore[arg-type]  # nothing is sent
     made.report(made.load)

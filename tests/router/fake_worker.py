@@ -258,6 +258,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.epoch = epoch
         self.hidden_size = HIDDEN_SIZE
         self.sampler_version = 2
+        self.data_parallel_rank: int | None = None
         self.interceptors: list[grpc.aio.ServerInterceptor] = []
         """Of its server, from the next start on; before the guard of calls."""
         self.clock: Callable[[], float] = time.time
@@ -338,6 +339,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             sampler_version=self.sampler_version,
+            data_parallel_rank=self.data_parallel_rank,
             num_blocks=100,
             max_local_prefill_tokens=self.max_local_prefill_tokens,
         )

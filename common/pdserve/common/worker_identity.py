@@ -42,6 +42,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Length of an embedding; 0 if it computes none."""
     sampler_version: int = 1
     """Workers of one version sample the same tokens from the same logits."""
+    data_parallel_rank: int | None = None
+    """The setting of this name: requests may prefer the decode workers of a rank."""
 
     @property
     def key(self) -> WorkerKey:

@@ -79,6 +79,7 @@ class AsyncLLM:
         prompt_token_ids: Sequence[int] | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
@@ -93,16 +94,20 @@ class AsyncLLM:
         Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one. prompt_token_ids: in place of `prompt`. priority: lower runs first with
-        `scheduling_policy="priority"`. trace_headers: W3C trace context. tokenization_kwargs: see `TokenizationKwargs`.
+        `scheduling_policy="priority"`. trace_headers: W3C trace context. data_parallel_rank: None or 0, since there is one
+        engine. tokenization_kwargs: see `TokenizationKwargs`.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
 
         if isinstance(prompt, AsyncIterable):
             fields: dict[str, object] = {"priority": priority, "trace_headers": trace_headers}
-            return self._converse(prompt, sampling_params, request_id, tokenization_kwargs, fields)
+            return self._converse(
+                prompt, sampling_params, request_id, tokenization_kwargs, fields, data_parallel_rank=data_parallel_rank
+            )
 
         def parse() -> PromptWithSalt:
+            _verify_rank(data_parallel_rank)
             return as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
 
         return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
@@ -245,9 +250,12 @@ class AsyncLLM:
         request_id: str | None,
         tokenization_kwargs: TokenizationKwargs | None,
         fields: dict[str, object],
+        *,
+        data_parallel_rank: int | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """fields: as in `RequestFactory.validate`."""
         self._start()
+        _verify_rank(data_parallel_rank)
 
         def validate(each: StreamingInput) -> ValidRequest:
             params, parsed = each.sampling_params or sampling_params, as_prompt(each.prompt, tokenization_kwargs)
@@ -322,3 +330,11 @@ class AsyncLLM:
             self._ended_with = cause = self._ended_with or error
             for stream in self._streams.values():
                 stream.put(failed_output(stream.request_id, cause))
+
+
+def _verify_rank(rank: int | None) -> None:
+    """Raises: InvalidRequest for any rank but that of the only engine."""
+    if rank is not None and (type(rank) is not int or rank):
+        raise InvalidRequest(
+            f"data_parallel_rank must be 0, not {rank!r:.40}: there is one engine", "data_parallel_rank"
+        )

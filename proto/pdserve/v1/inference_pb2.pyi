@@ -394,6 +394,7 @@ class GenerateRequest(google.protobuf.message.Message):
     USE_BEAM_SEARCH_FIELD_NUMBER: builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: builtins.int
     EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
     client_request_id: builtins.str
@@ -414,6 +415,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """default 1: a beam's score is its log-probability over its length to this power"""
     early_stopping: builtins.str
     """true, false (default) or never: when a search ends"""
+    data_parallel_rank: builtins.int
+    """prefer a decode worker of this rank, at most 65535; in a session: of the first turn"""
     @property
     def text(self) -> Global___TextPrompt: ...
     @property
@@ -439,11 +442,14 @@ class GenerateRequest(google.protobuf.message.Message):
         use_beam_search: builtins.bool = ...,
         length_penalty: builtins.float | None = ...,
         early_stopping: builtins.str | None = ...,
+        data_parallel_rank: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
+    _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]
     _WhichOneofReturnType__early_stopping: typing_extensions.TypeAlias = typing.Literal["early_stopping"]
     _WhichOneofArgType__early_stopping: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping"]
     _WhichOneofReturnType__length_penalty: typing_extensions.TypeAlias = typing.Literal["length_penalty"]
@@ -454,6 +460,8 @@ class GenerateRequest(google.protobuf.message.Message):
     _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__early_stopping) -> _WhichOneofReturnType__early_stopping | None: ...
     @typing.overload

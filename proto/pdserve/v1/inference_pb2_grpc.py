@@ -71,7 +71,7 @@ class InferenceServiceServicer(object):
     def Session(self, request_iterator, context):
         """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
         prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
-        client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+        client_request_id, priority and data_parallel_rank are allowed only in the first turn. `sampling` applies to its turn. The client ends the
         session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
         session_idle_timeout_s.
         """

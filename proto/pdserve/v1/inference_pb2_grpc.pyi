@@ -33,7 +33,7 @@ class InferenceServiceStub:
     Session: grpc.StreamStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]
     """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
     prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
-    client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+    client_request_id, priority and data_parallel_rank are allowed only in the first turn. `sampling` applies to its turn. The client ends the
     session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
     session_idle_timeout_s.
     """
@@ -53,7 +53,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Session: grpc.aio.StreamStreamMultiCallable[pdserve.v1.inference_pb2.GenerateRequest, pdserve.v1.inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
     prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
-    client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+    client_request_id, priority and data_parallel_rank are allowed only in the first turn. `sampling` applies to its turn. The client ends the
     session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
     session_idle_timeout_s.
     """
@@ -82,7 +82,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[pdserve.v1.inference_pb2.GenerateResponse]]:
         """A session: each request is a turn, answered as by Generate and ended by a finish reason; then the next may follow. Its
         prompt continues all earlier prompts and answers; `text` is tokenized without special tokens. `chat`, model, cache_salt,
-        client_request_id and priority are allowed only in the first turn. `sampling` applies to its turn. The client ends the
+        client_request_id, priority and data_parallel_rank are allowed only in the first turn. `sampling` applies to its turn. The client ends the
         session by closing its side. One decode worker serves it: UNAVAILABLE if that is lost; DEADLINE_EXCEEDED without a turn for
         session_idle_timeout_s.
         """

@@ -159,6 +159,7 @@ class Worker:
             max_num_seqs=settings.max_num_seqs,
             hidden_size=model.decoder.hidden_size,
             sampler_version=SAMPLER_VERSION,
+            data_parallel_rank=settings.data_parallel_rank,
         )
 
     def _receiving(self) -> ReceiverInfo:

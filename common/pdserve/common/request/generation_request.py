@@ -12,6 +12,7 @@ from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 
+MAX_DATA_PARALLEL_RANK = 2**16 - 1
 MAX_PRIORITY = 2**31 - 1
 """Largest value of the wire format."""
 MAX_CLIENT_REQUEST_ID_CHARS = 256
@@ -39,6 +40,12 @@ def verify_priority(priority: int) -> None:
     """Raises: InvalidRequest."""
     if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
         raise InvalidRequest(f"priority must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, not {priority}", "priority")
+
+
+def verify_data_parallel_rank(rank: int | None, field: str = "data_parallel_rank") -> None:
+    """field: the client's name of the field. Raises: InvalidRequest."""
+    if rank is not None and not 0 <= rank <= MAX_DATA_PARALLEL_RANK:
+        raise InvalidRequest(f"{field} must be from 0 to {MAX_DATA_PARALLEL_RANK}, not {rank}", field)
 
 
 def verify_client_request_id(client_request_id: str, field: str = "client_request_id") -> None:

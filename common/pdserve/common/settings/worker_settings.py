@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pdserve.common.address.host_address import is_wildcard, own_address
 from pdserve.common.errors import ConfigError
 from pdserve.common.registry.registry import is_worker_id
+from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
 
@@ -32,6 +33,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Host that peers connect to, if it is not `host`; default for a wildcard `host`: this machine's address."""
     worker_id: str | None = None
     """Names this worker; default: role, host beyond loopback, port."""
+    data_parallel_rank: int | None = None
+    """On a decode worker: requests that prefer this rank are placed on it while it is ready; several workers may have one rank."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws weights instead of reading them, for measurements with a config.json alone."""
@@ -168,6 +171,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.worker_id is not None and not is_worker_id(self.worker_id):
             raise ConfigError(
                 f"worker_id is {self.worker_id[:200]!r}, 1 to 128 letters, digits, `_`, `.` or `-` are needed"
+            )
+        if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank <= MAX_DATA_PARALLEL_RANK:
+            raise ConfigError(
+                f"data_parallel_rank is {self.data_parallel_rank}, 0 to {MAX_DATA_PARALLEL_RANK} is needed"
             )
         self._verify_ports("port", "data_port")
         self._verify_least(

@@ -239,7 +239,7 @@ class InferenceServicer(EmbedServicer):
             cache_salt=request.cache_salt or None,
             priority=request.priority,
             truncation=truncation_of(request),
-            **call._asdict(),
+            **call._replace(data_parallel_rank=_rank(request))._asdict(),
         )
         return with_visible_markers(asked, self.inference.parsers) if request.chat.parse_answer else asked
 
@@ -253,7 +253,7 @@ class InferenceServicer(EmbedServicer):
         verify_entries(request.sampling, limits.vocab_size if limits is not None else None)
 
 
-_FIRST_TURN_ONLY = ("chat", "cache_salt", "client_request_id", "priority")
+_FIRST_TURN_ONLY = ("cache_salt", "client_request_id", "priority")
 
 
 def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
@@ -263,9 +263,10 @@ def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
     for field in ("n", "best_of"):
         if getattr(request.sampling, field) > 1:
             raise InvalidRequest(f"sampling.{field} is above 1, but a session has one sequence", f"sampling.{field}")
-    for field in _FIRST_TURN_ONLY if goes_on else ():
-        if request.HasField("chat") if field == "chat" else getattr(request, field):
-            raise InvalidRequest(f"{field} may only come with a session's first message", field)
+    given = [field for field in _FIRST_TURN_ONLY if getattr(request, field)]
+    given += [field for field in ("chat", "data_parallel_rank") if request.HasField(field)]
+    for field in given if goes_on else ():
+        raise InvalidRequest(f"{field} may only come with a session's first message", field)
 
 
 async def _next(requests: AsyncIterator[inference_pb2.GenerateRequest]) -> inference_pb2.GenerateRequest | None:
@@ -284,6 +285,10 @@ def _output_kind(request: inference_pb2.GenerateRequest) -> RequestOutputKind:
     if asked == request_pb2.OUTPUT_KIND_DELTA:
         raise InvalidRequest("sampling.output_kind is DELTA, which needs stream to be true", "sampling.output_kind")
     return RequestOutputKind.FINAL_ONLY
+
+
+def _rank(request: inference_pb2.GenerateRequest) -> int | None:
+    return request.data_parallel_rank if request.HasField("data_parallel_rank") else None
 
 
 def _streams(request: inference_pb2.GenerateRequest) -> bool:

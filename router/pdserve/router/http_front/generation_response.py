@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
@@ -11,8 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.common.errors import PdServeError
-from pdserve.common.request.generation_request import verify_client_request_id
+from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.request.generation_request import (
+    MAX_DATA_PARALLEL_RANK,
+    verify_client_request_id,
+    verify_data_parallel_rank,
+)
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
@@ -26,7 +31,10 @@ from pdserve.text.outputs.request_output import CompletionOutput
 JSON = "application/json"
 REQUEST_ID_HEADER = "x-request-id"
 """Carries the client's id in a request, and the router's id in a response."""
+RANK_HEADER = "x-data-parallel-rank"
+"""vLLM's header: the rank of the decode workers that the request prefers."""
 TIMELINE_HEADER = "x-pdserve-timeline"
+_RANK = re.compile("[0-9]{1,9}")
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -47,10 +55,22 @@ def json_response(content: object, status: int = 200) -> Response:
 
 
 def call_fields(request: Request, timeout_s: float) -> CallFields:
-    """timeout_s: the request's deadline. Raises: InvalidRequest for the request id that the client or a proxy sent."""
+    """timeout_s: the request's deadline. Raises: InvalidRequest for a header that the client or a proxy sent."""
     client_request_id = request.headers.get(REQUEST_ID_HEADER, "")
     verify_client_request_id(client_request_id, REQUEST_ID_HEADER)
-    return CallFields(timeout_s, valid_trace_headers(request.headers), client_request_id)
+    return CallFields(timeout_s, valid_trace_headers(request.headers), client_request_id, _rank(request))
+
+
+def _rank(request: Request) -> int | None:
+    given = request.headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    if not _RANK.fullmatch(given):
+        raise InvalidRequest(
+            f"{RANK_HEADER} is {given[:40]!r}, a number from 0 to {MAX_DATA_PARALLEL_RANK} is needed", RANK_HEADER
+        )
+    verify_data_parallel_rank(int(given), RANK_HEADER)
+    return int(given)
 
 
 def asks_for_timeline(request: Request) -> bool:

@@ -79,6 +79,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    data_parallel_rank: int | None = None
+    """Rank of the decode workers that it prefers, if the header `X-data-parallel-rank` does not name it."""
     logits_processors: list[NamedLogitsProcessor] | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
@@ -195,6 +197,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.request_id is not None and not call.client_request_id:
             verify_client_request_id(self.request_id, "request_id")
             call = call._replace(client_request_id=self.request_id)
+        call = call.with_rank(self.data_parallel_rank)
         beam_fields = BeamFields(**{name: getattr(self, name) for name in BeamFields.__struct_fields__})
         # defaults of the model change probabilities, by which beams are not chosen
         sampling = self.sampling({} if self.use_beam_search else defaults, form)

@@ -206,6 +206,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Workers to avoid while there are others."""
     sampler_version: int | None = None
     """Prefer workers with this sampler version, so that a sampled text continues as it began; None: no preference."""
+    data_parallel_rank: int | None = None
+    """Prefer decode workers of this rank, after the other preferences; None: no preference."""
     turns: Mapping[WorkerRole, int] = {}
     """Role -> number of earlier choices."""
     bytes_per_s: float = 1e9
@@ -271,6 +273,8 @@ def choose(
     left = fresh if fresh or strict else candidates
     alike = [candidate for candidate in left if candidate.worker.identity.sampler_version == rules.sampler_version]
     left = alike or left
+    if role is WorkerRole.DECODE and (rank := rules.data_parallel_rank) is not None:
+        left = [candidate for candidate in left if candidate.worker.identity.data_parallel_rank == rank] or left
     return POLICIES[rules.policy](left, rules.turns.get(role, 0)) if left else None
 
 

@@ -76,9 +76,19 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName
     hint: PlacementHint
     num_tokens: int
+    data_parallel_rank: int | None = None
+    """The rank of decode workers that the request prefers; None: no preference."""
     placement: Placement
     candidates: tuple[CandidateView, ...]
     left_out: tuple[LeftOut, ...]
+
+    @property
+    def has_its_rank(self) -> bool | None:
+        """True if a decode worker of the preferred rank was chosen; None without a preference."""
+        if self.data_parallel_rank is None:
+            return None
+        decode = self.placement.decode
+        return decode is not None and decode.identity.data_parallel_rank == self.data_parallel_rank
 
     def content(self) -> dict[str, Any]:
         """For JSON."""
@@ -92,6 +102,8 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "hint": self.hint.value,
             "kind": placement.kind,
             "prompt_tokens": self.num_tokens,
+            "data_parallel_rank": self.data_parallel_rank,
+            "has_its_rank": self.has_its_rank,
             "prefill": _name(placement.prefill),
             "decode": _name(placement.decode),
             "local_prefill_tokens": placement.local_prefill_tokens,
@@ -118,6 +130,8 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "pdserve.route.decode": _name(placement.decode),
             "pdserve.route.prefill_overlap_blocks": self._overlap(WorkerRole.PREFILL, placement.prefill),
             "pdserve.route.decode_overlap_blocks": self._overlap(WorkerRole.DECODE, placement.decode),
+            "pdserve.route.data_parallel_rank": self.data_parallel_rank,
+            "pdserve.route.has_its_rank": self.has_its_rank,
             "pdserve.route.local_prefill_tokens": placement.local_prefill_tokens,
             "pdserve.route.local_estimate_s": estimates.local_s,
             "pdserve.route.remote_estimate_s": estimates.remote_s,

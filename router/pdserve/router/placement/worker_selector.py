@@ -60,12 +60,14 @@ class WorkerSelector:
         blamed: Collection[WorkerKey] = (),
         dead: Collection[WorkerKey] = (),
         sampler_version: int | None = None,
+        data_parallel_rank: int | None = None,
         embeds: bool = False,
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
         tenant: the owner. num_tokens: length of the prompt. dead: workers that died under this request and have not reconnected.
-        sampler_version: preferred; None for no preference. embeds: True for an embedding, which only needs a prefill worker.
+        sampler_version, data_parallel_rank: preferred; None for no preference. embeds: True for an embedding, which only needs a
+        prefill worker.
         """
         live = {role: self._fleet.workers(role) for role in WorkerRole}
         full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, hint)}
@@ -75,6 +77,7 @@ class WorkerSelector:
             hint=hint,
             blamed={*blamed, *full},
             sampler_version=sampler_version,
+            data_parallel_rank=data_parallel_rank,
             turns=self._turns,
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
@@ -103,6 +106,7 @@ class WorkerSelector:
             policy=rules.policy,
             hint=hint,
             num_tokens=num_tokens,
+            data_parallel_rank=data_parallel_rank,
             placement=placement,
             candidates=views(WorkerRole.PREFILL, prefill) + views(WorkerRole.DECODE, decode),
             left_out=self._left_out(placement, candidates, blamed, dead, full),

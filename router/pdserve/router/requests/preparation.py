@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
-from pdserve.common.errors import Overloaded
+from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest
+from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
@@ -60,8 +60,14 @@ class ClientRequest(GenerationRequest, kw_only=True, gc=False):
     """A part of the prompt's tokens is kept; None: all."""
     beams: BeamSearchParams | None = None
     """A beam search is asked for; its width is the number of sequences."""
+    data_parallel_rank: int | None = None
+    """Rank of the decode workers that it prefers."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
+
+    def verify_client(self) -> None:
+        super().verify_client()
+        verify_data_parallel_rank(self.data_parallel_rank)
 
 
 class CallFields(NamedTuple):
@@ -70,6 +76,16 @@ class CallFields(NamedTuple):
     timeout_s: float
     trace_headers: dict[str, str]
     client_request_id: str
+    data_parallel_rank: int | None = None
+
+    def with_rank(self, rank: int | None) -> CallFields:
+        """With the rank of the client's body. Raises: InvalidRequest if the call itself has another."""
+        if rank is not None and self.data_parallel_rank not in (None, rank):
+            raise InvalidRequest(
+                f"data_parallel_rank is {rank}, and the header X-data-parallel-rank {self.data_parallel_rank}",
+                "data_parallel_rank",
+            )
+        return self if rank is None else self._replace(data_parallel_rank=rank)
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -108,6 +108,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    data_parallel_rank: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # accepted, and without effect
     user: str | None = None
@@ -195,7 +196,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
-            **call._asdict(),
+            **call.with_rank(self.data_parallel_rank)._asdict(),
         )
 
     def _tool_use(self, ignored: IgnoredFields | None, forced_calls: ForcedCalls) -> ToolUse:

@@ -8,6 +8,7 @@ from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_layout import DTYPE_BYTES, KvLayout
 from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
+from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.worker_identity import WorkerIdentity
 
 MAX_TOKENS = 1 << 24
@@ -49,6 +50,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     _within("max_num_seqs", identity.max_num_seqs, 1, MAX_SEQS)
     _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
     _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)
+    _within("data_parallel_rank", identity.data_parallel_rank or 0, 0, MAX_DATA_PARALLEL_RANK)
     _within("the number of connectors", len(identity.connectors), 0, MAX_CONNECTORS)
     for connector in identity.connectors:
         if not _CONNECTOR.fullmatch(connector):

@@ -101,8 +101,9 @@ async def introduce(channel: ServiceChannel, peer: WorkerIdentity) -> None:
 
 def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
     fields = {name: getattr(message, name) for name in WorkerIdentity.__struct_fields__}
-    if not message.HasField("max_local_prefill_tokens"):
-        fields["max_local_prefill_tokens"] = None
+    for name in ("max_local_prefill_tokens", "data_parallel_rank"):
+        if not message.HasField(name):
+            fields[name] = None
     if not message.max_num_seqs:
         del fields["max_num_seqs"]
     return WorkerIdentity(

@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 WAIT_FOR_WORKER_S = 5.0
 """Seconds for which a request waits for a worker that may serve it."""
-
 MAX_EVICTIONS = 16
 """Evictions of one request that do not count as failed attempts: each let other sequences continue."""
 
@@ -361,6 +360,7 @@ class PromptTask:
                 blamed=retry_state.blamed | self._full.keys,
                 dead=self._crash_guard.unfit,
                 sampler_version=retry_state.sampler_version,
+                data_parallel_rank=self._request.data_parallel_rank,
             )
 
         while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:
