@@ -13,6 +13,7 @@ from torch import Tensor
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from tests.support.attention_batches import model_inputs, packed_batch
 from tests.support.checkpoints import ARCHITECTURES
 
@@ -20,10 +21,18 @@ from tests.support.checkpoints import ARCHITECTURES
 class PagedRun:
     """Sequences in blocks of random order; all memory that no token was written to is NaN, infinite or huge."""
 
-    def __init__(self, decoder: Decoder, *, num_blocks: int = 64, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        seed: int = 0,
+        shard: RankShard = WHOLE,
+    ) -> None:
         self.decoder = decoder
         self.block_size = block_size
-        self.kv_cache = make_kv_cache(decoder.config.kv_layout(block_size, "test"), num_blocks)
+        self.kv_cache = make_kv_cache(decoder.config.kv_layout(block_size, "test", shard), num_blocks)
         huge = torch.finfo(self.kv_cache.dtype).max
         poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=self.kv_cache.dtype)
         self.kv_cache.view(-1, 4).copy_(poison)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import rotary_phases
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.model_inputs import ModelInputs
+
+Embedding = Callable[[Tensor], Tensor]
+"""`[T]` int64 token ids -> `[T, H]`."""
+OutputHead = Callable[[Tensor], Tensor]
+"""`[N, H]` -> `[N, V]`."""
+
+
+def embedding_table(weight: Tensor) -> Embedding:
+    """weight `[V, H]`."""
+    return lambda token_ids: weight.index_select(0, token_ids)
 
 
 class Decoder:
@@ -25,18 +34,17 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: Sequence[DecoderLayer],
         final_norm: RmsNorm,
-        lm_head: Linear,
+        lm_head: OutputHead,
     ) -> None:
-        """embedding `[V, H]`."""
         self.config = config
         self._embedding = embedding
         self._layers = tuple(layers)
         self._norms = (*(layer.input_norm for layer in self._layers), final_norm)
         self._lm_head = lm_head
-        device = embedding.device
+        device = final_norm.weight.device
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
         self._magnitude = torch.full((), config.rope.attention_factor, device=device)
         specs = [layer.attention.spec for layer in self._layers]
@@ -54,7 +62,7 @@ class Decoder:
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
-        return self._embedding.index_select(0, token_ids)
+        return self._embedding(token_ids)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Write this step's keys and values into the cache and return the last hidden states `[T, H]`.
@@ -72,5 +80,5 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[N, H]` -> `[N, V]` float32."""
+        """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several."""
         return self._lm_head(hidden).float()

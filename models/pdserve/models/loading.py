@@ -11,12 +11,14 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.kernels.linear import make_linear
+from pdserve.kernels.parallel_linear import ParallelLMHead, VocabParallelEmbedding
 from pdserve.models.config.model_config import ModelConfig
-from pdserve.models.decoder import Decoder
+from pdserve.models.decoder import Decoder, embedding_table
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.read_config import read_config
-from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
+from pdserve.models.weights.checkpoint import FLOATS, WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
+from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
 
 __all__ = ["LoadProgress", "load_decoder"]
@@ -31,16 +33,18 @@ def load_decoder(
     device: str = "cpu",
     load_format: str = "auto",
     quantization: Quantization = None,
+    shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> Decoder:
-    """Read a Hugging Face model folder.
+    """Read a Hugging Face model folder, or one rank's part of it.
 
     dtype: of weights and KV blocks; `auto` is the folder's. load_format: `dummy` reads config.json alone and draws the weights;
     `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the embedding, the output head and routers of
-    experts stay in the dtype. progress: called after each weight.
+    experts stay in the dtype. shard: this rank's part. progress: called after each weight.
     Raises: ConfigError, UnsupportedModel.
     """
     config = read_config(folder, dtype)
+    config.verify_sharding(shard.size, folder)
     if config.unknown_fields:
         log.warning(
             "%s: fields without a known meaning are ignored: %s", folder / "config.json", few(config.unknown_fields)
@@ -52,10 +56,10 @@ def load_decoder(
         if load_format == "dummy":
             shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")
             # learns the names, by which progress is measured
-            _decoder(config, shapes, "meta", quantization, None)
-            return _decoder(config, shapes.on_device(device), device, quantization, progress)
+            _decoder(config, shapes, "meta", quantization, WHOLE, None)
+            return _decoder(config, shapes.on_device(device), device, quantization, shard, progress)
         with open_checkpoint(folder) as checkpoint:
-            return _decoder(config, checkpoint, device, quantization, progress)
+            return _decoder(config, checkpoint, device, quantization, shard, progress)
 
 
 def _decoder(
@@ -63,10 +67,11 @@ def _decoder(
     checkpoint: WeightSource,
     device: str,
     quantization: Quantization,
+    shard: RankShard,
     progress: Callable[[LoadProgress], None] | None,
 ) -> Decoder:
     family, hidden = config.family, config.hidden_size
-    embedding_name, head_name = _ends(config, checkpoint, device)
+    embedding_name, head_name = _ends(config, checkpoint, device, shard)
     is_tied = head_name == embedding_name
     ignored = {family.head_name} - {embedding_name} if is_tied else ()
     weights = WeightLoader(
@@ -76,18 +81,22 @@ def _decoder(
         ignored=ignored,
         quantization=quantization,
         stored=config.stored_quantization,
+        shard=shard,
         progress=progress,
     )
-    embedding = weights.tensor(embedding_name, config.vocab_size, hidden)
+    rows = shard.part(0, config.vocab_size)
+    embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
     layers = [family.load_layer(weights, config, index) for index in range(config.num_layers)]
     final_norm = weights.norm(family.final_norm_name, hidden, config.rms_norm_eps)
-    lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden))
+    lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows))
     weights.check_all_read()
-    return Decoder(config, embedding, layers, final_norm, lm_head)
+    if (group := shard.group) is None:
+        return Decoder(config, embedding_table(embedding), layers, final_norm, lm_head)
+    return Decoder(config, VocabParallelEmbedding(embedding, group), layers, final_norm, ParallelLMHead(lm_head, group))
 
 
-def _ends(config: ModelConfig, checkpoint: WeightSource, device: str) -> tuple[str, str]:
-    """The names of the embedding and of the output head; the same name if they are tied."""
+def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:
+    """The names of the embedding and of the output head; the same name if they are tied. Each rank compares its part."""
     names = set(checkpoint.names)
     embedding_name, head_name = config.family.embedding_name, config.family.head_name
     if not config.tie_word_embeddings:
@@ -97,10 +106,12 @@ def _ends(config: ModelConfig, checkpoint: WeightSource, device: str) -> tuple[s
     if not {embedding_name, head_name} <= names:
         return embedding_name, embedding_name
     shape = (config.vocab_size, config.hidden_size)
-    head, embedding = (checkpoint.read(name, shape) for name in (head_name, embedding_name))
+    rows = shard.part(0, config.vocab_size)
+    head, embedding = (checkpoint.read(name, shape, FLOATS, rows) for name in (head_name, embedding_name))
     if device == "meta":
         return embedding_name, head_name  # no weight is read: the larger of both possible sizes
-    if head_is_embedding(head, embedding, TORCH_DTYPES[config.dtype]):
+    is_equal = head_is_embedding(head, embedding, TORCH_DTYPES[config.dtype])
+    if is_equal if shard.group is None else shard.group.minimum(is_equal):
         return embedding_name, embedding_name
     log.warning(
         "%s: tie_word_embeddings is true, but %s has other numbers than %s and is used, as in transformers",

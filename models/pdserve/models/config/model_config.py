@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from pdserve.common.kv_layout import KvLayout
@@ -14,6 +15,7 @@ from pdserve.models.kv_cache import KVCacheGroupSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.stored_quantization import StoredQuantization
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -67,15 +69,26 @@ class ModelConfig:
         """Layers of each KV cache group. One group: layers with a window keep their whole context, too."""
         return (tuple(range(self.num_layers)),)
 
-    def kv_cache_groups(self, block_size: int, model_fingerprint: str) -> tuple[KVCacheGroupSpec, ...]:
-        layout = self.kv_layout(block_size, model_fingerprint)
+    def verify_sharding(self, size: int, folder: Path) -> None:
+        """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
+        dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
+        dimensions |= self.family.inner_sizes(self.intermediate_size)
+        verify_sharding(size, dimensions, self.num_kv_heads, f"{folder / 'config.json'}")
+
+    def kv_cache_groups(
+        self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE
+    ) -> tuple[KVCacheGroupSpec, ...]:
+        layout = self.kv_layout(block_size, model_fingerprint, shard)
         return tuple(KVCacheGroupSpec(layers, "full_attention", None, layout) for layers in self.kv_cache_group_layers)
 
-    def kv_layout(self, block_size: int, model_fingerprint: str) -> KvLayout:
+    def kv_layout(self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE) -> KvLayout:
+        """The layout of one rank's blocks."""
         return KvLayout(
             num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
+            num_kv_heads=len(shard.heads(self.num_kv_heads)),
             total_num_kv_heads=self.num_kv_heads,
+            tp_rank=shard.rank,
+            tp_size=shard.size,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=self.dtype,
@@ -114,6 +127,10 @@ class ModelFamily(ABC):
     @abstractmethod
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
+
+    def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
+        """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
+        return {"intermediate_size": intermediate_size}
 
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""

@@ -65,6 +65,10 @@ class Qwen3Moe(ModelFamily):
             ),
         )
 
+    def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
+        sizes = {} if all(self.sparse_layers) else super().inner_sizes(intermediate_size)
+        return sizes | ({"moe_intermediate_size": self.expert_size} if any(self.sparse_layers) else {})
+
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         if not self.sparse_layers[index]:
             return super().load_mlp(weights, prefix, config, index)

@@ -24,8 +24,10 @@ class GatedMlp:
     def load(cls, weights: WeightLoader, prefix: str, hidden_size: int, inner_size: int, *, bias: bool) -> GatedMlp:
         """Read `{prefix}.gate_proj`, `up_proj` and `down_proj`. inner_size: I. Raises: ConfigError."""
         return cls(
-            gate_up=weights.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], inner_size, hidden_size, bias=bias),
-            down=weights.linear([f"{prefix}.down_proj"], hidden_size, inner_size, bias=bias),
+            gate_up=weights.column_parallel(
+                [f"{prefix}.gate_proj", f"{prefix}.up_proj"], inner_size, hidden_size, bias=bias
+            ),
+            down=weights.row_parallel(f"{prefix}.down_proj", hidden_size, inner_size, bias=bias),
         )
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:

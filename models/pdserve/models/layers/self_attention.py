@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.rotary import pair_neighbours
+from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -45,15 +46,23 @@ class SelfAttention:
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
-        Raises: ConfigError.
+        spec: with the heads of all ranks; the layer has those of this rank. Raises: ConfigError.
         """
-        qk_norm = None if qk_norm_eps is None else _load_qk_norm(weights, prefix, spec, qk_norm_eps)
+        shard = weights.shard
+        own = replace(
+            spec,
+            num_heads=len(shard.heads(spec.num_heads)),
+            num_kv_heads=len(shard.heads(spec.num_kv_heads)),
+        )
+        qk_norm = None if qk_norm_eps is None else _load_qk_norm(weights, prefix, own, qk_norm_eps)
         return cls(
             index=index,
-            spec=spec,
+            spec=own,
             qkv=_load_qkv(weights, prefix, spec, hidden_size, qkv_bias),
             qk_norm=qk_norm,
-            output=weights.linear([f"{prefix}.o_proj"], hidden_size, spec.num_heads * spec.head_dim, bias=output_bias),
+            output=weights.row_parallel(
+                f"{prefix}.o_proj", hidden_size, spec.num_heads * spec.head_dim, bias=output_bias
+            ),
         )
 
     def add_norm(
@@ -66,6 +75,7 @@ class SelfAttention:
 
 
 def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, eps: float) -> HeadNorm:
+    """spec: with the heads of this rank."""
     q_weight, k_weight = (
         pair_neighbours(weights.tensor(f"{prefix}.{name}.weight", spec.head_dim), spec.head_dim)
         for name in ("q_norm", "k_norm")
@@ -74,14 +84,16 @@ def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, eps: 
 
 
 def _load_qkv(weights: WeightLoader, prefix: str, spec: AttentionSpec, hidden_size: int, bias: bool) -> Linear:
+    """spec: with the heads of all ranks."""
     matrices, biases = [], []
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
-        rows = heads * spec.head_dim
-        matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size)
+        rows, own = heads * spec.head_dim, weights.shard.heads(heads)
+        part = None if len(own) == heads else Part(0, own.start * spec.head_dim, own.stop * spec.head_dim)
+        matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
         matrices.append(matrix if name == "v" else _paired(matrix, spec.head_dim))
         if bias:
-            part = weights.tensor(f"{prefix}.{name}_proj.bias", rows)
-            biases.append(part if name == "v" else pair_neighbours(part, spec.head_dim))
+            added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)
+            biases.append(added if name == "v" else pair_neighbours(added, spec.head_dim))
     weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
     return make_linear(weight, torch.cat(biases) if biases else None)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from pdserve.kernels.experts import Experts, ExpertWeights, make_experts, route_top_k
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.rank_group import RankGroup
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -23,6 +24,8 @@ class SparseMlp:
     top_k: int
     normalise: bool
     """True: the routing weights of a token add up to 1."""
+    group: RankGroup | None = None
+    """The ranks that share the inner size of each expert."""
 
     @classmethod
     def load(
@@ -43,16 +46,24 @@ class SparseMlp:
         # which experts a token has is not left to rounding
         router = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
 
+        shard = weights.shard
+        rows, columns = shard.part(0, inner_size), shard.part(1, inner_size)
+
         def expert(index: int) -> ExpertWeights:
             name = f"{prefix}.experts.{index}"
             halves = [f"{name}.{half}_proj" for half in ("gate", "up")]
-            gate_up = weights.stack([weights.matrix(half, inner_size, hidden_size) for half in halves], halves)
-            return gate_up, weights.matrix(f"{name}.down_proj", hidden_size, inner_size)
+            gate_up = weights.stack([weights.matrix(half, inner_size, hidden_size, rows) for half in halves], halves)
+            return gate_up, weights.matrix(f"{name}.down_proj", hidden_size, inner_size, columns)
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
-        return cls(router, make_experts(expert(index) for index in range(num_experts)), top_k, normalise)
+        experts = make_experts(expert(index) for index in range(num_experts))
+        return cls(router, experts, top_k, normalise, shard.group)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """`s = residual + experts(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
         routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
-        return ops.add_norm(residual, self.experts(x, routing_weights, chosen, ops.swiglu), None, norm)
+        added = self.experts(x, routing_weights, chosen, ops.swiglu)
+        if self.group is not None:
+            # before the addition, every rank has the same residual and so the same experts per token
+            added = self.group.all_reduce(added)
+        return ops.add_norm(residual, added, None, norm)

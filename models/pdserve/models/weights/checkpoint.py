@@ -18,6 +18,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.json_file import MAX_INDEX_BYTES, parse_json_object, refuse_pointer
 from pdserve.models.json_object import JsonObject
+from pdserve.models.weights.rank_shard import Part
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -48,8 +49,10 @@ class WeightSource(Protocol):
     def where(self, name: str) -> str:
         """Origin and name of a weight, for messages."""
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
-        """A tensor of this shape and one of these dtypes, which the caller copies. Raises: ConfigError."""
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
+    ) -> Tensor:
+        """A tensor of this shape and one of these dtypes, or a part of it, which the caller copies. Raises: ConfigError."""
 
 
 class Checkpoint:
@@ -77,10 +80,13 @@ class Checkpoint:
         """File and name, for messages."""
         return f"{self.folder / self._file_of[name]}: {name}"
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
+    ) -> Tensor:
         """A view of the file, or of a copy; the caller copies the values that it keeps, because the file may change.
 
-        Raises: ConfigError for a weight that is missing, or has another shape or type.
+        shape: of the whole weight. part: only this is read. Raises: ConfigError for a weight that is missing, or has another shape
+        or type.
         """
         found = self.shape(name)
         if found != shape:
@@ -89,7 +95,8 @@ class Checkpoint:
         if dtype not in dtypes:
             # eight bits need scales
             raise ConfigError(f"{self.where(name)} has dtype {dtype}; read are {', '.join(dtypes)}")
-        tensor: Tensor = self._handle(name).get_tensor(name)
+        handle = self._handle(name)
+        tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part.slices(len(shape))]
         return tensor
 
     def _handle(self, name: str) -> Any:

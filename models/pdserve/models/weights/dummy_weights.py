@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pdserve.models.weights.rank_shard import Part
+
 _SPREAD = 0.02
 """Standard deviation of matrices. Hidden states then neither vanish nor overflow in any served dtype."""
 
@@ -43,8 +45,15 @@ class DummyWeights:
         other._shapes = dict(self._shapes)
         return other
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = ()) -> Tensor:
-        """A new tensor in the served dtype. Raises: torch.OutOfMemoryError."""
+    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = (), part: Part | None = None) -> Tensor:
+        """A new tensor in the served dtype. A part is cut from the whole, so that it has the same numbers for any number of ranks.
+
+        Raises: torch.OutOfMemoryError.
+        """
+        whole = self._drawn(name, shape)
+        return whole if part is None else whole[part.slices(len(shape))]
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._shapes[name] = shape
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         if tensor.is_meta:

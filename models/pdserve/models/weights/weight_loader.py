@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +13,10 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
 from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.parallel_linear import RowParallelLinear
 from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.models.weights.checkpoint import WeightSource
+from pdserve.models.weights.checkpoint import FLOATS, WeightSource
+from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 from pdserve.models.weights.stored_quantization import StoredQuantization
 
 Quantization = Literal["int8"] | None
@@ -24,13 +27,16 @@ _NUM_NAMED = 8
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Bytes of loaded weights in the served dtype, unless said otherwise, and the name of the last one."""
+    """Bytes of loaded weights in the served dtype, unless said otherwise, and the name of the last one.
+
+    A weight of which this rank reads a part counts as a whole.
+    """
 
     loaded_bytes: int
     total_bytes: int
     name: str
     kept_bytes: int
-    """Bytes of the loaded weights in memory, which are fewer where weights are quantized."""
+    """Bytes of the loaded weights in memory, which are fewer where weights are quantized or shared by ranks."""
 
 
 class WeightLoader:
@@ -45,16 +51,18 @@ class WeightLoader:
         ignored: Collection[str] = (),
         quantization: Quantization = None,
         stored: StoredQuantization | None = None,
+        shard: RankShard = WHOLE,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> None:
-        """ignored: names that may remain unread. quantization: of `matrix`. stored: the checkpoint's own. progress: called after
-        each weight."""
+        """ignored: names that may remain unread. quantization: of `matrix`. stored: the checkpoint's own. shard: this rank's.
+        progress: called after each weight."""
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._quantization = quantization
         self._stored = stored
         self._names = frozenset(checkpoint.names)
+        self.shard = shard
         self._progress = progress
         self._loaded_bytes = self._kept_bytes = 0
         self._unread = {
@@ -62,26 +70,29 @@ class WeightLoader:
         }
         self._total_bytes = sum(torch.Size(checkpoint.shape(name)).numel() for name in self._unread) * dtype.itemsize
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
         """A copy on the device, in the served dtype.
 
+        shape: of the whole weight. part: only this is read.
         Raises: ConfigError for a weight that is missing, has another shape or type, or has NaN or infinity.
         """
-        tensor = self._read(name, shape)
-        self._count(name, tensor.nbytes, tensor.nbytes)
+        tensor = self._read(name, shape, part)
+        self._count(name, self._whole_bytes(shape), tensor.nbytes)
         return tensor
 
-    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> Matrix:
         """`{name}.weight`, quantized where the checkpoint stores it so, or the loader's quantization says so.
 
+        rows, columns: of the whole weight. part: only this is read. Columns of a rank that are quantized here have scales of their
+        own.
         Raises: ConfigError, as `tensor`; UnsupportedModel.
         """
         weight = f"{name}.weight"
         if self._stored is not None and f"{weight}_scale" in self._names:
-            return self._stored_matrix(self._stored, weight, rows, columns)
-        tensor = self._read(weight, (rows, columns))
+            return self._stored_matrix(self._stored, weight, (rows, columns), part)
+        tensor = self._read(weight, (rows, columns), part)
         matrix = Int8Matrix.quantized(tensor) if self._quantization == "int8" else tensor
-        self._count(weight, tensor.nbytes, matrix.nbytes)
+        self._count(weight, self._whole_bytes((rows, columns)), matrix.nbytes)
         return matrix
 
     def stack(self, matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:
@@ -90,19 +101,23 @@ class WeightLoader:
             raise ConfigError(f"{self._checkpoint.folder}: some of {', '.join(names)} are quantized and some are not")
         return stack_rows(matrices)
 
-    def _stored_matrix(self, stored: StoredQuantization, weight: str, rows: int, columns: int) -> Matrix:
+    def _stored_matrix(
+        self, stored: StoredQuantization, weight: str, shape: tuple[int, int], part: Part | None
+    ) -> Matrix:
         if stored.rounds_inputs and torch.device(self._device).type not in ("cpu", "meta"):
             raise UnsupportedModel(
                 f"{self._checkpoint.folder}: int8 weights with rounded inputs are served on a processor only, not on {self._device}"
             )
-        source = self._checkpoint.read(weight, (rows, columns), (_DTYPE_OF[stored.values],))
-        values, scales = source.to(self._device, copy=True), self._scales(weight, rows)
+        source = self._checkpoint.read(weight, shape, (_DTYPE_OF[stored.values],), part)
+        values, scales = source.to(self._device, copy=True), self._scales(weight, shape[0])
+        if part is not None and part.dim == 0:
+            scales = scales[part.start : part.stop].contiguous()
         if stored.rounds_inputs:
             matrix: Matrix = Int8Matrix(values, scales)
         else:
             matrix = (values.float() * scales[:, None]).to(self._dtype)
             verify_finite(matrix, matrix, self._checkpoint.where(weight))
-        self._count(weight, values.numel() * self._dtype.itemsize, matrix.nbytes)
+        self._count(weight, self._whole_bytes(shape), matrix.nbytes)
         return matrix
 
     def _scales(self, weight: str, rows: int) -> Tensor:
@@ -125,8 +140,11 @@ class WeightLoader:
             self._count(inputs, self._dtype.itemsize, 0)
         return scales.expand(rows).contiguous()
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        source = self._checkpoint.read(name, shape)
+    def _whole_bytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self._dtype.itemsize
+
+    def _read(self, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
+        source = self._checkpoint.read(name, shape, FLOATS, part)
         tensor = source.to(self._device, self._dtype, copy=True)
         verify_finite(tensor, source, self._checkpoint.where(name))
         return tensor
@@ -138,11 +156,20 @@ class WeightLoader:
         if self._progress is not None:
             self._progress(LoadProgress(self._loaded_bytes, self._total_bytes, name, self._kept_bytes))
 
-    def linear(self, names: Sequence[str], rows: int, columns: int, *, bias: bool) -> Linear:
-        """One layer whose output is the concatenated outputs of `names`, each `rows` wide."""
-        weight = self.stack([self.matrix(name, rows, columns) for name in names], names)
-        biases = [self.tensor(f"{name}.bias", rows) for name in names] if bias else []
+    def column_parallel(self, names: Sequence[str], rows: int, columns: int, *, bias: bool) -> Linear:
+        """One layer whose output is the concatenated outputs of `names`, each `rows` wide, of which each rank has a part."""
+        part = self.shard.part(0, rows)
+        weight = self.stack([self.matrix(name, rows, columns, part) for name in names], names)
+        biases = [self.tensor(f"{name}.bias", rows, part=part) for name in names] if bias else []
         return make_linear(weight, torch.cat(biases) if biases else None)
+
+    def row_parallel(self, name: str, rows: int, columns: int, *, bias: bool) -> Linear:
+        """The layer `name`, whose `columns` inputs are divided among the ranks; each rank has the whole result."""
+        weight = self.matrix(name, rows, columns, self.shard.part(1, columns))
+        added = self.tensor(f"{name}.bias", rows) if bias else None
+        if (group := self.shard.group) is None:
+            return make_linear(weight, added)
+        return RowParallelLinear(make_linear(weight), added, group)
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         return RmsNorm(self.tensor(name, size), eps)
