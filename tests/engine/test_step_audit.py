@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine_harness import Harness
+from tests.support.engine_harness import Answer, Harness
 from tests.support.pretend_device import DEVICE, pretended_device
-from tests.support.step_audit import StepAudit
+from tests.support.step_audit import StepAudit, StepCounts
 
 STEPS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "greedy": ({"temperature": 0.0}, (1, 1, 0)),
@@ -53,6 +53,48 @@ def test_a_decode_step(
     counts = audit.counts
     assert (counts.uploads.total(), counts.waits.total(), counts.shapes.total()) == expected, counts
     engine.run()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        pytest.param(
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one spec", "two windows"],
+)
+def test_a_step_of_prompts_and_a_decode_step_with_triton(
+    family: str,
+    options: dict[str, Any],
+    make_real_engine: Callable[..., Harness],
+    tiny_checkpoints: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All kernels, and attention's lists: one, or one per window."""
+    pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+    from tests.support.pretend_launches import interpreted_on_device
+
+    folder, counts = tiny_checkpoints(family, **options), list[StepCounts]()
+
+    def answers(**kernels: str) -> list[Answer]:
+        engine = make_real_engine(folder, device=str(DEVICE), max_num_seqs=4, **kernels)
+        ids = [engine.add([(7 * i + size) % 300 for i in range(size)]) for size in (5, 18)]
+        for _ in range(2):
+            with monkeypatch.context() as patch, StepAudit(patch) as audit:
+                engine.step()
+            counts.append(audit.counts)
+        found = engine.run()
+        return [found[name] for name in ids]
+
+    expected = answers()
+    with interpreted_on_device():
+        assert answers(kernels="triton", attention_backend="triton") == expected
+    for step in counts[-2:]:
+        assert (step.uploads.total(), step.waits.total(), step.shapes.total()) == (1, 1, 0), step
 
 
 def test_the_audit_sees_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention_batch import PlanArray
 from tests.support.attention_cases import TOLERANCES, check_step, dense_attention, make_case, make_spec, run_step
 
 HEADS = [(4, 2, 16), (7, 1, 10), (3, 3, 6), (14, 2, 64)]
@@ -160,6 +161,22 @@ class AttentionContract(abc.ABC):
                 found = plan.attend(case.layer, case.q, case.k, case.v)
                 expected = dense_attention(case.to("cpu"), spec)
                 torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+    def test_a_step_whose_arrays_are_on_the_device(self) -> None:
+        """The arrays of all specs, made of the lengths and copied by the caller, give the bits that `plan` gives alone."""
+        heads = (4, 2, 8)
+        specs = [make_spec(heads), make_spec(heads, window=6)]
+        case = make_case(decodes=[20, 300], prefills=[(10, 9)], heads=heads, block_size=16, dtype=torch.float32)
+        case = case.to(self.device)
+        backend = self.make_backend(case.kv_cache)
+        arrays = backend.plan_arrays(case.batch.lengths, specs)
+        placed = {name: PlanArray(array, torch.tensor(array).to(self.device)) for name, array in arrays.items()}
+        staged = replace(case, batch=replace(case.batch, plan_arrays=placed))
+        for spec in specs:
+            found = run_step(backend, staged, spec)
+            assert torch.equal(found, run_step(backend, case, spec))
+            expected = dense_attention(case.to("cpu"), spec)
+            torch.testing.assert_close(found.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
     def test_attend_sees_what_store_wrote_and_writes_nothing(self) -> None:
         heads = (4, 2, 8)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdserve.kernels.attention_batch import StepLengths
 from pdserve.kernels.triton.attention.decode_pieces import ALIGNMENT, MAX_PIECES, PIECE_TOKENS, cut_into_pieces
 from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
+from pdserve.kernels.triton.attention.step_lists import StepLists, decode_places
+from tests.support.attention_cases import make_spec
 
 
 def lens(*values: int) -> np.ndarray:
@@ -74,6 +77,31 @@ def test_tiles_cover_each_query_token_once_with_its_position() -> None:
     ]
     ends = (tiles[:, 2] + tiles[:, 3]).tolist()
     assert ends == sorted(ends, reverse=True)
+
+
+def test_the_lists_of_a_step_are_cut_once_for_all_specs() -> None:
+    lengths = StepLengths(lens(1, 1, 20, 16, 5), lens(300, 0, 50, 16, 7), 2)
+    lists = StepLists(lengths)
+    whole, capped, windowed = make_spec((4, 2, 8)), make_spec((4, 2, 8), softcap=2.0), make_spec((4, 2, 8), window=40)
+    found = [lists.of_spec(spec, 16, 4) for spec in (whole, capped, windowed)]
+    assert found[0] == found[1]
+    pieces, tiles, full_chunks = found[0].pieces, found[0].tiles, found[0].full_chunks
+    assert pieces is not None
+    assert tiles is not None
+    places = decode_places(2)
+    array = lists.arrays[pieces]
+    assert array[places.count] == 2
+    assert array[places.first_piece].tolist() == [0, 2, 2]
+    assert array[places.pieces :].tolist() == cut_into_pieces(lengths.seq_lens[:2], None)[0].reshape(-1).tolist()
+    # 20 and 16 tokens are multiples of 4; the window hides keys of the first of them
+    assert [(chunk.start, chunk.stop, chunk.tiles is None) for chunk in full_chunks] == [(2, 22, False), (22, 38, True)]
+    assert [chunk.start for chunk in found[2].full_chunks] == [22]
+    assert found[2].pieces != pieces
+    assert found[2].tiles != tiles
+    again = StepLists(lengths, lists.arrays)
+    assert [again.of_spec(spec, 16, 4) for spec in (whole, capped, windowed)] == found
+    assert all(again.arrays[name] is array for name, array in lists.arrays.items())
+    assert len(again.arrays) == 5
 
 
 def test_only_the_named_sequences_are_cut() -> None:

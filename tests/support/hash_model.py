@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.models.model_inputs import ModelInputs
 
@@ -104,6 +104,9 @@ class HashAttention:
     def __init__(self, kv_cache: Tensor) -> None:
         self.kv_cache = kv_cache
         self._cache = kv_cache.numpy()
+
+    def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> dict[str, NDArray[np.int64]]:
+        return {"lengths": lengths.seq_lens, "rows": lengths.query_lens}
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> HashPlan:
         batch.verify(self._cache.shape[1])

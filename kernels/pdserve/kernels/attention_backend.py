@@ -7,11 +7,13 @@ contract suite.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention_spec import AttentionSpec
 
 
@@ -51,6 +53,14 @@ class AttentionBackend(Protocol):
         """True if steps of decode rows alone can be captured in a graph: the calls of two plans with as many rows launch the same
         kernels over the same memory, where `plan` has written what differs, and a row with slot -1 and length 0 writes nothing.
         Plans of the largest steps come first, so that no memory moves later."""
+
+    def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> Mapping[str, NDArray[Any]]:
+        """Arrays that plans of a step with these lengths read on the device, by names of the back end's own.
+
+        The caller copies them to the device in one copy with its own, and passes them in `AttentionBatch.plan_arrays`; `plan`
+        then copies nothing from the host. `plan` also takes batches without them, and then copies what it needs itself. A back end
+        of another package may lack the method.
+        """
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> AttentionPlan:
         """Prepare a step. Called once per step and spec, before the first `store` of the step.

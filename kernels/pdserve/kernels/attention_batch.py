@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepLengths:
+    """Lengths of the B sequences of one step, on the host."""
+
+    query_lens: NDArray[np.int64]
+    """`[B]`: query tokens of each sequence."""
+    seq_lens: NDArray[np.int64]
+    """`[B]`: see `AttentionBatch.seq_lens`."""
+    num_decodes: int
+    """See `AttentionBatch.num_decodes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanArray:
+    """One array of `AttentionBackend.plan_arrays`, on the host and on the device."""
+
+    host: NDArray[Any]
+    there: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,13 @@ class AttentionBatch:
     new_tails: Tensor | None = None
     """`[n]` int64: decode rows whose last block no earlier decode step of their sequence ended in. Only there bytes behind the last
     token may be an earlier owner's, so a back end that needs them finite overwrites them once per block. None: all decode rows."""
+    plan_arrays: Mapping[str, PlanArray] = field(default_factory=dict)
+    """All arrays of `AttentionBackend.plan_arrays` for this batch's lengths, valid until the next step's; or none."""
+
+    @property
+    def lengths(self) -> StepLengths:
+        """The batch's."""
+        return StepLengths(np.diff(self.query_start_loc_cpu.numpy()), self.seq_lens_cpu.numpy(), self.num_decodes)
 
     @classmethod
     def from_arrays(
@@ -60,6 +89,7 @@ class AttentionBatch:
         block_tables: NDArray[np.int64],
         device: torch.device,
         new_tails: NDArray[np.int64] | None = None,
+        plan_arrays: Mapping[str, PlanArray] | None = None,
     ) -> AttentionBatch:
         """Copy a step's arrays to the device; on a processor the tensors share the arrays' memory.
 
@@ -87,6 +117,7 @@ class AttentionBatch:
             query_start_loc_cpu=query_start_loc_cpu,
             seq_lens_cpu=seq_lens_cpu,
             new_tails=None if new_tails is None else placed(torch.from_numpy(new_tails)),
+            plan_arrays=plan_arrays or {},
         )
 
     def verify(self, block_size: int) -> None:

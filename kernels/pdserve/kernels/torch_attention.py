@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
 from pdserve.kernels.kv_pages import KvPages, check_spec
@@ -21,6 +25,10 @@ class TorchAttentionBackend:
         """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous. Raises: ValueError for another shape."""
         self._pages = KvPages(kv_cache)
         self._step: _Step | None = None
+
+    def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> Mapping[str, NDArray[Any]]:
+        """No arrays: `plan` needs lengths on the host alone."""
+        return {}
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
         pages = self._pages

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
@@ -131,15 +130,15 @@ def test_buffers_move_only_to_grow() -> None:
     assert buffers.room("part", 8, torch.float32) is first
     assert len(buffers.room("part", 9, torch.float32)) == 16
     assert buffers.room("lse", 1, torch.float32) is not first
-    uploaded = buffers.upload("pieces", np.arange(3, dtype=np.int32))
-    again = buffers.upload("pieces", np.array([7, 8], np.int32))
-    assert again is uploaded
-    assert uploaded[:3].tolist() == [7, 8, 2]
+    put = buffers.put("pieces", torch.arange(3, dtype=torch.int32))
+    again = buffers.put("pieces", torch.tensor([7, 8], dtype=torch.int32, device=DEVICE))
+    assert again is put
+    assert put[:3].tolist() == [7, 8, 2]
     assert [buffers.row_width(width) for width in (3, 2, 5, 1)] == [4, 4, 8, 8]
 
 
-def test_an_empty_upload() -> None:
-    assert len(StepBuffers(torch.device(DEVICE)).upload("pieces", np.zeros(0, np.int32))) == 1
+def test_an_empty_list_has_a_buffer() -> None:
+    assert len(StepBuffers(torch.device(DEVICE)).put("pieces", torch.zeros(0, dtype=torch.int32))) == 1
 
 
 def check_pool_of_many_numbers(make_backend: Callable[[Tensor], AttentionBackend], part: str) -> None:

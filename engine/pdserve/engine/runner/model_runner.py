@@ -120,6 +120,8 @@ class ModelRunner:
             self._device,
             StagingBuffer(self._device, self._runtime),
             vocab_size,
+            attention,
+            model.attention_specs,
             packs_parameters=ops.sample is not None or self._device.type != "cpu",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import StagingBuffer
 from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_batch import AttentionBatch, PlanArray, StepLengths
 from pdserve.kernels.attention_spec import AttentionSpec
 
+_GroupArrays = Mapping[str, NDArray[Any]]
+"""`AttentionBackend.plan_arrays` of one KV cache group."""
 _FROM_DEVICE = -1
 """Token id of a token that the device has sampled and the host has not read yet."""
 
@@ -114,14 +116,18 @@ class StepInputBuilder:
         device: torch.device,
         staging: StagingBuffer,
         vocab_size: int,
+        attention: Sequence[AttentionBackend],
+        specs: Sequence[Sequence[AttentionSpec]],
         *,
         packs_parameters: bool,
     ) -> None:
-        """packs_parameters: True if the device samples, False if numpy does."""
+        """attention and specs: per KV cache group. packs_parameters: True if the device samples, False if numpy does."""
         self._batch = batch
         self._device = device
         self._staging = staging
         self._vocab_size = vocab_size
+        self._attention = attention
+        self._specs = specs
         self._packs_parameters = packs_parameters
         rows, max_blocks = config.max_num_seqs, config.blocks_for(config.max_model_len)
         self._newest = NewestTokens(rows, device)
@@ -148,6 +154,8 @@ class StepInputBuilder:
 
     def _shared(self, step: _StepArrays, plan: SampledPlan | None) -> StepInputs:
         """For a processor."""
+        lists = self._plan_arrays(step)
+        plan_arrays = _placed(lists, self._staging.upload(_flat(lists)))
         batches = [
             AttentionBatch.from_arrays(
                 positions=step.positions,
@@ -156,9 +164,10 @@ class StepInputBuilder:
                 seq_lens=step.seq_lens,
                 block_tables=table.of_step(step.rows, step.seq_lens),
                 new_tails=step.new_tails,
+                plan_arrays=of_group,
                 device=self._device,
             )
-            for table in self._batch.block_tables
+            for table, of_group in zip(self._batch.block_tables, plan_arrays, strict=True)
         ]
         token_ids = torch.from_numpy(step.token_ids)
         if step.is_pending:
@@ -170,19 +179,21 @@ class StepInputBuilder:
 
     def _staged(self, step: _StepArrays, plan: SampledPlan | None) -> StepInputs:
         """For a device: one copy."""
+        lists = self._plan_arrays(step)
         starts = np.zeros(len(step.counts) + 1, np.int64)
         step.counts.cumsum(out=starts[1:])
         parts: list[list[NDArray[Any]]] = [
             [step.token_ids, step.positions, starts, step.seq_lens, step.rows, step.new_tails],
             [step.slots(table) for table in self._batch.block_tables],
             [array for table in self._batch.block_tables for array in table.take_changes()],
+            _flat(lists),
             [step.row_of_token] if step.is_pending else [],
             [] if plan is None else SampledInputs.arrays(plan, is_packed=self._packs_parameters),
         ]
         there = iter(self._staging.upload([array for part in parts for array in part]))
-        (token_ids, positions, starts_there, seq_lens, rows, new_tails), slots, changes, row_of_token, sampled = (
-            [next(there) for _ in part] for part in parts
-        )
+        first, slots, changes, lists_there, row_of_token, sampled = ([next(there) for _ in part] for part in parts)
+        token_ids, positions, starts_there, seq_lens, rows, new_tails = first
+        plan_arrays = _placed(lists, lists_there)
         if step.is_pending:
             token_ids = self._newest.fill(token_ids, row_of_token[0])
         counts: list[int] = step.counts.tolist()
@@ -203,9 +214,28 @@ class StepInputBuilder:
                     query_start_loc_cpu=torch.from_numpy(starts),
                     seq_lens_cpu=torch.from_numpy(step.seq_lens),
                     new_tails=new_tails,
+                    plan_arrays=plan_arrays[group],
                 )
             )
         return StepInputs(batches, token_ids, None if plan is None else self._sampled(plan, sampled))
 
+    def _plan_arrays(self, step: _StepArrays) -> list[_GroupArrays]:
+        """Per KV cache group; a back end of another package may lack the method."""
+        lengths = StepLengths(step.counts, step.seq_lens, int(np.count_nonzero(step.counts == 1)))
+        return [
+            backend.plan_arrays(lengths, specs) if hasattr(backend, "plan_arrays") else {}
+            for backend, specs in zip(self._attention, self._specs, strict=True)
+        ]
+
     def _sampled(self, plan: SampledPlan, tensors: Sequence[Tensor]) -> SampledInputs:
         return SampledInputs.of(plan, tensors, self._vocab_size, is_packed=self._packs_parameters)
+
+
+def _flat(lists: Sequence[_GroupArrays]) -> list[NDArray[Any]]:
+    return [array for of_group in lists for array in of_group.values()]
+
+
+def _placed(lists: Sequence[_GroupArrays], there: Iterable[Tensor]) -> list[dict[str, PlanArray]]:
+    """there: a tensor for each of `_flat(lists)`."""
+    tensors = iter(there)
+    return [{name: PlanArray(array, next(tensors)) for name, array in of_group.items()} for of_group in lists]

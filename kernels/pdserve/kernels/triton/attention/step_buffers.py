@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -33,12 +31,12 @@ class StepBuffers:
         self._row_width = max(self._row_width, 1 << max(width - 1, 0).bit_length())
         return self._row_width
 
-    def upload(self, name: str, array: NDArray[np.int32]) -> Tensor:
-        """Copy a flat array, in stream order and without waiting -> the whole buffer, at least as long as the array."""
-        buffer = self.room(name, len(array), torch.int32)
-        host = torch.from_numpy(array)
-        if self.device.type == "cuda":
+    def put(self, name: str, numbers: Tensor) -> Tensor:
+        """Copy a flat int32 tensor of the device or the host, in stream order and without waiting -> the whole buffer, at least as
+        long as the tensor."""
+        buffer = self.room(name, len(numbers), torch.int32)
+        if self.device.type == "cuda" and numbers.is_cpu:
             # pinned anew each time: the copy of the step before may still read its own
-            host = host.pin_memory()
-        buffer[: len(array)].copy_(host, non_blocking=True)
+            numbers = numbers.pin_memory()
+        buffer[: len(numbers)].copy_(numbers, non_blocking=True)
         return buffer

@@ -1,0 +1,122 @@
+"""`StepLists`: what the attention kernels read of a step's lengths, cut on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.kernels.attention_batch import StepLengths
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.triton.attention.decode_pieces import cut_into_pieces
+from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
+
+_QUAD = 4
+"""Numbers of a piece; everything in a decode list begins at a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullChunk:
+    """A chunk that attends to itself in torch's fused attention."""
+
+    start: int
+    """First row of the batch."""
+    stop: int
+    tiles: str | None
+    """List of the chunk's rows over the keys before it; None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecLists:
+    """Names of the lists that the plan of one spec reads."""
+
+    pieces: str | None
+    """See `decode_places`; None: there are no decode rows."""
+    tiles: str | None
+    """`[n * FIELDS]`, of the chunks but the full ones; None: there is no other."""
+    full_chunks: tuple[FullChunk, ...]
+
+
+class StepLists:
+    """Flat int32 arrays by name. Each is cut once, whatever number of specs needs it."""
+
+    def __init__(self, lengths: StepLengths, arrays: Mapping[str, NDArray[np.int32]] | None = None) -> None:
+        """arrays: those that were cut from these lengths before; None: none."""
+        self._lengths = lengths
+        self.arrays = dict(arrays or {})
+
+    def of_spec(self, spec: AttentionSpec, tile_tokens: int, full_chunk: int | None) -> SpecLists:
+        """tile_tokens: query tokens of a prefill tile; full_chunk: a full chunk has a multiple of this number of tokens, None: no
+        chunk is full."""
+        full = () if full_chunk is None else self._full_chunks(spec, full_chunk)
+        return SpecLists(
+            self._pieces(spec.window) if self._lengths.num_decodes else None,
+            self._tiles(tile_tokens, full),
+            tuple(self._full_chunk(tile_tokens, sequence) for sequence in full),
+        )
+
+    def _pieces(self, window: int | None) -> str:
+        num_rows = self._lengths.num_decodes
+        name = f"pieces of window {window}, {num_rows} rows"
+        if name not in self.arrays:
+            pieces, first_piece = cut_into_pieces(self._lengths.seq_lens[:num_rows], window)
+            places = decode_places(num_rows)
+            array = np.zeros(places.pieces + pieces.size, np.int32)
+            array[places.count] = len(pieces)
+            array[places.first_piece] = first_piece
+            array[places.pieces :] = pieces.reshape(-1)
+            self.arrays[name] = array
+        return name
+
+    def _full_chunks(self, spec: AttentionSpec, multiple: int) -> tuple[int, ...]:
+        """Sequences whose chunk has a multiple of this number of tokens, and no key that a window hides."""
+        query_lens, seq_lens = self._lengths.query_lens.tolist(), self._lengths.seq_lens.tolist()
+        longest = spec.window or max(seq_lens, default=0)
+        return tuple(
+            sequence
+            for sequence in range(self._lengths.num_decodes, len(seq_lens))
+            if query_lens[sequence] % multiple == 0 and seq_lens[sequence] <= longest
+        )
+
+    def _tiles(self, tile_tokens: int, full: tuple[int, ...]) -> str | None:
+        lengths = self._lengths
+        sequences = [sequence for sequence in range(lengths.num_decodes, len(lengths.seq_lens)) if sequence not in full]
+        if not sequences:
+            return None
+        # specs have different full chunks only by their windows, and then different numbers of them
+        name = f"tiles of {tile_tokens} tokens beside {len(full)} full chunks"
+        if name not in self.arrays:
+            tiles = cut_into_tiles(lengths.query_lens, lengths.seq_lens, np.array(sequences), tile_tokens)
+            self.arrays[name] = tiles.reshape(-1)
+        return name
+
+    def _full_chunk(self, tile_tokens: int, sequence: int) -> FullChunk:
+        lengths = self._lengths
+        start, num_tokens = int(lengths.query_lens[:sequence].sum()), int(lengths.query_lens[sequence])
+        context_len = int(lengths.seq_lens[sequence]) - num_tokens
+        if context_len == 0:
+            return FullChunk(start, start + num_tokens, None)
+        name = f"tiles of {tile_tokens} tokens of sequence {sequence}"
+        if name not in self.arrays:
+            tiles = cut_into_tiles(np.array([num_tokens]), np.array([context_len]), np.zeros(1, np.int64), tile_tokens)
+            tiles[:, 0] = sequence
+            self.arrays[name] = tiles.reshape(-1)
+        return FullChunk(start, start + num_tokens, name)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlaces:
+    """Places of the parts of a decode list, which depend on the number of rows alone."""
+
+    count: int
+    """Number of pieces."""
+    first_piece: slice
+    """See `cut_into_pieces`."""
+    pieces: int
+    """First number of the pieces, which are the rest."""
+
+
+def decode_places(num_rows: int) -> DecodePlaces:
+    return DecodePlaces(0, slice(_QUAD, _QUAD + num_rows + 1), _QUAD + -(-(num_rows + 1) // _QUAD) * _QUAD)
