@@ -8,7 +8,9 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
+import h11
 import httpx
 import pytest
 import uvloop
@@ -134,20 +136,47 @@ async def test_a_connection_that_rests_between_requests_stays(quick: None) -> No
         writer.close()
 
 
-async def test_a_slow_body_is_cut_off_and_a_steady_one_is_not(quick: None) -> None:
+async def test_a_slow_body_is_cut_off(quick: None) -> None:
     async with serving() as served:
         reader, writer = await served.connect()
         writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 100_000)
         assert await closed(reader) == b""
         await asyncio.wait_for(served.app.left.wait(), HANG_S)
         writer.close()
-        reader, writer = await served.connect()
-        writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 20000\r\n\r\n")
-        for _ in range(20):
-            writer.write(b"x" * 1000)
-            await asyncio.sleep(0.1)
-        assert (await reader.readuntil(b"20000")).startswith(b"HTTP/1.1 200")
-        writer.close()
+
+
+async def test_a_steady_body_is_not_cut_off_until_it_slows(quick: None) -> None:
+    """Time passes where the test says so: on a busy machine no client sends steadily."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_server, "_LOOK_EVERY_S", 10 * HANG_S)
+        async with serving() as served:
+            reader, writer = await served.connect()
+            writer.write(b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 30000\r\n\r\n")
+            connection: Any = await eventually(lambda: next(iter(served.server.server_state.connections), None))
+            await eventually(lambda: connection.conn.their_state is h11.SEND_BODY)
+            clock = asyncio.get_running_loop().time()
+            connection.look(clock)
+
+            async def send(num_bytes: int) -> None:
+                """And let 0.1 s pass."""
+                nonlocal clock
+                received = connection._num_received + num_bytes
+                writer.write(b"x" * num_bytes)
+                await eventually(lambda: connection._num_received == received)
+                clock += 0.1
+                connection.look(clock)
+
+            # four windows at twice the least rate
+            for _ in range(20):
+                await send(http_connection.MIN_BODY_BYTES_PER_S // 5)
+            assert not connection.transport.is_closing()
+            # one at half of it; another may have begun
+            for _ in range(10):
+                if not connection.transport.is_closing():
+                    await send(http_connection.MIN_BODY_BYTES_PER_S // 20)
+            assert await closed(reader) == b""
+            await asyncio.wait_for(served.app.left.wait(), HANG_S)
+            writer.close()
 
 
 async def test_the_rest_of_a_refused_body_is_not_read_for_ever(quick: None) -> None:
@@ -233,7 +262,8 @@ async def test_handshakes_count_and_end(quick: None, tmp_path: Path, monkeypatch
 
 ON_UVLOOP = (
     test_a_connection_that_rests_between_requests_stays,
-    test_a_slow_body_is_cut_off_and_a_steady_one_is_not,
+    test_a_slow_body_is_cut_off,
+    test_a_steady_body_is_not_cut_off_until_it_slows,
     test_the_rest_of_a_refused_body_is_not_read_for_ever,
     test_a_client_that_never_reads_is_cut_off,
 )
