@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.net.rpc import PING_EVERY_MS, PING_TIMEOUT_MS, bind, make_channel, make_server
 from tests.support.tls_authority import Authority
 from tests.support.waiting import HANG_S
 
@@ -27,7 +27,8 @@ _spec.loader.exec_module(idle_peer)
 
 LIMIT_S = 10.0
 """Twice what the protocol promises."""
-SUSPENDED_S = 2.5
+SUSPENDED_S = PING_TIMEOUT_MS / 2000
+"""Half of what a peer may take to answer a ping, and more than the time between pings: one falls into it."""
 
 
 @contextlib.asynccontextmanager
@@ -84,11 +85,11 @@ async def test_a_peer_that_is_suspended_for_a_moment_keeps_its_stream() -> None:
         call = idle_peer.call(channel)
         assert await call.read() == b"hello"
         reading = asyncio.ensure_future(call.read())
-        await asyncio.sleep(1.2)  # the next ping falls into the suspension
         process.send_signal(signal.SIGSTOP)
         await asyncio.wait({reading}, timeout=SUSPENDED_S)
         process.send_signal(signal.SIGCONT)
-        done, _ = await asyncio.wait({reading}, timeout=2.5)
+        # one that was not answered would be over by now
+        done, _ = await asyncio.wait({reading}, timeout=(PING_EVERY_MS + PING_TIMEOUT_MS) / 1000 - SUSPENDED_S + 0.5)
         assert not done
         assert not call.done()
         call.cancel()
