@@ -42,8 +42,12 @@ def landed_blocks(cluster: Cluster) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("wanted", "transports", "used"),
-    [("tcp", None, "tcp"), ("auto", None, "nixl"), ("nixl", "tcp", "nixl"), ("auto", "no_such_transport", "tcp")],
-    ids=["tcp", "nixl-shared-memory", "nixl-tcp", "nixl-cannot-start"],
+    [
+        pytest.param("tcp", None, "tcp", id="tcp"),
+        pytest.param("auto", None, "nixl", id="nixl-shared-memory"),
+        pytest.param("nixl", "tcp", "nixl", id="nixl-tcp", marks=pytest.mark.slow),
+        pytest.param("auto", "no_such_transport", "tcp", id="nixl-cannot-start"),
+    ],
 )
 async def test_i1_texts_are_equal_over_every_connector(
     wanted: str,

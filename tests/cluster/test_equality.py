@@ -16,7 +16,13 @@ from tests.support.random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = (
+    "llama",
+    pytest.param("mistral", marks=pytest.mark.slow),
+    pytest.param("qwen2", marks=pytest.mark.slow),
+    "qwen3",
+)
+"""The way through the services is the same for all; `tests/models` has every architecture in `make test`."""
 LENGTHS = (1, 15, 16, 17, 31, 250, 1000)
 MAX_TOKENS = 24
 

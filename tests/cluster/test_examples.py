@@ -87,6 +87,7 @@ def test_up_once_answers_and_ends() -> None:
     assert {"prefill", "kv transfer", "decode"} <= phases(lines)
 
 
+@pytest.mark.slow
 def test_up_takes_a_file_with_settings_and_secrets(tmp_path: Path) -> None:
     file = tmp_path / "up.toml"
     file.write_text(

@@ -148,6 +148,7 @@ async def test_redis_fails_in_every_way_and_no_request_does(
             await eventually(lambda logs=logs: logs().count("cannot be used (") == logs().count("is back after"), logs)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 async def test_up_with_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}

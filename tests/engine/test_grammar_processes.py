@@ -119,7 +119,7 @@ def children() -> list[psutil.Process]:
 # ---- what a form may cost
 
 
-@pytest.mark.parametrize("n", [1, 8, 16])
+@pytest.mark.parametrize("n", [1, pytest.param(8, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("form", SLOW_TO_MATCH.values(), ids=SLOW_TO_MATCH)
 def test_a_form_that_is_slow_to_match_ends_and_takes_no_step_with_it(
     make_real_engine: Callable[..., Harness],
