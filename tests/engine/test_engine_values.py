@@ -78,7 +78,7 @@ REQUEST: dict[str, Any] = {
     "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
     "client_request_id": "mine", "deadline": 2.5,
     "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
-    "num_kept_output_tokens": 5,
+    "num_kept_output_tokens": 5, "lora_name": "sql", "lora_fingerprint": "0" * 32,
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {
     "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,

@@ -37,10 +37,11 @@ FLOORS = {
     ),
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
-        {"kv_cache", "structured_outputs"}, {"arrays", "config", "heartbeat", "output_stream", "request", "scheduler_output"},
+        {"kv_cache", "lora", "structured_outputs"},
+        {"arrays", "config", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),
     "models": (
-        {"loading"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},
+        {"loading", "lora"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},
         {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
     ),
     "kv_transfer": (

@@ -36,6 +36,8 @@ class EngineConfig:
     """Capture no graphs of decode steps."""
     async_scheduling: bool = False
     """Launch the next step of decoding sequences before the tokens of the last one are read."""
+    max_loras: int = 0
+    """Different LoRA adapters in one step, at most; 0: none."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8

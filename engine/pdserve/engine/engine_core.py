@@ -14,6 +14,7 @@ from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreReq
 from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.lora.lora_runner import Adapters
 from pdserve.engine.request import Request
 from pdserve.engine.runner.executor import Executor, StepResult
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
@@ -51,11 +52,12 @@ class EngineCore:
         connector: KvOutbox | None = None,
         grammars: GrammarCompiler | None = None,
         logits_processors: LogitsProcessors | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """heartbeat: advanced at each step, and by the executor before each layer.
 
         grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
-        requests may name; default: none.
+        requests may name; default: none. adapters: None without LoRA.
         """
         self.config = config
         self.vocab_size = vocab_size
@@ -65,6 +67,7 @@ class EngineCore:
         """True if the last step computed something; running sequences may all wait for blocks."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
+        self.adapters = adapters
         self._ahead: StepInFlight | None = None
         """A step that was launched while the one before was awaited."""
 
@@ -80,6 +83,7 @@ class EngineCore:
         if num_tokens == 0:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         self._verify_resumed(request)
+        self._verify_lora(request)
         if num_tokens + num_to_come > self.config.max_model_len:
             room = ", and one more must fit" if num_to_come else ""
             raise InvalidRequest(
@@ -103,6 +107,18 @@ class EngineCore:
                 "output_token_ids",
             )
         verify_token_ids("output_token_ids", request.output_token_ids, self.vocab_size)
+
+    def _verify_lora(self, request: EngineCoreRequest) -> None:
+        fingerprint = request.lora_fingerprint
+        if not fingerprint:
+            return
+        if self.adapters is None:
+            raise InvalidRequest("lora_request is given, and this engine was made without enable_lora", "lora_request")
+        if not self.adapters.has(fingerprint):
+            raise InvalidRequest(
+                f"lora_request names {request.lora_name[:128]!r} with the fingerprint {fingerprint[:32]}, which is not known here",
+                "lora_request",
+            )
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request that `verify` accepted.

@@ -11,6 +11,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.heartbeat import Heartbeat
+from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.executor import SingleDeviceExecutor
 from pdserve.engine.runner.model_runner import ModelRunner
@@ -32,13 +33,15 @@ def make_engine_core(
     grammars: GrammarCompiler | None = None,
     logits_processors: LogitsProcessors | None = None,
     attention: Sequence[AttentionBackend] | None = None,
+    lora: LoraRunner | None = None,
 ) -> EngineCore:
     """An engine over one model.
 
     kv_caches: by KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each. outbox: receives the engine's messages to transfers; None
     without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
-    `config.attention_backend`. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
+    `config.attention_backend`. lora: None without adapters. Raises: ConfigError if there is no such back end, or no such
+    `config.kernels`.
     """
     try:
         if attention is None:
@@ -47,5 +50,7 @@ def make_engine_core(
     except (AttentionBackendError, LayerOpsError) as error:
         raise ConfigError(str(error)) from error
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
-    runner = ModelRunner(config, model, attention, ops, kv_caches, vocab_size, heartbeat.beat, processors)
-    return EngineCore(config, SingleDeviceExecutor(runner), heartbeat, hasher, vocab_size, outbox, grammars, processors)
+    runner = ModelRunner(config, model, attention, ops, kv_caches, vocab_size, heartbeat.beat, processors, lora=lora)
+    executor = SingleDeviceExecutor(runner)
+    adapters = None if lora is None else lora.store
+    return EngineCore(config, executor, heartbeat, hasher, vocab_size, outbox, grammars, processors, adapters)

@@ -32,6 +32,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     index: int = 0
     """Sequence index, which selects the noise of sampling."""
+    lora_slot: int = -1
+    """Slot of its LoRA adapter; -1: none."""
     num_sequences: int = 1
     """Number of tokens to sample at the end of the prompt, one for each sequence that continues it."""
     collects_prompt_logprobs: bool = False
@@ -42,6 +44,13 @@ class CachedRequestData(msgspec.Struct):
 
     new_block_ids: dict[str, list[list[int]]] = {}
     """req_id -> by KV cache group, blocks added to its table."""
+
+
+class LoraLoad(msgspec.Struct):
+    """An adapter that replaces what a slot holds, before the step computes."""
+
+    slot: int
+    fingerprint: str
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -56,6 +65,8 @@ class SchedulerOutput(msgspec.Struct):
     block_copies: list[list[tuple[int, int]]] = []
     """(from, to) block ids, per KV cache group: copied before the step computes, for sequences that begin within a block;
     empty when there are none."""
+
+    lora_loads: list[LoraLoad] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -111,5 +122,7 @@ class ModelRunnerOutput(msgspec.Struct):
     not computed."""
     failed_requests: dict[str, RequestFailure] = {}
     """req_id -> error that ends the sequence regardless of other results, also within its prompt."""
+    failed_loras: dict[str, RequestFailure] = {}
+    """Fingerprint of an adapter that could not be loaded -> error that ends the step's sequences with it."""
     compute_s: float = 0.0
     """Seconds that the device computed the step."""

@@ -8,6 +8,7 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence
 from pdserve.llm.engine_options import EngineArgs
 from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
+from pdserve.llm.lora_request import LoRARequest
 from pdserve.llm.pooling_output import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import ChatKwargs, Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
 from pdserve.llm.streaming_session import StreamingInput
@@ -27,6 +28,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "NamedLogitsProcessor",
     "PoolingOutput",
     "PoolingParams",

@@ -19,6 +19,7 @@ from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import ValidRequest
+from pdserve.llm.lora_request import LoRARequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.prompts import (
     ChatKwargs,
@@ -81,6 +82,7 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: each item is the whole answer so far, the last one `finished`.
 
@@ -95,13 +97,17 @@ class AsyncLLM:
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one. prompt_token_ids: in place of `prompt`. priority: lower runs first with
         `scheduling_policy="priority"`. trace_headers: W3C trace context. data_parallel_rank: None or 0, since there is one
-        engine. tokenization_kwargs: see `TokenizationKwargs`.
+        engine. tokenization_kwargs: see `TokenizationKwargs`. lora_request: the adapter, of a session in all its turns; needs
+        `enable_lora`.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
-
+        fields: dict[str, object] = {
+            "priority": priority,
+            "trace_headers": trace_headers,
+            "lora_request": lora_request,
+        }
         if isinstance(prompt, AsyncIterable):
-            fields: dict[str, object] = {"priority": priority, "trace_headers": trace_headers}
             return self._converse(
                 prompt, sampling_params, request_id, tokenization_kwargs, fields, data_parallel_rank=data_parallel_rank
             )
@@ -110,7 +116,7 @@ class AsyncLLM:
             _verify_rank(data_parallel_rank)
             return as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
 
-        return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
+        return self._answer(parse, sampling_params, request_id, **fields)
 
     def chat(
         self,
@@ -121,11 +127,13 @@ class AsyncLLM:
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | None = None,
         **template_options: Unpack[ChatKwargs],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation through the model's chat template: `LLM.chat`, as a stream like `generate`."""
         parse = partial(as_conversation, messages, tokenization_kwargs, **template_options)
-        return self._answer(parse, sampling_params, request_id, priority=priority, trace_headers=trace_headers)
+        fields = {"priority": priority, "trace_headers": trace_headers, "lora_request": lora_request}
+        return self._answer(parse, sampling_params, request_id, **fields)
 
     async def embed(
         self,
@@ -134,6 +142,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> EmbeddingRequestOutput:
         """The embedding of a prompt. pooling_params: None is last token, normalised. Others: as in `generate`.
 
@@ -141,7 +150,7 @@ class AsyncLLM:
         Cancelled too when it was aborted.
         """
         return EmbeddingRequestOutput.from_base(
-            await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs)
+            await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs, lora_request)
         )
 
     async def encode(
@@ -151,9 +160,10 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The result of pooling as one item, in vLLM's form of a stream; else as `embed`."""
-        yield await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs)
+        yield await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs, lora_request)
 
     async def _pooled(
         self,
@@ -161,10 +171,12 @@ class AsyncLLM:
         pooling_params: PoolingParams | None,
         request_id: str | None,
         tokenization_kwargs: TokenizationKwargs | None,
+        lora_request: LoRARequest | None,
     ) -> PoolingRequestOutput:
         self._start()
         parsed = as_prompt(prompt, tokenization_kwargs)
-        valid = await asyncio.to_thread(self._requests.validate_embedding, parsed, pooling_params)
+        validate = partial(self._requests.validate_embedding, parsed, pooling_params, lora_request=lora_request)
+        valid = await asyncio.to_thread(validate)
         request = self._requests.make_embedding(valid, self._free_name(request_id))
         with self._submitted(request.request_id, request.core) as stream:
             output = await stream.get()

@@ -47,6 +47,14 @@ class EngineOptions(TypedDict, total=False):
     """True: steps on a GPU replay no captured graphs."""
     async_scheduling: bool | None
     """Schedule a step while the one before is computed; default: on a GPU."""
+    enable_lora: bool
+    """True: requests may have a `lora_request`."""
+    max_loras: int
+    """Different adapters in one step, at most."""
+    max_lora_rank: int
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None
+    """Adapters kept in main memory; default: `max_loras`."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
     grammar_timeout_s: float
@@ -75,7 +83,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "revision": (None,),
         "tokenizer_revision": (None,),
         "enable_chunked_prefill": (None, True),
-        "enable_lora": (False,),
         "runner": ("auto", "generate", "pooling"),
         "task": ("auto", "generate", "embed"),
     }

@@ -18,6 +18,7 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamSt
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.local_request import ValidRequest
+from pdserve.llm.lora_request import LoRARequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (
@@ -86,6 +87,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt. Answers are in the order of the prompts.
 
@@ -95,12 +97,14 @@ class LLM:
         use_tqdm: show progress; or a callable that makes a bar, in place of tqdm.
         priority: for all prompts, or one for each; lower runs first with `scheduling_policy="priority"`.
         trace_headers: W3C trace context of all prompts. tokenization_kwargs: see `TokenizationKwargs`.
+        lora_request: the adapter for all prompts, or one for each, None for the model alone; needs `enable_lora`.
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
         values, label = _many_prompts(one_of_both(prompts, prompt_token_ids, "prompts"))
         parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
-        return self._answer(parse, values, label, sampling_params, use_tqdm, priority, trace_headers)
+        fields = {"trace_headers": trace_headers}
+        return self._answer(parse, values, label, sampling_params, use_tqdm, priority, lora_request, fields)
 
     def chat(
         self,
@@ -111,18 +115,20 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_options: Unpack[ChatKwargs],
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of many, through the model's chat template.
 
         sampling_params: as in `generate`; without any, an answer may be as long as the model's length allows.
-        priority, trace_headers, tokenization_kwargs: as in `generate`. template_options: see `ChatKwargs`.
+        priority, trace_headers, tokenization_kwargs, lora_request: as in `generate`. template_options: see `ChatKwargs`.
         Raises: as `generate` does.
         """
         parse = partial(as_conversation, tokenization_kwargs=tokenization_kwargs, **template_options)
-        if is_one_conversation(messages):
-            return self._answer(parse, [messages], None, sampling_params, use_tqdm, priority, trace_headers)
-        return self._answer(parse, messages, "conversations", sampling_params, use_tqdm, priority, trace_headers)
+        is_one = is_one_conversation(messages)
+        values: Sequence[object] = [messages] if is_one else messages
+        label, fields = None if is_one else "conversations", {"trace_headers": trace_headers}
+        return self._answer(parse, values, label, sampling_params, use_tqdm, priority, lora_request, fields)
 
     def embed(
         self,
@@ -131,14 +137,21 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, in the order of the prompts.
 
-        prompts, tokenization_kwargs: as in `generate`.
+        prompts, tokenization_kwargs, lora_request: as in `generate`.
         pooling_params: for all prompts, or one for each; None: last token, normalised.
         Raises: as `generate` does.
         """
-        pooled = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, tokenization_kwargs=tokenization_kwargs)
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            tokenization_kwargs=tokenization_kwargs,
+            lora_request=lora_request,
+        )
         return [EmbeddingRequestOutput.from_base(output) for output in pooled]
 
     def encode(
@@ -148,14 +161,20 @@ class LLM:
         *,
         use_tqdm: bool | MakeBar = True,
         tokenization_kwargs: TokenizationKwargs | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """The result of pooling of each prompt: `embed`, by the general type."""
         values, label = _many_prompts(prompts)
         params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
+        adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
         with self._exclusive() as engine:
             validate = self._requests.validate_embedding
             parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
-            valid = _validated(values, label, lambda place, value: validate(parse(value), params[place]))
+
+            def validate_one(place: int, value: object) -> ValidRequest:
+                return validate(parse(value), params[place], lora_request=adapters[place])
+
+            valid = _validated(values, label, validate_one)
             requests = [self._requests.make_embedding(request) for request in valid]
             with self._computing(engine, len(requests), use_tqdm) as progress:
                 engine.run(requests, lambda request: progress.finished(len(request.core.prompt_token_ids), 0))
@@ -167,17 +186,23 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool | MakeBar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt that a beam search finds.
 
-        prompts: as in `generate`. Raises: as `generate` does.
+        prompts, lora_request: as in `generate`. Raises: as `generate` does.
         """
         values, label = _many_prompts(prompts)
         params = checked(params, BeamSearchParams, "params")
+        adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
         eos = self._tokenizer.eos_token_ids
         with self._exclusive() as engine:
             validate = self._requests.validate_beams
-            valid = _validated(values, label, lambda _, value: validate(as_prompt(value), params))
+
+            def validate_one(place: int, value: object) -> ValidRequest:
+                return validate(as_prompt(value), params, lora_request=adapters[place])
+
+            valid = _validated(values, label, validate_one)
             searches = [BeamSearch(params, eos) for _ in valid]
             with self._computing(engine, len(searches), use_tqdm) as progress:
                 open_searches = list(zip(valid, searches, strict=True))
@@ -257,17 +282,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | MakeBar,
         priority: int | Sequence[int] | None,
-        trace_headers: Mapping[str, str] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        fields: Mapping[str, object],
     ) -> list[RequestOutput]:
-        """label: the name of a list of values in error messages; None for a single value."""
+        """label: the name of a list of values in error messages; None for a single value. fields: of all requests."""
 
         def validate(place: int, value: object) -> ValidRequest:
-            fields = {"priority": priorities[place], "trace_headers": trace_headers}
-            return self._requests.validate(parse(value), params[place], **fields)
+            own = {"priority": priorities[place], "lora_request": adapters[place]}
+            return self._requests.validate(parse(value), params[place], **fields, **own)
 
         with self._exclusive() as engine:
             params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
             priorities = _for_each(priority, len(values), int, "priority")
+            adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
             # before any seed is drawn
             valid = _validated(values, label, validate)
             requests = [self._requests.make(request) for request in valid]
@@ -323,7 +350,9 @@ def _validated(
     return valid
 
 
-def _for_each(params: P | Sequence[P] | None, num_prompts: int, kind: type[P], name: str) -> Sequence[P | None]:
+def _for_each(
+    params: P | Sequence[P] | Sequence[P | None] | None, num_prompts: int, kind: type[P], name: str
+) -> Sequence[P | None]:
     """One value per prompt. name: the caller's name of the argument. Raises: InvalidRequest."""
     if params is None or isinstance(params, kind):
         return [params] * num_prompts

@@ -21,6 +21,7 @@ from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import LocalEmbedding, LocalRequest, ValidRequest
 from pdserve.llm.logits_callables import LogitsCallable
+from pdserve.llm.lora_request import lora_fields
 from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
@@ -45,6 +46,7 @@ class RequestFactory:
 
     def __init__(self, engine: LocalEngine, seed: int | None) -> None:
         """seed: None draws from the operating system."""
+        self._client = engine.client
         self._tokenizer = engine.tokenizer
         self._hasher = engine.hasher
         self._model_fingerprint = engine.info.model_fingerprint
@@ -67,7 +69,7 @@ class RequestFactory:
     ) -> ValidRequest:
         """Tokenize, fill in, check. sampling_params: None takes the defaults, `max_tokens` of the prompt's kind.
 
-        fields: those of `GenerationRequest` that a caller gives beside the prompt; None: the default.
+        fields: those of `GenerationRequest` that a caller gives beside the prompt, and `lora_request`; None: the default.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         functions: tuple[LogitsCallable, ...] = ()
@@ -146,8 +148,8 @@ class RequestFactory:
         params.verify(self._hidden_size)
         return self._valid(prompt, encoded, fields, pooling_params=params)
 
-    def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams) -> ValidRequest:
-        """Tokenize and check. Raises: InvalidRequest naming the field, its value and its limit."""
+    def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams, **fields: object) -> ValidRequest:
+        """Tokenize and check. fields: as in `validate`. Raises: InvalidRequest naming the field, its value and its limit."""
         encoded = self._encoded(prompt, LengthRule(self._max_model_len))
         params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
         resolve_max_tokens(
@@ -159,7 +161,7 @@ class RequestFactory:
             max_tokens_field="max_tokens",
         )
         step = step_params(params.num_candidates(len(self._tokenizer.eos_token_ids)))
-        return self._valid(prompt, encoded, sampling_params=step)
+        return self._valid(prompt, encoded, fields, sampling_params=step)
 
     def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule, max_tokens: int | None = None) -> EncodedPrompt:
         truncation = prompt.truncation
@@ -180,9 +182,13 @@ class RequestFactory:
         **params: Any,
     ) -> ValidRequest:
         """Raises: InvalidRequest for a field of another type, or outside its limits."""
+        fields = dict(fields)
+        lora: dict[str, Any] = lora_fields(self._client, fields.pop("lora_request", None))
         types = {field.name: field.type for field in msgspec.structs.fields(GenerationRequest)}
         given = {name: converted(name, value, types[name]) for name, value in fields.items() if value is not None}
-        request = GenerationRequest(prompt_token_ids=encoded.token_ids, cache_salt=prompt.cache_salt, **given, **params)
+        request = GenerationRequest(
+            prompt_token_ids=encoded.token_ids, cache_salt=prompt.cache_salt, **given, **lora, **params
+        )
         request.verify_client()
         return ValidRequest(request, encoded.text)
 
@@ -284,7 +290,7 @@ class RequestFactory:
     def _engine_request(self, request: GenerationRequest, stem: str, **fields: Any) -> EngineCoreRequest:
         """stem: begins the ids of its sequences. fields: in place of the request's."""
         carried = request.carried() | fields
-        root = self._hasher.root(self._model_fingerprint, request.cache_salt)
+        root = self._hasher.root(self._model_fingerprint, request.cache_salt, request.lora_fingerprint)
         block_hashes = self._hasher.extend(root, carried["prompt_token_ids"])
         carried |= {"request_id": f"{stem}.0", "hash_root": root}
         return EngineCoreRequest(

@@ -60,6 +60,18 @@ class Decoder:
         """Hidden size H."""
         return self.config.hidden_size
 
+    @property
+    def device(self) -> torch.device:
+        return self._magnitude.device
+
+    @property
+    def layers(self) -> tuple[DecoderLayer, ...]:
+        return self._layers
+
+    def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
+        """The same decoder with other layers."""
+        return Decoder(self.config, self._embedding, layers, self._norms[-1], self._lm_head)
+
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
         return self._embedding(token_ids)

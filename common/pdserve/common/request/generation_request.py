@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any
 
@@ -22,6 +23,9 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_EOS_TOKEN_IDS = 1024
 MAX_TIMEOUT_S = 86_400.0
 """Longest deadline."""
+LORA_NAME = re.compile(r"[A-Za-z0-9][\w./:@-]{0,127}", re.ASCII)
+LORA_NAME_RULE = "1 to 128 letters, digits or `_./:@-`, the first a letter or digit,"
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 """Checked as it is decoded; the vocabulary is the engine's to compare."""
 
@@ -67,6 +71,18 @@ def verify_client_request_id(client_request_id: str, field: str = "client_reques
         )
 
 
+def verify_lora(name: str, fingerprint: str) -> None:
+    """Check the adapter that a peer names: both are given, or neither. Raises: InvalidRequest."""
+    if not name and not fingerprint:
+        return
+    if not LORA_NAME.fullmatch(name):
+        raise InvalidRequest(f"request.lora_name is {name[:80]!r}, {LORA_NAME_RULE} are needed", "lora_name")
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise InvalidRequest(
+            f"request.lora_fingerprint is {fingerprint[:40]!r}, 32 hex digits are needed", "lora_fingerprint"
+        )
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """A prompt and what is asked of it. Front ends parse into it, the router completes it, engines get it.
 
@@ -107,6 +123,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     """The client's id of the request, for spans."""
     num_kept_output_tokens: int | None = None
     """Session's later turn: output tokens of the turn before that stand, where a stop string ended its text; None: all."""
+    lora_name: str = ""
+    """Name of the LoRA adapter; "": the base model alone."""
+    lora_fingerprint: str = ""
+    """Fingerprint of that adapter's content, which is an input of `hash_root`, too."""
     ignorable: tuple[str, ...] = ()
     """Names of fields that a worker which does not know them may pass over; all others it refuses."""
 
@@ -166,6 +186,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
                 f"request.timeout_s is {self.timeout_s}, above 0 and at most {MAX_TIMEOUT_S:g} is needed", "timeout_s"
             )
         self.verify_client()
+        verify_lora(self.lora_name, self.lora_fingerprint)
         if len(self.tenant) > MAX_TENANT_BYTES:
             raise InvalidRequest(
                 f"request.tenant has {len(self.tenant)} bytes, at most {MAX_TENANT_BYTES} are allowed", "tenant"

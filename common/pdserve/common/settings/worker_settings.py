@@ -16,6 +16,7 @@ CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """Tokens per step on a GPU, which needs more to be busy."""
 MAX_STREAM_INTERVAL = 1024
+MAX_LORA_RANK = 512
 CPU_KV_CACHE_MIB = 256
 """Size of the KV pool in main memory, if no setting says another."""
 
@@ -73,6 +74,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
+    enable_lora: bool = False
+    """Serve LoRA adapters."""
+    max_loras: int = 1
+    """Different adapters in one step, at most: slots on the device."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter; a slot has room for it."""
+    max_cpu_loras: int | None = None
+    """Adapters kept in main memory; others are read again when they are used; default: `max_loras`."""
     attention_backend: str = "auto"
     """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `triton` on GPUs, as `sdpa`, which
     is `triton` with torch's fused attention within full prompt chunks; any other name is an entry point of the group
@@ -135,6 +144,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return self.device != "cpu" if self.async_scheduling is None else self.async_scheduling
 
     @property
+    def cpu_loras(self) -> int:
+        """`max_cpu_loras`, or its default."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @property
     def waiting_limit(self) -> int:
         """Requests that may wait."""
         return 4 * self.max_num_seqs if self.max_waiting is None else self.max_waiting
@@ -180,7 +194,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(
             1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"
         )
-        self._verify_least(1, "num_threads", "grammar_memory_mib")
+        self._verify_least(1, "num_threads", "grammar_memory_mib", "max_loras")
+        self._verify_lora()
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if self.quantization is not None and self.device != "cpu":
@@ -207,6 +222,12 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.engine_stuck_exit_s:
             self._verify_seconds("engine_stuck_exit_s")
         self._verify_seconds("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s")
+
+    def _verify_lora(self) -> None:
+        if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
+            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}, 1 to {MAX_LORA_RANK} are possible")
+        if self.cpu_loras < self.max_loras:
+            raise ConfigError(f"max_cpu_loras is {self.max_cpu_loras}, at least max_loras ({self.max_loras}) is needed")
 
 
 class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):

@@ -61,6 +61,7 @@ class LoadedEngine:
             self.info.vocab_size,
             grammars=self._grammars,
             logits_processors=self._logits_processors,
+            lora=self._model.lora_runner,
         )
 
     def close(self) -> None:

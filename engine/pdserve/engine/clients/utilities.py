@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
+from pdserve.common.errors import ConfigError, InternalError, InvalidRequest, PdServeError
 from pdserve.engine.engine_core import EngineCore
 
 
@@ -31,9 +32,24 @@ def check_pool(core: EngineCore) -> bool:
     return is_idle
 
 
+def add_lora(core: EngineCore, path: str) -> str:
+    """Read the adapter in a PEFT folder, if it is new or has changed; returns its fingerprint.
+
+    Raises: InvalidRequest for a folder that cannot be used, and without `enable_lora`.
+    """
+    if core.adapters is None:
+        raise InvalidRequest("lora_request is given, and this engine was made without enable_lora", "lora_request")
+    try:
+        return core.adapters.add(Path(path))
+    except ConfigError as error:
+        raise InvalidRequest(f"lora_request: {error.message}", "lora_request") from error
+
+
 UTILITIES: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (get_stats, reset_prefix_cache, check_pool)
+    function.__name__: function for function in (get_stats, reset_prefix_cache, check_pool, add_lora)
 }
+_TAKES_PATH = {"add_lora"}
+"""Utilities with one argument, a text."""
 
 
 def call_utility(core: EngineCore, name: str, args: Sequence[Any]) -> Any:
@@ -41,10 +57,13 @@ def call_utility(core: EngineCore, name: str, args: Sequence[Any]) -> Any:
     function = UTILITIES.get(name)
     if function is None:
         raise InvalidRequest(f"utility is {name[:100]!r}, there are {', '.join(UTILITIES)}", "utility")
-    if args:
-        raise InvalidRequest(f"utility {name} has {len(args)} arguments, it takes none", "args")
+    takes = 1 if name in _TAKES_PATH else 0
+    if len(args) != takes or not all(isinstance(arg, str) for arg in args):
+        raise InvalidRequest(
+            f"utility {name} has {len(args)} arguments, it takes {['none', 'one text'][takes]}", "args"
+        )
     try:
-        return function(core)
+        return function(core, *args)
     except PdServeError:
         raise
     except Exception as error:

@@ -57,6 +57,8 @@ class InputBatch:
         self._indexes = np.zeros(rows, dtype=np.int64)
         self.num_sequences = np.ones(rows, dtype=np.int64)
         """Tokens to sample when all tokens of the row are computed: n at the end of the prompt of n sequences, then 1."""
+        self.lora_slots = np.full(rows, -1, dtype=np.int64)
+        """Slot of the row's adapter; -1: none."""
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
         self._token_rules = TokenRuleTable(rows, vocab_size)
         self._penalties = PenaltyTable(rows)
@@ -74,6 +76,7 @@ class InputBatch:
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_computed[row] = request.num_computed_tokens
         self._tail_columns[row] = -1
+        self.lora_slots[row] = request.lora_slot
         for table in self.block_tables:
             table.clear(row)
         self.add_blocks(request.req_id, request.block_ids)

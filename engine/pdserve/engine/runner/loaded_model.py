@@ -14,6 +14,8 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.lora.adapter_store import AdapterStore
+from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -23,6 +25,7 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
+from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import DEMO, model_folder
 
 __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
@@ -41,6 +44,13 @@ class LoadedModel:
     max_model_len: int
     tokenizer_fingerprint: str
     folder: Path
+    adapters: AdapterStore | None = None
+    """None without `enable_lora`."""
+
+    @property
+    def lora_runner(self) -> LoraRunner | None:
+        """Loads adapters for the engine's steps; None without `enable_lora`."""
+        return None if self.adapters is None else ModelLoraRunner(self.adapters, self.decoder.device)
 
     @property
     def num_blocks(self) -> int:
@@ -83,6 +93,7 @@ class LoadedModel:
             run_ahead_share=settings.run_ahead_share,
             attention_backend=settings.attention_backend,
             kernels=settings.kernels,
+            max_loras=settings.max_loras if self.adapters is not None else 0,
             grammar_timeout_s=settings.grammar_timeout_s,
             enforce_eager=settings.enforce_eager,
             async_scheduling=settings.runs_ahead,
@@ -98,6 +109,10 @@ def load_model(
         folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
         quantization=settings.quantization, progress=progress,
     )  # fmt: skip
+    adapters = None
+    if settings.enable_lora:
+        decoder, targets = with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)
+        adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
     groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config))
     block_bytes = sum(group.layout.block_bytes for group in groups)
@@ -108,7 +123,7 @@ def load_model(
     num_blocks, max_model_len = pool_size(settings, block_bytes, config, left_bytes)
     kv_caches = tuple(make_kv_cache(group.layout, num_blocks, settings.device) for group in groups)
     cache = KVCacheConfig(num_blocks, groups)
-    return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder)
+    return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder, adapters)
 
 
 def _budget(

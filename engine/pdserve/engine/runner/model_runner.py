@@ -16,6 +16,7 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent, make_runtime
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
@@ -48,6 +49,8 @@ class _Step:
     """Places of the complete rows that are pooled."""
     sampled: SampledInputs | None
     started: StepEvent
+    failed_loras: dict[str, RequestFailure]
+    """See `ModelRunnerOutput.failed_loras`."""
 
 
 class PendingOutput:
@@ -94,8 +97,12 @@ class ModelRunner:
         before_layer: Callable[[], None] | None = None,
         logits_processors: LogitsProcessors | None = None,
         runtime: DeviceRuntime | None = None,
+        lora: LoraRunner | None = None,
     ) -> None:
-        """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's."""
+        """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's.
+
+        lora: None without adapters.
+        """
         self._config = config
         self._model = model
         self._attention = attention
@@ -104,6 +111,7 @@ class ModelRunner:
         self._device = kv_caches[0].device
         self._dtype = kv_caches[0].dtype
         self._before_layer = before_layer
+        self._lora = lora
         self._runtime = runtime or make_runtime(self._device)
         self._sampler = Sampler(ops.sample)
         self._step: _Step | None = None
@@ -158,6 +166,10 @@ class ModelRunner:
         self._update_batch(scheduled)
         batch = self.batch
         rows, counts = self._decodes_first(scheduled)
+        failed_loras, has_adapters = dict[str, RequestFailure](), False
+        if self._lora is not None:
+            failed_loras = self._lora.load(scheduled.lora_loads)
+            has_adapters = self._lora.set_rows(batch.lora_slots[rows], counts)
         batch.num_computed[rows] += counts
         complete = np.flatnonzero(batch.are_complete(rows))
         batch.num_computed[rows] -= counts
@@ -165,7 +177,8 @@ class ModelRunner:
         if len(batch.pooler):
             is_pooled = batch.pooler.is_pooled(rows[complete])
             pooled, complete = complete[is_pooled], complete[~is_pooled]
-        has_graph = self._graphs is not None and counts[-1] == 1
+        # a graph has no place for products that depend on which rows have which adapter
+        has_graph = self._graphs is not None and counts[-1] == 1 and not has_adapters
         size = self._graphs.size_for(len(rows)) if self._graphs is not None and has_graph else len(rows)
         inputs = self._inputs.build(rows, counts, complete, size)
         if self._graphs is not None and has_graph:
@@ -176,7 +189,7 @@ class ModelRunner:
             hidden = self._model.forward(self._model_inputs(inputs))
         batch.num_computed[rows] += counts
         self.kv_written = None if self._runtime.is_synchronous else self._runtime.event()
-        self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, started)
+        self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, started, failed_loras)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
@@ -188,7 +201,7 @@ class ModelRunner:
             raise RuntimeError("sample_tokens was called without execute_model")
         step, self._step = self._step, None
         hidden, rows, counts = step.hidden, step.rows, step.counts
-        result = ModelRunnerOutput()
+        result = ModelRunnerOutput(failed_loras=step.failed_loras)
         failed: dict[str, PdServeError] = {}
         result.prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed)
         if len(self.batch.pooler):

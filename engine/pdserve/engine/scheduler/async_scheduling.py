@@ -130,5 +130,6 @@ def living(
         logprobs={number: computed.logprobs[place] for number, place in enumerate(kept) if place in computed.logprobs},
         failed={number: computed.failed[place] for number, place in enumerate(kept) if place in computed.failed},
         failed_requests={req_id: error for req_id, error in computed.failed_requests.items() if req_id not in gone},
+        failed_loras=computed.failed_loras,
         compute_s=computed.compute_s,
     )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pdserve.engine.request import Request
+from pdserve.engine.scheduler.lora_slots import LoraSlots
 from pdserve.engine.scheduler_output import NewRequestData, SchedulerOutput
 
 
 class RunningBatch(Mapping[str, Request]):
     """request_id -> sequence; also records sequences that left, until they are reported to the model runner."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_loras: int = 0) -> None:
+        """max_loras: slots for adapters."""
+        self.lora_slots = LoraSlots(max_loras)
         self._requests: dict[str, Request] = {}
         self._forking: dict[str, Request] = {}
         """Sequences that will fork here after their prompt."""
@@ -28,13 +31,32 @@ class RunningBatch(Mapping[str, Request]):
 
     def enter(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self.lora_slots.enter(request.core.lora_fingerprint)
         if request.num_forks:
             self._forking[request.request_id] = request
+
+    def new_request_data(self, request: Request, block_ids: list[int]) -> NewRequestData:
+        """All that the runner must know of a sequence that enters the batch. block_ids: its block table."""
+        return NewRequestData(
+            req_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            block_ids=[block_ids],
+            sampling_params=request.sampling_params,
+            pooling_params=request.core.pooling_params,
+            eos_token_ids=request.core.eos_token_ids,
+            index=request.index,
+            lora_slot=self.lora_slots.slot(request.core.lora_fingerprint),
+            num_sequences=request.num_sequences,
+            collects_prompt_logprobs=request.collects_prompt_logprobs,
+        )
 
     def leave(self, request: Request) -> None:
         """Remove a sequence; no effect if it is not in the batch."""
         self._forking.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None:
+            self.lora_slots.leave(request.core.lora_fingerprint)
             self._left.append(request.request_id)
 
     def take_finished_ids(self) -> list[str]:
@@ -123,20 +145,3 @@ class BatchBuilder:
         self.output.scheduled_cached_reqs.new_block_ids.pop(request.request_id, None)
         if request in self.new_requests:
             self.new_requests.remove(request)
-
-
-def new_request_data(request: Request, block_ids: list[int]) -> NewRequestData:
-    """All that the runner must know of a sequence that enters the batch. block_ids: its block table."""
-    return NewRequestData(
-        req_id=request.request_id,
-        token_ids=list(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        block_ids=[block_ids],
-        sampling_params=request.sampling_params,
-        pooling_params=request.core.pooling_params,
-        eos_token_ids=request.core.eos_token_ids,
-        index=request.index,
-        num_sequences=request.num_sequences,
-        collects_prompt_logprobs=request.collects_prompt_logprobs,
-    )

@@ -21,7 +21,7 @@ from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
 from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
-from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch, new_request_data
+from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.session_commands import SessionCommands
 from pdserve.engine.scheduler.sessions import Sessions
@@ -59,7 +59,7 @@ class Scheduler:
         self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
         """Unfinished sequences, by `Request.request_id`."""
-        self.running = RunningBatch()
+        self.running = RunningBatch(config.max_loras)
         self.preemption = Preemption(self.kv, self.running, self.waiting, self._evict)
         self.group = SequenceGroup(config, self.requests, self.kv, self.waiting, self.preemption)
         self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.grammars, self.outputs)
@@ -74,7 +74,7 @@ class Scheduler:
             self.outputs,
         )
         self.results = StepResults(
-            self.requests, self.kv, self.sources, self.group, self.sessions, self.outputs, self.finisher
+            self.requests, self.kv, self.running, self.sources, self.group, self.sessions, self.outputs, self.finisher
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
         self.async_scheduling = AsyncScheduling(
@@ -247,9 +247,10 @@ class Scheduler:
         self._schedule_running(step, ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
         step.output.scheduled_new_reqs = [
-            new_request_data(request, self.kv.block_ids(request)) for request in step.new_requests
+            self.running.new_request_data(request, self.kv.block_ids(request)) for request in step.new_requests
         ]
         if step.output.num_scheduled_tokens:
+            step.output.lora_loads = self.running.lora_slots.take_loads()
             copies = self.kv.take_copies()
             step.output.block_copies = [copies] if copies else []
         self.async_scheduling.scheduled()
@@ -299,7 +300,11 @@ class Scheduler:
             if self._is_full(step):
                 return
             admitted = self._try_admit(step, request)
-            if admitted is Refusal.NO_ROOM and request.is_pinned_source and self.preemption.give_way(step):
+            if (
+                admitted in (Refusal.NO_ROOM, Refusal.NO_LORA_SLOT)
+                and request.is_pinned_source
+                and self.preemption.give_way(step)
+            ):
                 admitted = self._try_admit(step, request)
             if isinstance(admitted, PdServeError):
                 self.finisher.fail(request, admitted)

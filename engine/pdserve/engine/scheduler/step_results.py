@@ -81,6 +81,7 @@ class StepResults:
 
     _requests: Mapping[str, Request]
     _kv: KVCacheManager
+    _running: RunningBatch
     _sources: KvSendTracker
     _group: SequenceGroup
     _sessions: Sessions
@@ -90,6 +91,7 @@ class StepResults:
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Apply one step's result."""
+        self._fail_without_lora(scheduled, computed)
         self._book_computed(scheduled, computed)
         place = 0
         while place < len(computed.req_ids):
@@ -109,10 +111,23 @@ class StepResults:
         for request_id, values in computed.pooler_output.items():
             self._finisher.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
 
+    def _fail_without_lora(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+        """Mark sequences whose adapter could not be loaded as failed."""
+        if not computed.failed_loras:
+            return
+        for request_id in scheduled.num_scheduled_tokens:
+            failure = computed.failed_loras.get(self._requests[request_id].core.lora_fingerprint)
+            if failure is not None:
+                computed.failed_requests[request_id] = failure
+        for fingerprint in computed.failed_loras:
+            self._running.lora_slots.forget(fingerprint)
+
     def _book_computed(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Count the step's tokens as computed; cache and publish their blocks."""
         computed_at = time.monotonic()
         for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            if request_id in computed.failed_requests:
+                continue  # its blocks hold no keys and values that another sequence may use
             request = self._requests[request_id]
             if request_id in computed.held_back:
                 num_tokens -= 1

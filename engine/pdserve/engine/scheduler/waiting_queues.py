@@ -20,6 +20,7 @@ from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGu
 class Refusal(enum.Enum):
     NO_ROOM = "no blocks"
     OTHERS_FIRST = "others have the next room"
+    NO_LORA_SLOT = "other adapters have all slots"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
 
 
@@ -111,6 +112,8 @@ class WaitingQueues:
         one; if there are any, a prompt of n sequences is admitted only together with n - 1 further blocks. Returns the number of
         tokens to compute in this step, or the reason why it cannot enter, or the error that ends it.
         """
+        if not running.lora_slots.fits(request.core.lora_fingerprint):
+            return Refusal.NO_LORA_SLOT
         if request in self._ready:
             return self._admit_ready(request, budget)
         if request not in self._preempted and self._kept_waiting_by_others(request):

@@ -1,0 +1,96 @@
+"""`AdapterStore`: adapters by the fingerprint of their content, some of them in main memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.common.errors import NotFound
+from pdserve.models.lora.lora_adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter
+from pdserve.models.lora.lora_targets import LoraTargets
+
+_FileState = tuple[tuple[int, int, int], ...]
+"""Per file: inode, size, and time of the last change in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A folder, when it was read."""
+
+    state: _FileState
+    fingerprint: str
+
+
+class AdapterStore:
+    """Reads folders, and keeps the `max_cpu_loras` adapters that were used last. Safe from any thread."""
+
+    def __init__(self, targets: LoraTargets, max_cpu_loras: int) -> None:
+        self.targets = targets
+        self._max_cpu_loras = max_cpu_loras
+        self._lock = threading.Lock()
+        self._folders: dict[Path, _Folder] = {}
+        self._path_of: dict[str, Path] = {}
+        """Fingerprint -> a folder that had this content."""
+        self._adapters: OrderedDict[str, LoraAdapter] = OrderedDict()
+        """Fingerprint -> adapter, least recently used first."""
+
+    def add(self, folder: Path) -> str:
+        """Read and check a folder, if it is new or its files have changed; returns the fingerprint.
+
+        Raises: ConfigError naming the file, the field or tensor, and the value; UnsupportedModel for what is not served.
+        """
+        state = _file_state(folder)
+        with self._lock:
+            known = self._folders.get(folder)
+            if known is not None and known.state == state:
+                return known.fingerprint
+        adapter = read_adapter(folder, self.targets)
+        with self._lock:
+            self._folders[folder] = _Folder(state, adapter.fingerprint)
+            self._path_of[adapter.fingerprint] = folder
+            self._keep(adapter)
+        return adapter.fingerprint
+
+    def has(self, fingerprint: str) -> bool:
+        """True if a folder with this content was added."""
+        with self._lock:
+            return fingerprint in self._path_of
+
+    def get(self, fingerprint: str) -> LoraAdapter:
+        """The adapter, read again if it is not in main memory.
+
+        Raises: NotFound if no folder with this content was added, or if its content has changed since; ConfigError.
+        """
+        with self._lock:
+            adapter = self._adapters.get(fingerprint)
+            if adapter is not None:
+                self._adapters.move_to_end(fingerprint)
+                return adapter
+            folder = self._path_of.get(fingerprint)
+        if folder is None:
+            raise NotFound(f"no adapter with the fingerprint {fingerprint} is known here")
+        adapter = read_adapter(folder, self.targets)
+        if adapter.fingerprint != fingerprint:
+            raise NotFound(
+                f"the adapter with the fingerprint {fingerprint} is gone: its folder has the fingerprint {adapter.fingerprint} now"
+            )
+        with self._lock:
+            self._keep(adapter)
+        return adapter
+
+    def _keep(self, adapter: LoraAdapter) -> None:
+        self._adapters[adapter.fingerprint] = adapter
+        self._adapters.move_to_end(adapter.fingerprint)
+        while len(self._adapters) > self._max_cpu_loras:
+            self._adapters.popitem(last=False)
+
+
+def _file_state(folder: Path) -> _FileState:
+    """The state of both files; () if one is missing."""
+    try:
+        stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    except OSError:
+        return ()  # `read_adapter` names what is missing
+    return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)

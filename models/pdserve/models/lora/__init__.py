@@ -1,0 +1,1 @@
+"""LoRA adapters: their folders, and their places in a decoder."""
