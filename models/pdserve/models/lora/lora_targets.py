@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.lora import LoraLinear, LoraMatrices, LoraStep
 from pdserve.models.config.model_config import ModelConfig
@@ -66,9 +67,13 @@ class LoraTargets:
 def with_lora_targets(decoder: Decoder, *, max_loras: int, max_rank: int) -> tuple[Decoder, LoraTargets]:
     """The decoder with slots for adapters beside the projections of attention and of its gated MLPs.
 
-    Experts, embedding and output head take none.
+    Experts, embedding and output head take none. Raises: UnsupportedModel for one rank's part of a model.
     """
     step, config = LoraStep(), decoder.config
+    if any(layer.attention.spec.num_heads != config.num_heads for layer in decoder.layers):
+        raise UnsupportedModel(
+            "enable_lora is true, and adapters are not served by a model that is split over several ranks"
+        )
     by_name: dict[str, LoraTarget] = {}
 
     def wrap(linear: Linear, in_size: int, products: Sequence[tuple[str, int, int | None]]) -> LoraLinear:
