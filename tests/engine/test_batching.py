@@ -111,7 +111,7 @@ def test_a_second_request_of_the_same_id_is_dropped_and_counted(make_engine: Mak
 def test_warming_up_leaves_nothing_behind(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=16, max_model_len=64)
     engine.core.warm_up()
-    stats = engine.scheduler.stats()
+    stats = engine.core.stats()
     assert (stats.num_blocks_cached, stats.num_blocks_in_use, stats.num_computed_prompt_tokens) == (0, 0, 0)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (0, 0)
     assert engine.ask([5, 6, 7]).token_ids == greedy_answer([5, 6, 7], 4)

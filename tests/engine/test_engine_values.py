@@ -16,6 +16,7 @@ from pdserve.common.request.engine_types import (
     EngineCoreRequest,
     FinishReason,
     LogprobsLists,
+    ModelRunnerStats,
     SchedulerStats,
 )
 from pdserve.common.request.pooling_params import PoolingParams
@@ -107,6 +108,19 @@ def test_outputs_have_every_field() -> None:
                 "blocks_stored": [b"\x00" * 24],
                 "blocks_removed": [b"\xff" * 24],
                 "finished_req_ids": ["é"],
+                "model_runner_stats": ModelRunnerStats(
+                    **fields_of(
+                        ModelRunnerStats,
+                        {
+                            "num_reqs": 1,
+                            "num_tokens": 2,
+                            "prepare_s": 0.1,
+                            "forward_s": 0.2,
+                            "sample_s": 0.3,
+                            "layer_s": [0.1, 0.1],
+                        },
+                    )
+                ),
             },
         )
     )

@@ -93,7 +93,7 @@ def test_time_of_prefill_is_that_of_steps_with_prompt_tokens(make_engine: MakeEn
     engine = make_engine()
     engine.add(PROMPT, params={"max_tokens": 3})
     engine.step()
-    spent = engine.scheduler.stats().prefill_s
+    spent = engine.core.stats().prefill_s
     assert spent > 0
     engine.run()
-    assert engine.scheduler.stats().prefill_s == spent
+    assert engine.core.stats().prefill_s == spent

@@ -106,7 +106,7 @@ def test_hits_are_counted_once_a_request(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.ask(PROMPT)
     engine.ask(PROMPT)
-    stats = engine.scheduler.stats()
+    stats = engine.core.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (44, 20)
     assert stats.num_computed_prompt_tokens == 24
 
@@ -129,7 +129,7 @@ def test_without_caching_every_prompt_is_computed_as_a_whole(make_engine: MakeEn
     expected = greedy_answer(prompt, 4)
     assert [engine.ask(prompt).token_ids for _ in range(2)] == [expected] * 2
     assert engine.scheduler.pool.num_cached == 0
-    assert engine.scheduler.stats().prefix_cache_hits == 0
+    assert engine.core.stats().prefix_cache_hits == 0
     # preempted sequences find nothing either, and are computed again
     names = [engine.add([start, *prompt], params={"max_tokens": 20}) for start in range(3)]
     answers = engine.run()

@@ -136,9 +136,9 @@ def test_i3_a_failed_transfer_leaves_its_verified_blocks_unless_the_digests_diff
     answer = engine.answers["a"]
     assert (answer.finish_reason, answer.error_code) == (FinishReason.ERROR, cause.code)
     assert engine.outbox.take() == [StopReceiving("a")]
-    assert engine.scheduler.stats().num_blocks_quarantined == 6
+    assert engine.core.stats().num_blocks_quarantined == 6
     engine.core.apply(HoldReturned("a", room.hold))
-    assert engine.scheduler.stats().num_blocks_quarantined == 0
+    assert engine.core.stats().num_blocks_quarantined == 0
     again = engine.ask(PROMPT)
     assert (again.num_cached_tokens, again.token_ids) == (cached, greedy_answer(PROMPT, 4))
 

@@ -138,7 +138,8 @@ def test_the_time_of_a_step_is_the_devices(make_engine: MakeEngine) -> None:
             waited.append(self.at)
 
         def seconds_since(self, earlier: Any) -> float:
-            assert self.at in waited
+            # events of a device are reached in their order
+            assert self.at <= max(waited)
             return float(self.at - earlier.at)
 
     class Runtime(ProcessorRuntime):
@@ -155,4 +156,4 @@ def test_the_time_of_a_step_is_the_devices(make_engine: MakeEngine) -> None:
     for step in range(1, 6):
         engine.step()
         # three chunks of the prompt, then steps without prompt tokens
-        assert engine.scheduler.prefill_s == 5.0 * min(step, 3)
+        assert engine.scheduler.prefill_s == 20.0 * min(step, 3)

@@ -37,8 +37,8 @@ FLOORS = {
     ),
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
-        {"kv_cache", "lora", "structured_outputs"},
-        {"arrays", "config", "heartbeat", "output_stream", "request", "scheduler_output"},
+        {"kv_cache", "lora", "stats", "structured_outputs"},
+        {"arrays", "config", "engine_info", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),
     "models": (
         {"loading", "lora"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},
@@ -51,7 +51,8 @@ FLOORS = {
     "worker": (
         {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"}, {"kv_transfer_manager"},
         {"engine_client", "redis_publisher"},
-        {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader"},
+        {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
+         "step_totals"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},

@@ -13,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from pdserve.common.net.loop_lag import LoopLag
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
-from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.common.request.engine_types import ModelRunnerStats, SchedulerStats
 from pdserve.common.telemetry.metrics import Families, make_registry, redis_families, tls_families
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.control.transfer_view import TransferLog
@@ -21,6 +21,7 @@ from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.key_metrics import KeyMetrics
+from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/metrics.md"
@@ -81,7 +82,9 @@ def worker_registry() -> CollectorRegistry:
     registry = make_registry(None)
     layout = SimpleNamespace(block_bytes=1, model_fingerprint="f")
     identity = SimpleNamespace(worker_id="w", role_name="decode", layout=layout, connectors=("tcp",))
-    engine = SimpleNamespace(stats=SchedulerStats(), tick=0, tick_age_s=0.0, draining=False)
+    totals = StepTotals()
+    totals.add(ModelRunnerStats(layer_s=[0.0]))
+    engine = SimpleNamespace(stats=SchedulerStats(), step_totals=totals, tick=0, tick_age_s=0.0, draining=False)
     transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0, num_ended=TransferLog().num_ended)
     WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]
     LoopLag(registry)
@@ -103,7 +106,7 @@ def test_metrics_that_name_keys_are_described() -> None:
 @pytest.mark.parametrize("registry", [router_registry(), key_registry(), worker_registry()])
 def test_names_carry_units_and_labels_are_bounded(registry: CollectorRegistry) -> None:
     allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "call", "connector", "task"}
-    allowed |= {"key", "tenant", "peers"}
+    allowed |= {"key", "tenant", "peers", "stage", "layer"}
     for name, (kind, labels, _) in offered(registry).items():
         assert set(labels) <= allowed | {"model_fingerprint"}, name
         if kind == "histogram":

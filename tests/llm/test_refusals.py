@@ -139,7 +139,10 @@ def test_a_prompt_that_is_too_long_is_its_own_error(llm: LLM) -> None:
         ({"num_threads": 0}, "num_threads is 0"),
         ({"dtype": "float8"}, r"Invalid enum value 'float8' - at `\$.dtype`"),
         ({"attention_backend": "mine"}, "attention_backend is 'mine', which is not installed; there are auto, torch"),
-        ({"port": 8000}, "unknown option 'port'; there are model, seed, engine_process, disable_log_stats, dtype"),
+        (
+            {"port": 8000},
+            "unknown option 'port'; there are model, seed, engine_process, disable_log_stats, stat_loggers, dtype",
+        ),
     ],
 )
 def test_wrong_options_are_named(make_llm: Callable[..., LLM], options: dict[str, Any], message: str) -> None:

@@ -67,6 +67,8 @@ class StepInvariants:
                 RequestStatus.WAITING_FOR_REMOTE_KVS,
                 RequestStatus.WAITING_FOR_FSM,
             )
+        idle = [id for id, one in scheduler.requests.items() if one.status is RequestStatus.WAITING_FOR_STREAMING_REQ]
+        assert scheduler.waiting.idle_sessions == {*idle}
         self._check_grammars()
         self._check_budget()
         self._check_victims()

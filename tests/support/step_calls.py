@@ -43,6 +43,6 @@ def _profiled_step(engine: Harness, profile: Callable[[FrameType, str, Any], Non
     try:
         engine.scheduler.update_from_output(scheduled, computed)
         engine.scheduler.outputs.take()
-        engine.scheduler.stats()
+        engine.core.stats()
     finally:
         sys.setprofile(None)

@@ -22,6 +22,8 @@ from pdserve.common.errors import (
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
+from pdserve.engine.stats.iteration_stats import IterationStats
+from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import engine_request_id
 from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
@@ -286,3 +288,31 @@ async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) 
         client.release(again)
     finally:
         await asyncio.to_thread(client.stop)
+
+
+async def test_statistics_are_summed_and_reach_the_loggers(make_engine: MakeEngine) -> None:  # noqa: F811
+    class Logger:
+        num_steps = num_logs = 0
+
+        def record(self, scheduler_stats: object, iteration_stats: IterationStats) -> None:
+            self.num_steps += iteration_stats.model_runner_stats is not None
+            ended.extend(one.num_generation_tokens for one in iteration_stats.finished_requests)
+
+        def log(self) -> None:
+            self.num_logs += 1
+
+    logger, ended = Logger(), list[int]()
+    harness = make_engine(max_num_batched_tokens=8, collect_layer_times=True)
+    client = EngineClient(harness.core, recorder=StatRecorder([logger]))  # type: ignore[list-item]
+    client.start()
+    stream = client.submit(harness.request(PROMPT))
+    assert await read(stream) == greedy_answer(PROMPT, 4)
+    client.release(stream)
+    await eventually(lambda: client.stats.num_running_reqs == 0)
+    await asyncio.to_thread(client.stop)
+    assert client.stats.num_steps == logger.num_steps == 6
+    assert (client.stats.num_scheduled_tokens, ended, logger.num_logs) == (len(PROMPT) + 3, [4], 1)
+    totals = client.step_totals
+    assert len(totals.layer_s) == 1
+    assert 0 < totals.layer_s[0] <= totals.stage_s["forward"]
+    assert min(totals.stage_s.values()) > 0

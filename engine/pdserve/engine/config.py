@@ -38,6 +38,11 @@ class EngineConfig:
     """Launch the next step of decoding sequences before the tokens of the last one are read."""
     max_loras: int = 0
     """Different LoRA adapters in one step, at most; 0: none."""
+    collect_layer_times: bool = False
+    """Time each layer of a step, for `ModelRunnerStats.layer_s`."""
+    profile_interval_s: float = 0.0
+    profile_steps: int = 0
+    """With the field before: when `StepProfile` writes lines of the log."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import msgspec
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, SchedulerStats, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.heartbeat import Heartbeat
@@ -21,7 +22,9 @@ from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.async_scheduling import living
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
 from pdserve.engine.scheduler.scheduler import Scheduler
+from pdserve.engine.scheduler.scheduler_stats import make_stats
 from pdserve.engine.scheduler_output import SchedulerOutput
+from pdserve.engine.stats.step_profile import StepProfile
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
 
@@ -35,6 +38,7 @@ class StepInFlight:
     """The step's sequences when it was launched."""
     kv_written: DeviceEvent | None
     """On a GPU, the event after which the step's KV is in the pool."""
+    scheduling_s: float
     result: StepResult | None = None
     """None if the step computes nothing, and before sampling is queued."""
 
@@ -68,6 +72,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
         self._logits_processors = logits_processors or LogitsProcessors()
         self.adapters = adapters
+        self.profile = StepProfile(config.profile_interval_s, config.profile_steps)
         self._ahead: StepInFlight | None = None
         """A step that was launched while the one before was awaited."""
 
@@ -225,37 +230,40 @@ class EngineCore:
     def begin_step(self) -> StepInFlight:
         """First half of a step: schedule, and start the executor."""
         self.heartbeat.beat()
+        started = time.monotonic()
         scheduled = self.scheduler.schedule()
         if not scheduled.num_scheduled_tokens:
-            return StepInFlight(scheduled, {}, None)
-        step = self._launch(scheduled)
+            return StepInFlight(scheduled, {}, None, 0.0)
+        step = self._launch(scheduled, time.monotonic() - started)
         grammar = self.scheduler.get_grammar_bitmask(scheduled)
         return replace(step, result=self.executor.sample_tokens(grammar))
 
-    def _launch(self, scheduled: SchedulerOutput) -> StepInFlight:
+    def _launch(self, scheduled: SchedulerOutput, scheduling_s: float) -> StepInFlight:
         self.executor.execute_model(scheduled)
         kv_written = self.executor.kv_written
         self.scheduler.step_launched(kv_written)
         requests = self.scheduler.requests
-        return StepInFlight(
-            scheduled, {req_id: requests[req_id] for req_id in scheduled.num_scheduled_tokens}, kv_written
-        )
+        launched = {req_id: requests[req_id] for req_id in scheduled.num_scheduled_tokens}
+        return StepInFlight(scheduled, launched, kv_written, scheduling_s)
 
     def _launch_ahead(self, step: StepInFlight) -> StepInFlight | None:
         """Launch the step after `step`, whose result is still to come; None if it must wait for it."""
         if not self.config.async_scheduling or step.result is None:
             return None
+        started = time.monotonic()
         scheduled = self.scheduler.async_scheduling.next_step(step.scheduled)
         if scheduled is None:
             return None
         self.heartbeat.beat()
-        return self._launch(scheduled)
+        return self._launch(scheduled, time.monotonic() - started)
 
     def finish_step(self, step: StepInFlight) -> EngineCoreOutputs:
         """Second half of a step: wait for the result and apply it. Raises: the exception of the executor's step."""
         self.has_computed = step.result is not None
+        computed, update_began = None, 0.0
         if step.result is not None:
             computed = step.result.result()
+            update_began = time.monotonic()
             scheduled, computed = living(self.scheduler.requests, step.requests, step.scheduled, computed)
             num_before = self.scheduler.num_computed_prompt_tokens
             self.scheduler.update_from_output(scheduled, computed, step.kv_written)
@@ -267,14 +275,21 @@ class EngineCore:
             self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
         outputs = self.scheduler.outputs.take()
+        if computed is not None and computed.stats is not None:
+            self.profile.add(step.scheduling_s, time.monotonic() - update_began, computed.stats)
         ended = dict.fromkeys(output.request_id for output in outputs if output.finished)
         return EngineCoreOutputs(
             outputs=outputs,
             finished_req_ids=[request_id for request_id in ended if not self.scheduler.group.has(request_id)],
-            scheduler_stats=self.scheduler.stats(),
+            scheduler_stats=self.stats(),
             blocks_stored=stored,
             blocks_removed=removed,
+            model_runner_stats=None if computed is None else computed.stats,
         )
+
+    def stats(self) -> SchedulerStats:
+        """Current statistics."""
+        return make_stats(self.scheduler, self.profile)
 
     def warm_up(self) -> None:
         """Run every path once, so that the first request has no initialization cost; leaves no state."""
@@ -297,4 +312,5 @@ class EngineCore:
             self.step()
         self.executor.warm_up()
         self.scheduler.forget_history()
+        self.profile.forget()
         self.scheduler.pool.take_changes()

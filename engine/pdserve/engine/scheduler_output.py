@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PdServeError, from_code
-from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.common.request.engine_types import LogprobsLists, ModelRunnerStats
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 
@@ -126,3 +126,4 @@ class ModelRunnerOutput(msgspec.Struct):
     """Fingerprint of an adapter that could not be loaded -> error that ends the step's sequences with it."""
     compute_s: float = 0.0
     """Seconds that the device computed the step."""
+    stats: ModelRunnerStats | None = None

@@ -3,6 +3,7 @@
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.stats.stat_logger import LoggingStatLogger, StatLoggerBase
 from pdserve.llm.async_llm import AsyncLLM
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence
 from pdserve.llm.engine_options import EngineArgs
@@ -29,6 +30,7 @@ __all__ = [
     "EngineArgs",
     "LLMEngine",
     "LoRARequest",
+    "LoggingStatLogger",
     "NamedLogitsProcessor",
     "PoolingOutput",
     "PoolingParams",
@@ -37,6 +39,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StatLoggerBase",
     "StreamingInput",
     "StructuredOutputsParams",
     "TextPrompt",

@@ -16,6 +16,7 @@ from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import OutputStream, failed_output
+from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import ValidRequest
@@ -52,10 +53,18 @@ class AsyncLLM:
         seed: int | None = 0,
         engine_process: bool = False,
         disable_log_stats: bool = False,
+        stat_loggers: Sequence[str | StatLoggerFactory] = (),
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model, which blocks. Parameters and errors: those of `LLM`."""
-        engine = LocalEngine(model, options, engine_process=engine_process, disable_log_stats=disable_log_stats)
+        engine = LocalEngine(
+            model,
+            options,
+            engine_process=engine_process,
+            disable_log_stats=disable_log_stats,
+            stat_loggers=stat_loggers,
+        )
+        self._recorder = engine.recorder
         self._client = engine.client
         self._tokenizer = engine.tokenizer
         self._requests = RequestFactory(engine, seed)
@@ -192,6 +201,11 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Drop the prefix cache; returns whether it was dropped: not while a request has blocks."""
         return bool(await self._client.utility_async("reset_prefix_cache"))
+
+    async def do_log_stats(self) -> None:
+        """Let the stat loggers log now."""
+        if self._recorder is not None:
+            self._recorder.log()
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

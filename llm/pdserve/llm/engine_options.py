@@ -12,6 +12,7 @@ import msgspec
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.stats.stat_logger import StatLoggerFactory
 
 
 class EngineOptions(TypedDict, total=False):
@@ -55,6 +56,12 @@ class EngineOptions(TypedDict, total=False):
     """Largest rank of an adapter."""
     max_cpu_loras: int | None
     """Adapters kept in main memory; default: `max_loras`."""
+    collect_layer_times: bool
+    """Time each layer of each step, for stat loggers and the profile."""
+    profile_interval_s: float
+    """Log the mean stages of the last steps, at most once per this number of seconds; 0: not by time."""
+    profile_steps: int
+    """End this log after this number of steps, with a last line; 0: never."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
     grammar_timeout_s: float
@@ -100,6 +107,7 @@ class EngineArgs:
         seed: int | None = 0,
         engine_process: bool = False,
         disable_log_stats: bool = False,
+        stat_loggers: Sequence[str | StatLoggerFactory] = (),
         **options: Unpack[EngineOptions],
     ) -> None:
         """Arguments: those of `LLM`, which checks them."""
@@ -108,6 +116,7 @@ class EngineArgs:
             "seed": seed,
             "engine_process": engine_process,
             "disable_log_stats": disable_log_stats,
+            "stat_loggers": stat_loggers,
             **options,
         }
 
@@ -117,9 +126,8 @@ def worker_settings(options: Mapping[str, Any]) -> WorkerSettings:
     known = EngineOptions.__annotations__
     given = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
     if unknown := given.keys() - known.keys():
-        raise ConfigError(
-            f"unknown option {min(unknown)!r}; there are model, seed, engine_process, disable_log_stats, {', '.join(known)}"
-        )
+        own = "model, seed, engine_process, disable_log_stats, stat_loggers"
+        raise ConfigError(f"unknown option {min(unknown)!r}; there are {own}, {', '.join(known)}")
     for name, values in _WITHOUT_EFFECT.items():
         if name in options and not any(options[name] is value or options[name] == value for value in values):
             possible = " or ".join(map(repr, values))

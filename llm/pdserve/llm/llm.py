@@ -14,6 +14,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
@@ -57,6 +58,7 @@ class LLM:
         seed: int | None = 0,
         engine_process: bool = False,
         disable_log_stats: bool = False,
+        stat_loggers: Sequence[str | StatLoggerFactory] = (),
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model.
@@ -66,11 +68,17 @@ class LLM:
         same answers; None: from the operating system.
         engine_process: run the engine in a process of its own, which ends with `shutdown` and with this process. When it fails,
         calls raise WorkerLost from then on.
-        disable_log_stats: answers have no `metrics`.
+        disable_log_stats: answers have no `metrics`, and there are no stat loggers.
+        stat_loggers: names of installed ones (`logging` always is), and factories such as subclasses of `StatLoggerBase`.
         Raises: ConfigError naming the option, UnsupportedModel.
         """
         engine = LLMEngine(
-            model, seed=seed, engine_process=engine_process, disable_log_stats=disable_log_stats, **options
+            model,
+            seed=seed,
+            engine_process=engine_process,
+            disable_log_stats=disable_log_stats,
+            stat_loggers=stat_loggers,
+            **options,
         )
         self._engine: LLMEngine | None = engine
         self._requests = engine.requests

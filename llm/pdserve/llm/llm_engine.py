@@ -12,6 +12,7 @@ from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequ
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import engine_error
+from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import LocalEmbedding, LocalRequest
@@ -59,10 +60,18 @@ class LLMEngine:
         seed: int | None = 0,
         engine_process: bool = False,
         disable_log_stats: bool = False,
+        stat_loggers: Sequence[str | StatLoggerFactory] = (),
         **options: Unpack[EngineOptions],
     ) -> None:
         """Load the model. Parameters and errors: those of `LLM`."""
-        engine = LocalEngine(model, options, engine_process=engine_process, disable_log_stats=disable_log_stats)
+        engine = LocalEngine(
+            model,
+            options,
+            engine_process=engine_process,
+            disable_log_stats=disable_log_stats,
+            stat_loggers=stat_loggers,
+        )
+        self._recorder = engine.recorder
         self.client = engine.client
         self.tokenizer: Tokenizer = engine.tokenizer
         self.requests = RequestFactory(engine, seed)
@@ -149,6 +158,11 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Drop the prefix cache; returns whether it was dropped: not while a request has blocks."""
         return bool(self.client.utility("reset_prefix_cache"))
+
+    def do_log_stats(self) -> None:
+        """Let the stat loggers log now."""
+        if self._recorder is not None:
+            self._recorder.log()
 
     def run(self, items: Sequence[R], on_finished: Callable[[R], None]) -> None:
         """Step until all items have ended. Raises: the error with which the engine ended one; `reset` must follow."""

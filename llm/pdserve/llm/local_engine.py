@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from pdserve.common.errors import ConfigError
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
 from pdserve.engine.clients.inproc_client import InprocClient
 from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.clients.process_client import ProcessClient
+from pdserve.engine.clients.recorded_client import RecordedClient
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.stats.stat_logger import StatLoggerFactory, load_stat_loggers
+from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.llm.engine_options import EngineOptions, worker_settings
 from pdserve.llm.logits_callables import CallerLogitsProcessors
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -25,11 +30,12 @@ class LocalEngine:
         *,
         engine_process: bool = False,
         disable_log_stats: bool = False,
+        stat_loggers: Sequence[str | StatLoggerFactory] = (),
     ) -> None:
         """model: a checkpoint's folder, or `demo`. engine_process: run the engine in a process of its own.
 
-        disable_log_stats: answers have no `metrics`. Raises: ConfigError naming the option, its value and its limit;
-        UnsupportedModel.
+        disable_log_stats: answers have no `metrics`, and there are no stat loggers. stat_loggers: names of installed ones and
+        factories. Raises: ConfigError naming the option, its value and its limit; UnsupportedModel.
         """
         settings = worker_settings(options)
         folder = model_folder(str(model))
@@ -45,3 +51,11 @@ class LocalEngine:
             else InprocClient(LoadedEngine(folder, settings, self.logits_processors))
         )
         self.info = self.client.info
+        self.recorder: StatRecorder | None = None
+        if stat_loggers and self.log_stats:
+            try:
+                self.recorder = StatRecorder(load_stat_loggers(stat_loggers, self.info))
+            except ConfigError:
+                self.client.close()
+                raise
+            self.client = RecordedClient(self.client, self.recorder)

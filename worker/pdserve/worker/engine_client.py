@@ -25,8 +25,10 @@ from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread, in_event_l
 from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.kv_messages import IntoEngine
+from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.prefill_rate import PrefillRate
+from pdserve.worker.step_totals import StepTotals
 
 OnEnded = Callable[[Request | None], None]
 """Called with the aborted request, or None when it had ended by itself; the engine no longer uses it."""
@@ -42,8 +44,12 @@ class EngineClient:
         cpu_core: int | None = None,
         max_waiting: int | None = None,
         max_sessions: int = 0,
+        recorder: StatRecorder | None = None,
     ) -> None:
-        """max_waiting: requests that may wait in the engine; None: no limit. max_sessions: most sessions open at a time."""
+        """max_waiting: requests that may wait in the engine; None: no limit. max_sessions: most sessions open at a time.
+
+        recorder: None without stat loggers.
+        """
         self._core = core
         self._streams: dict[str, OutputStream] = {}
         self._sequence_ids: dict[str, tuple[str, ...]] = {}
@@ -54,6 +60,8 @@ class EngineClient:
             core, in_event_loop(asyncio.get_running_loop()), self._dispatch, self._engine_died, num_threads, cpu_core
         )
         self.stats = SchedulerStats(num_blocks_total=core.config.num_blocks, num_blocks_free=core.config.num_blocks)
+        self.step_totals = StepTotals()
+        self._recorder = recorder
         self._prefill_rate = PrefillRate()
         self.max_waiting = max_waiting
         self._num_submitted = 0
@@ -77,6 +85,8 @@ class EngineClient:
     def stop(self) -> None:
         """End the thread and what compiles and holds grammars; waits."""
         self._thread.stop()
+        if self._recorder is not None:
+            self._recorder.log()
         self._core.scheduler.grammars.close()
 
     @property
@@ -158,6 +168,8 @@ class EngineClient:
         if self.draining:
             raise Draining("the worker is draining")
         self._core.verify_update(update)
+        if self._recorder is not None:
+            self._recorder.resume_request(update)
         self._thread.post(lambda core: core.resume_request(update))
 
     def submit_quietly(self, request: EngineCoreRequest) -> None:
@@ -166,6 +178,8 @@ class EngineClient:
 
     def _add(self, request: EngineCoreRequest) -> None:
         self._num_submitted += 1
+        if self._recorder is not None:
+            self._recorder.add_request(request)
         self._thread.post(lambda core: core.add_request(request))
 
     def release(self, stream: OutputStream | None, on_ended: OnEnded | None = None) -> None:
@@ -221,6 +235,10 @@ class EngineClient:
                     self._forget_deadline(output.request_id)  # it was that of the session's turn
             if self._on_output is not None:
                 self._on_output(output)
+        if outputs.model_runner_stats is not None:
+            self.step_totals.add(outputs.model_runner_stats)
+        if self._recorder is not None:
+            self._recorder.record(outputs)
         if outputs.blocks_stored or outputs.blocks_removed:
             self.cached_blocks.apply(outputs.blocks_stored, outputs.blocks_removed)
         if outputs.scheduler_stats is not None:

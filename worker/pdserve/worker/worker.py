@@ -37,6 +37,8 @@ from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import LoadedModel
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.sampler import SAMPLER_VERSION
+from pdserve.engine.stats.stat_logger import load_stat_loggers
+from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
@@ -117,8 +119,14 @@ class Worker:
             model.grammar_compiler(settings),
             LogitsProcessors.from_entry_points(settings.logits_processors),
         )
+        loggers = load_stat_loggers(settings.stat_loggers, model.engine_info(settings))
         self.engine = EngineClient(
-            core, settings.num_threads, settings.cpu_core, settings.waiting_limit, settings.session_limit
+            core,
+            settings.num_threads,
+            settings.cpu_core,
+            settings.waiting_limit,
+            settings.session_limit,
+            StatRecorder(loggers) if loggers else None,
         )
         self.identity = self._identity(role)
         self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, self.peers, self._receiving())

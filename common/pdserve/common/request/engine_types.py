@@ -176,11 +176,39 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
         return self.finish_reason is not None and not self.awaits_input
 
 
+class ModelRunnerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """One step of the model runner. Seconds are of the device: on a GPU between events, on a processor by the clock."""
+
+    num_reqs: int = 0
+    """Sequences in the step."""
+    num_tokens: int = 0
+    prepare_s: float = 0.0
+    """From the step's begin to its inputs on the device: block copies, changes of the batch, inputs."""
+    forward_s: float = 0.0
+    """The decoder's layers; on a processor also the tokens' embeddings."""
+    sample_s: float = 0.0
+    """Logits, masks and tokens; on a GPU from the decoder's end."""
+    layer_s: list[float] = []
+    """Seconds of each layer, if `collect_layer_times` is set; the first begins after the embeddings, the last ends with the
+    decoder. Empty for a replayed graph."""
+
+    @property
+    def execution_s(self) -> float:
+        """Seconds of all stages."""
+        return self.prepare_s + self.forward_s + self.sample_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens computed per second of the step; 0 for a step without time."""
+        return self.num_tokens / self.execution_s if self.execution_s else 0.0
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """State of the engine at the end of a step."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
+    """Sequences that wait for a place in a step, or for their grammar."""
     num_remote_kv_reqs: int = 0
     num_blocks_total: int = 0
     num_blocks_free: int = 0
@@ -198,6 +226,25 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     prefix_cache_hits: int = 0
     num_added_reqs: int = 0
     """Requests that the scheduler has taken in since start."""
+    num_grammar_reqs: int = 0
+    """The part of `num_waiting_reqs` that waits for a grammar; some of it may wait for remote KV, too."""
+    num_idle_sessions: int = 0
+    """Streaming sessions between two turns."""
+    num_steps: int = 0
+    """Steps since start that computed something."""
+    num_scheduled_tokens: int = 0
+    """Tokens of these steps."""
+    scheduling_s: float = 0.0
+    """Seconds of scheduling them, since start."""
+    update_s: float = 0.0
+    """Seconds from their results to their outputs, since start."""
+    num_dropped_events: int = 0
+    """Late, repeated and unknown events and requests, since start; they have no other effect."""
+
+    @property
+    def num_capacity_reqs(self) -> int:
+        """Sequences that wait for blocks or for a place in a step."""
+        return self.num_waiting_reqs - self.num_grammar_reqs
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -211,8 +258,10 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defa
     """Hashes of blocks that left it."""
     finished_req_ids: list[str] = []
     """Requests whose last sequence ended in this step."""
+    model_runner_stats: ModelRunnerStats | None = None
+    """None if the step computed nothing."""
 
     @property
     def has_results(self) -> bool:
-        """True if there is more than the engine's state."""
-        return bool(self.outputs or self.blocks_stored or self.blocks_removed)
+        """True if there is more than the engine's state: the step computed something, or ended a request."""
+        return bool(self.outputs or self.blocks_stored or self.blocks_removed or self.model_runner_stats is not None)

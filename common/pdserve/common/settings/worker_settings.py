@@ -93,6 +93,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """On a GPU: launch each kernel of a decode step by itself, instead of replaying captured graphs."""
     async_scheduling: bool | None = None
     """Launch the next step of decoding sequences before the tokens of the last one are read; default: on a GPU alone."""
+    collect_layer_times: bool = False
+    """Time each layer of each step, for `/metrics`, stat loggers and the profile; a step costs more for it."""
+    stat_loggers: tuple[str, ...] = ()
+    """`logging`, and entry points of the group `pdserve.stat_loggers`, which get statistics of each step; no other is imported."""
+    profile_interval_s: float = 0.0
+    """Log the mean stages of the last steps, at most once per this number of seconds; 0: not by time."""
+    profile_steps: int = 0
+    """End this log after this number of steps, with a last line; 0: never."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -211,7 +219,13 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, sdpa, or a plug-in's"
             )
-        self._verify_least(0, "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars")
+        if not 0 <= self.profile_interval_s < float("inf"):
+            raise ConfigError(
+                f"profile_interval_s is {self.profile_interval_s}, a number of seconds from 0 on is needed"
+            )
+        self._verify_least(
+            0, "profile_steps", "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars"
+        )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, above 0 and at most 1 is needed"

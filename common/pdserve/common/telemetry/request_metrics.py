@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import msgspec
 
-from pdserve.common.request.engine_types import EngineCoreEventType, EngineCoreOutput
+from pdserve.common.request.engine_types import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
 from pdserve.common.timeline import to_unix_ns
 
 
@@ -25,6 +26,18 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     """Output tokens of all sequences so far."""
+    token_timestamps: dict[int, list[float]] = {}
+    """Index of a sequence -> when the reader got each of its tokens so far; tokens that came together have one time."""
+    events: list[EngineCoreEvent] = []
+    """Events of all sequences so far, with `time.monotonic()` of the engine's process."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.num_prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return self.num_generation_tokens
 
     @property
     def time_in_queue(self) -> float | None:
@@ -41,6 +54,22 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         """Seconds from arrival to end."""
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
+    def get_total_time(self) -> float | None:
+        """Seconds from arrival to end."""
+        return self.e2e_latency
+
+    @property
+    def inter_token_latencies(self) -> list[float]:
+        """Seconds between two tokens of a sequence, of one sequence after the other."""
+        return [late - early for times in self.token_timestamps.values() for early, late in pairwise(times)]
+
+    def calculate_throughput(self) -> float | None:
+        """Output tokens per second from arrival to end, or to the newest token; None before the first."""
+        until = self.finished_time or self.last_token_time
+        if until is None or until <= self.arrival_time:
+            return None
+        return self.num_generation_tokens / (until - self.arrival_time)
+
     @property
     def mean_time_per_output_token(self) -> float | None:
         """Seconds per token after the first token's; None for one token. Sequences of one request count together."""
@@ -50,12 +79,14 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
     def see(self, output: EngineCoreOutput) -> None:
         """Update from an output of an engine in this process."""
+        self.events += output.events
         for event in output.events:
             if event.type is EngineCoreEventType.SCHEDULED and self.first_scheduled_time is None:
                 self.first_scheduled_time = unix_s(event.timestamp)
         self.num_generation_tokens += len(output.new_token_ids)
         if output.new_token_ids:
-            self.last_token_time = unix_s(time.monotonic())
+            self.last_token_time = now = unix_s(time.monotonic())
+            self.token_timestamps.setdefault(output.index, []).extend([now] * len(output.new_token_ids))
             if self.first_token_time is None:
                 self.first_token_time = unix_s(output.moments.get("first_token", time.monotonic()))
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import msgspec
 
 from pdserve.common.errors import Cancelled, PdServeError, PeerError, WorkerLost, from_code
-from pdserve.engine.clients.engine_core_client import EngineInfo
 from pdserve.engine.clients.frames import (
     EngineDead,
     Loaded,
@@ -31,6 +30,7 @@ from pdserve.engine.clients.frames import (
     verify_length,
 )
 from pdserve.engine.clients.output_queue import OutputQueue
+from pdserve.engine.engine_info import EngineInfo
 
 _MODULE = "pdserve.engine.clients.engine_core_proc"
 _END_S = 5.0

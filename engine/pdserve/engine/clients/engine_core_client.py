@@ -5,22 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
-
-
-class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Properties of a loaded engine that its front end needs."""
-
-    model_fingerprint: str
-    vocab_size: int
-    hidden_size: int
-    max_model_len: int
-    """Tokens of prompt and output together."""
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
+from pdserve.engine.engine_info import EngineInfo
 
 
 class EngineCoreClient(Protocol):

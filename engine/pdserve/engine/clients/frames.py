@@ -17,7 +17,7 @@ import msgspec
 from pdserve.common.errors import PeerError
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.clients.engine_core_client import EngineInfo
+from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.scheduler_output import RequestFailure
 
 MAX_FRAME_BYTES = 1 << 28

@@ -7,7 +7,6 @@ from pathlib import Path
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.clients.engine_core_client import EngineInfo
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import load_model
@@ -34,15 +33,7 @@ class LoadedEngine:
         self._model = load_model(folder, settings)
         self._logits_processors = logits_processors or LogitsProcessors.from_entry_points(settings.logits_processors)
         self._grammars: GrammarCompiler | None = None
-        self.info = EngineInfo(
-            model_fingerprint=self._model.layout.model_fingerprint,
-            vocab_size=self._model.decoder.config.vocab_size,
-            hidden_size=self._model.decoder.hidden_size,
-            max_model_len=self._model.max_model_len,
-            num_blocks=self._model.num_blocks,
-            block_size=settings.block_size,
-            max_num_seqs=settings.max_num_seqs,
-        )
+        self.info = self._model.engine_info(settings)
 
     @property
     def num_threads(self) -> int:

@@ -14,12 +14,12 @@ from pdserve.engine.engine_core import EngineCore
 
 def get_stats(core: EngineCore) -> dict[str, Any]:
     """Fields of `SchedulerStats`."""
-    return msgspec.structs.asdict(core.scheduler.stats())
+    return msgspec.structs.asdict(core.stats())
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
     """Drop the prefix cache. False, and nothing is dropped, while a sequence uses blocks."""
-    if core.scheduler.stats().num_blocks_in_use:
+    if core.scheduler.pool.num_in_use:
         return False
     core.scheduler.pool.forget_cached()
     return True

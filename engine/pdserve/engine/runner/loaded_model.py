@@ -14,6 +14,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
@@ -78,6 +79,17 @@ class LoadedModel:
         vocab_size = self.decoder.config.vocab_size
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
 
+    def engine_info(self, settings: WorkerSettings) -> EngineInfo:
+        return EngineInfo(
+            model_fingerprint=self.layout.model_fingerprint,
+            vocab_size=self.decoder.config.vocab_size,
+            hidden_size=self.decoder.hidden_size,
+            max_model_len=self.max_model_len,
+            num_blocks=self.num_blocks,
+            block_size=settings.block_size,
+            max_num_seqs=settings.max_num_seqs,
+        )
+
     def engine_config(self, settings: WorkerSettings) -> EngineConfig:
         """The engine's settings, limited by model and pool."""
         return EngineConfig(
@@ -97,6 +109,9 @@ class LoadedModel:
             grammar_timeout_s=settings.grammar_timeout_s,
             enforce_eager=settings.enforce_eager,
             async_scheduling=settings.runs_ahead,
+            collect_layer_times=settings.collect_layer_times,
+            profile_interval_s=settings.profile_interval_s,
+            profile_steps=settings.profile_steps,
         )
 
 

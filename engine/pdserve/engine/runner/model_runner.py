@@ -18,13 +18,14 @@ from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent, make_runtime
+from pdserve.engine.runner.device_runtime import DeviceRuntime, make_runtime
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
 from pdserve.engine.runner.step_graphs import StepGraphs, can_capture
 from pdserve.engine.runner.step_inputs import StepInputBuilder, StepInputs, attention_plans
+from pdserve.engine.runner.step_times import LayerTimes, StepTimes
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
@@ -48,7 +49,7 @@ class _Step:
     pooled: IntArray
     """Places of the complete rows that are pooled."""
     sampled: SampledInputs | None
-    started: StepEvent
+    times: StepTimes
     failed_loras: dict[str, RequestFailure]
     """See `ModelRunnerOutput.failed_loras`."""
 
@@ -62,24 +63,24 @@ class PendingOutput:
         output: ModelRunnerOutput,
         sampled: tuple[SampledPlan, Sampled] | None,
         arrays: PendingArrays | None,
-        started: StepEvent,
-        ended: StepEvent,
+        times: StepTimes,
     ) -> None:
         """sampled and arrays: None if no row is sampled."""
         self._runner = runner
         self._output = output
         self._sampled = sampled
         self._arrays = arrays
-        self._started, self._ended = started, ended
+        self._times = times
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step, at most once."""
-        self._ended.synchronize()
+        self._times.ended.synchronize()
         if self._sampled is not None and self._arrays is not None:
             plan, sampled = self._sampled
             is_finite, *arrays = self._arrays.wait()
             self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output)
-        self._output.compute_s = self._ended.seconds_since(self._started)
+        self._output.compute_s = self._times.ended.seconds_since(self._times.started)
+        self._output.stats = self._times.stats()
         return self._output
 
 
@@ -113,6 +114,7 @@ class ModelRunner:
         self._before_layer = before_layer
         self._lora = lora
         self._runtime = runtime or make_runtime(self._device)
+        self._layer_times = LayerTimes(self._runtime, before_layer) if config.collect_layer_times else None
         self._sampler = Sampler(ops.sample)
         self._step: _Step | None = None
         self._graphs: StepGraphs | None = None
@@ -181,6 +183,8 @@ class ModelRunner:
         has_graph = self._graphs is not None and counts[-1] == 1 and not has_adapters
         size = self._graphs.size_for(len(rows)) if self._graphs is not None and has_graph else len(rows)
         inputs = self._inputs.build(rows, counts, complete, size)
+        times = StepTimes(started, len(rows), int(counts.sum()))
+        times.prepared = self._runtime.event()
         if self._graphs is not None and has_graph:
             if self._before_layer is not None:
                 self._before_layer()
@@ -188,8 +192,11 @@ class ModelRunner:
         else:
             hidden = self._model.forward(self._model_inputs(inputs))
         batch.num_computed[rows] += counts
-        self.kv_written = None if self._runtime.is_synchronous else self._runtime.event()
-        self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, started, failed_loras)
+        times.forwarded = times.sampling = self._runtime.event()
+        if self._layer_times is not None:
+            times.add_layers(self._layer_times.take())
+        self.kv_written = None if self._runtime.is_synchronous else times.forwarded
+        self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, times, failed_loras)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
@@ -201,6 +208,8 @@ class ModelRunner:
             raise RuntimeError("sample_tokens was called without execute_model")
         step, self._step = self._step, None
         hidden, rows, counts = step.hidden, step.rows, step.counts
+        if self._runtime.is_synchronous:
+            step.times.sampling = self._runtime.event()
         result = ModelRunnerOutput(failed_loras=step.failed_loras)
         failed: dict[str, PdServeError] = {}
         result.prompt_logprobs = self._prompt_logprobs(hidden, rows, counts, failed)
@@ -213,7 +222,8 @@ class ModelRunner:
             # a later step computes the last token of these rows again
             self.batch.num_computed[[self.batch.rows[req_id] for req_id in grammar.late_req_ids]] -= 1
         if step.sampled is None:
-            return PendingOutput(self, result, None, None, step.started, self._runtime.event())
+            step.times.ended = self._runtime.event()
+            return PendingOutput(self, result, None, None, step.times)
         return self._sample(step, step.sampled, grammar, result)
 
     def _sample(
@@ -230,7 +240,8 @@ class ModelRunner:
             self._inputs.keep_newest(inputs.rows, sampled.token_ids)
             self.batch.expect_tokens(plan.rows)
         arrays = self._readback.start([is_finite, *sampled.tensors()])
-        return PendingOutput(self, result, (plan, sampled), arrays, step.started, self._runtime.event())
+        step.times.ended = self._runtime.event()
+        return PendingOutput(self, result, (plan, sampled), arrays, step.times)
 
     def _with_late_rules(
         self, inputs: SampledInputs, grammar: GrammarOutput | None
@@ -340,6 +351,6 @@ class ModelRunner:
             batch=inputs.batches[0],
             plans=attention_plans(self._attention, inputs.batches, self._model.attention_specs),
             token_ids=inputs.token_ids,
-            before_layer=self._before_layer,
+            before_layer=self._layer_times or self._before_layer,
             ops=self._ops,
         )

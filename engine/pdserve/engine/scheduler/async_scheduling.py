@@ -132,4 +132,5 @@ def living(
         failed_requests={req_id: error for req_id, error in computed.failed_requests.items() if req_id not in gone},
         failed_loras=computed.failed_loras,
         compute_s=computed.compute_s,
+        stats=computed.stats,
     )

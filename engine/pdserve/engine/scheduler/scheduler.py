@@ -10,7 +10,6 @@ from pdserve.common.errors import Evicted, InvalidRequest, PdServeError, Transfe
 from pdserve.common.request.engine_types import (
     EngineCoreEventType,
     EngineCoreRequest,
-    SchedulerStats,
 )
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
@@ -363,26 +362,6 @@ class Scheduler:
     @property
     def num_dropped_events(self) -> int:
         return self.events.num_dropped
-
-    def stats(self) -> SchedulerStats:
-        """Current statistics; the cost is proportional to the running sequences."""
-        return SchedulerStats(
-            num_running_reqs=len(self.running),
-            num_added_reqs=self.num_added,
-            num_waiting_reqs=len(self.waiting) + len(self.grammars),
-            num_remote_kv_reqs=len(self.receives),
-            num_blocks_total=self.pool.num_total,
-            num_blocks_free=self.pool.num_available - self.pool.num_cached,
-            num_blocks_cached=self.pool.num_cached,
-            num_blocks_in_use=self.pool.num_in_use,
-            num_blocks_quarantined=self.holds.num_quarantined,
-            num_preemptions=self.num_preemptions,
-            num_waiting_tokens=self.waiting.num_waiting_tokens + self.running.num_uncomputed_tokens,
-            num_computed_prompt_tokens=self.num_computed_prompt_tokens,
-            prefill_s=self.prefill_s,
-            prefix_cache_queries=self.kv.num_queried_tokens,
-            prefix_cache_hits=self.kv.num_hit_tokens,
-        )
 
     def check(self, *, idle: bool = False) -> None:
         """Check the block pool (I2). idle: no block may be in use. Raises: PoolCorrupt."""

@@ -58,6 +58,7 @@ class Sessions:
             request.move_to(RequestStatus.RUNNING)
         self._kv.idle(request)
         request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
+        self._waiting.idle_sessions.add(request.request_id)
         update = request.streaming_queue.popleft() if request.streaming_queue else None
         return None if update is None else self.resume(request, update)
 
@@ -78,6 +79,7 @@ class Sessions:
         if num_before < request.num_tokens:
             self._kv.truncate(request, num_before)
             del request.token_ids[num_before:]
+        self._waiting.idle_sessions.discard(request.request_id)
         request.resume(update)
         if Wait.GRAMMAR in request.waits_for:
             self._grammars.start(request)

@@ -41,6 +41,8 @@ class WaitingQueues:
         self._num_tokens: dict[str, int] = {}
         """Sequence id -> its tokens that are counted in `num_waiting_tokens`."""
         self.num_waiting_tokens = 0
+        self.idle_sessions: set[str] = set()
+        """Ids of sessions that wait for their client's next turn."""
         self.num_inserted = 0
         """Sequences that entered a queue since the start."""
 
@@ -80,6 +82,7 @@ class WaitingQueues:
 
     def remove(self, request: Request) -> None:
         """Remove a sequence from its queue; no effect if it is in none."""
+        self.idle_sessions.discard(request.request_id)
         if any(queue.remove(request) for queue in self._queues):
             self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
             self._starvation.ended(request)

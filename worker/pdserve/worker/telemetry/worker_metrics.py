@@ -91,13 +91,21 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
             "Sequences in the engine.",
             {
                 "running": stats.num_running_reqs,
-                "waiting": stats.num_waiting_reqs,
+                "waiting": stats.num_capacity_reqs,
+                "waiting_for_grammar": stats.num_grammar_reqs,
                 "waiting_for_kv": stats.num_remote_kv_reqs,
+                "waiting_for_turn": stats.num_idle_sessions,
             },
         ),
     }
     for name, (meaning, counts) in states.items():
         yield by_label(GaugeMetricFamily, name, meaning, ["state"], counts)
+    stage_s = {"schedule": stats.scheduling_s, **engine.step_totals.stage_s, "update": stats.update_s}
+    meaning = "Time of the engine's steps, by stage."
+    yield by_label(CounterMetricFamily, "pdserve_step_stage_seconds", meaning, ["stage"], stage_s)
+    layer_s = {str(layer): layer_s for layer, layer_s in enumerate(engine.step_totals.layer_s)}
+    meaning = "Time of the model's layers, by layer."
+    yield by_label(CounterMetricFamily, "pdserve_layer_seconds", meaning, ["layer"], layer_s)
     meaning = "Ended KV transfers, by outcome."
     yield by_label(CounterMetricFamily, "pdserve_kv_transfers", meaning, ["role", "outcome"], transfers.num_ended)
     for name, meaning, value in (
@@ -113,6 +121,9 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
         yield GaugeMetricFamily(name, meaning, value=value)
     for name, meaning, count in (
         ("pdserve_engine_ticks", "Turns of the engine's loop, and layers computed.", engine.tick),
+        ("pdserve_steps", "Steps of the engine that computed something.", stats.num_steps),
+        ("pdserve_scheduled_tokens", "Tokens of these steps.", stats.num_scheduled_tokens),
+        ("pdserve_dropped_events", "Late, repeated and unknown events in the engine.", stats.num_dropped_events),
         ("pdserve_preemptions", "Sequences that lost their blocks to others.", stats.num_preemptions),
         ("pdserve_prompt_tokens_computed", "Prompt tokens computed here.", stats.num_computed_prompt_tokens),
         ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",

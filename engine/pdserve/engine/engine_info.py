@@ -1,0 +1,18 @@
+"""`EngineInfo`: properties of a loaded engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Properties of a loaded engine that its front end needs."""
+
+    model_fingerprint: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int

@@ -1,0 +1,40 @@
+"""`make_stats`: the state of a scheduler, as its `SchedulerStats`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.engine.stats.step_profile import StepProfile
+
+if TYPE_CHECKING:
+    from pdserve.engine.scheduler.scheduler import Scheduler
+
+
+def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
+    """Current statistics; the cost is proportional to the running sequences."""
+    pool, waiting = scheduler.pool, scheduler.waiting
+    return SchedulerStats(
+        num_running_reqs=len(scheduler.running),
+        num_added_reqs=scheduler.num_added,
+        num_waiting_reqs=len(waiting) + len(scheduler.grammars),
+        num_grammar_reqs=len(scheduler.grammars),
+        num_remote_kv_reqs=len(scheduler.receives),
+        num_idle_sessions=len(waiting.idle_sessions),
+        num_blocks_total=pool.num_total,
+        num_blocks_free=pool.num_available - pool.num_cached,
+        num_blocks_cached=pool.num_cached,
+        num_blocks_in_use=pool.num_in_use,
+        num_blocks_quarantined=scheduler.holds.num_quarantined,
+        num_preemptions=scheduler.num_preemptions,
+        num_waiting_tokens=waiting.num_waiting_tokens + scheduler.running.num_uncomputed_tokens,
+        num_computed_prompt_tokens=scheduler.num_computed_prompt_tokens,
+        prefill_s=scheduler.prefill_s,
+        prefix_cache_queries=scheduler.kv.num_queried_tokens,
+        prefix_cache_hits=scheduler.kv.num_hit_tokens,
+        num_steps=profile.num_steps,
+        num_scheduled_tokens=profile.num_tokens,
+        scheduling_s=profile.scheduling_s,
+        update_s=profile.update_s,
+        num_dropped_events=scheduler.num_dropped_events,
+    )

@@ -1,0 +1,1 @@
+"""Statistics of steps and requests, and the loggers that get them."""
