@@ -100,6 +100,12 @@ def test_names_of_functions_are_not_for_other_requests(llm: LLM) -> None:
         llm.generate([5], greedy(logits_processors=[only(7)] * 9), use_tqdm=False)
 
 
+def test_functions_count_in_the_place_of_a_wrong_name(llm: LLM) -> None:
+    params = greedy(logits_processors=[only(5), NamedLogitsProcessor(name="absent")])
+    with pytest.raises(InvalidRequest, match=r"logits_processors\[1\].name is 'absent', which is not known"):
+        llm.generate([5, 6], params, use_tqdm=False)
+
+
 def test_an_engine_in_another_process_takes_no_function(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pdserve.engine.clients import engine_connection
     from tests.llm.conftest import TINY

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -89,8 +89,8 @@ class CallerLogitsProcessors(LogitsProcessors):
         except KeyError:
             return _Forgotten()
 
-    def verify(self, asked: Sequence[NamedLogitsProcessor], vocab_size: int) -> None:
-        self._installed.verify([one for one in asked if one.name not in self._functions], vocab_size)
+    def verify(self, asked: Sequence[NamedLogitsProcessor], vocab_size: int, passed_over: Collection[str] = ()) -> None:
+        self._installed.verify(asked, vocab_size, {*passed_over, *self._functions})
 
 
 def _num_parameters(function: Callable[..., Any]) -> int:

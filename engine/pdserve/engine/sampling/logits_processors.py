@@ -7,7 +7,7 @@ Requests name it by its entry point's name. A request cannot contain code, and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
@@ -70,9 +70,14 @@ class LogitsProcessors:
     def __getitem__(self, name: str) -> LogitsProcessor:
         return self._loaded[name]
 
-    def verify(self, asked: Sequence[NamedLogitsProcessor], vocab_size: int) -> None:
-        """Raises: InvalidRequest for a name that is not loaded, listing the loaded names, or for invalid arguments."""
+    def verify(self, asked: Sequence[NamedLogitsProcessor], vocab_size: int, passed_over: Collection[str] = ()) -> None:
+        """Raises: InvalidRequest for a name that is not loaded, listing the loaded names, or for invalid arguments.
+
+        passed_over: names that are not checked, but count in the places that errors name.
+        """
         for place, one in enumerate(asked):
+            if one.name in passed_over:
+                continue
             processor = self._loaded.get(one.name)
             if processor is None:
                 known = f"loaded here: {', '.join(self.names)}" if self._loaded else "none is loaded here"
