@@ -323,7 +323,12 @@ class AsyncLLM:
         stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=core.n)
         self._active[request_id] = engine_id
         try:
-            self._client.add_request(core)
+            try:
+                self._client.add_request(core)
+            except PdServeError as error:
+                # the engine has ended, and its last word is not read yet
+                self._ended_with = self._ended_with or error
+                raise
             yield stream
         finally:
             del self._streams[engine_id], self._active[request_id]
