@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.engine.lora.adapter_store import AdapterStore
+from pdserve.engine.runner.memory_needs import memory_needs
 from pdserve.llm import (
     LLM,
     BeamSearchParams,
@@ -208,6 +211,14 @@ def test_seeds_draw_the_same_alone_and_among_adapters(world: World, make_llm: Ca
 def test_what_cannot_be_used_is_refused_by_name(llm_with_lora: LLM, request_: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm_with_lora.generate("a", GREEDY, lora_request=request_, use_tqdm=False)
+
+
+def test_the_slots_are_counted_in_a_workers_memory(folder: Path, make_llm: Callable[..., LLM]) -> None:
+    common: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_blocks": 128}
+    plain, with_slots = (memory_needs(folder, DecodeSettings(**common, **more)) for more in ({}, LORA))
+    adapters = core_of(make_llm(**LORA)).adapters
+    assert isinstance(adapters, AdapterStore)
+    assert with_slots.weights - plain.weights == adapters.targets.nbytes > 0
 
 
 def test_an_engine_without_adapters_refuses_one(world: World, make_llm: Callable[..., LLM]) -> None:

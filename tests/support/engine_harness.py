@@ -95,6 +95,7 @@ class Harness:
         vocab_size: int,
         grammars: GrammarCompiler | None = None,
         processors: Any = None,
+        lora: Any = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -104,7 +105,7 @@ class Harness:
         self.outbox = Outbox()
         attention = [HashAttention(kv_cache)] if isinstance(model, HashModel) else None
         self.core = make_engine_core(
-            config, model, [kv_cache], self.hasher, vocab_size, self.outbox, grammars, processors, attention
+            config, model, [kv_cache], self.hasher, vocab_size, self.outbox, grammars, processors, attention, lora
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor

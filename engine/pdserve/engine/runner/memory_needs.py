@@ -10,6 +10,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.loaded_model import pool_size
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import LoadProgress, load_decoder
+from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.read_config import read_config
 
 PROCESS_BYTES = 400 << 20
@@ -27,6 +28,7 @@ class MemoryNeeds:
     """Bytes per purpose; `step` and `process` are estimates."""
 
     weights: int
+    """With the slots of adapters."""
     pool: int
     step: int
     process: int
@@ -63,6 +65,20 @@ def weight_bytes(
     return total
 
 
+def adapter_bytes(folder: Path, settings: WorkerSettings) -> int:
+    """Bytes of the slots of LoRA adapters; 0 without `enable_lora`. Raises: ConfigError, UnsupportedModel."""
+    if not settings.enable_lora:
+        return 0
+    decoder = load_decoder(
+        folder,
+        dtype=settings.dtype,
+        device="meta",
+        load_format=settings.load_format,
+        quantization=settings.quantization,
+    )
+    return with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)[1].nbytes
+
+
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
@@ -73,7 +89,8 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     num_blocks = 2 if takes_rest else pool_size(settings, block_bytes, config)[0]
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
-        weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization),
+        weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization)
+        + adapter_bytes(folder, settings),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,

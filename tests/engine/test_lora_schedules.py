@@ -1,0 +1,118 @@
+"""Random lives of an engine with fewer slots than adapters: each text is its own adapter's, and no step has too many adapters.
+
+The model hashes its context; an adapter shifts what is stored of each token, so a wrong slot, a block shared with another adapter
+or a row that was moved changes the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.common.errors import InternalError
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.scheduler_output import LoraLoad, RequestFailure
+from pdserve.models.model_inputs import ModelInputs
+from tests.support import hash_model
+from tests.support.engine_harness import Harness
+from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+
+ADAPTERS = ["", *(f"{number:032x}" for number in range(1, 6))]
+BROKEN = f"{99:032x}"
+"""The fingerprint of an adapter that cannot be loaded."""
+
+
+def shift(fingerprint: str) -> int:
+    return 64 * int(fingerprint or "0", 16)
+
+
+class ShiftedModel(HashModel):
+    """A hash model with adapters; also the `LoraRunner` and the `Adapters` of its engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = self
+        self.held: dict[int, str] = {}
+        self.shifts = np.zeros(0, np.int64)
+        self.most_adapters = 0
+
+    def add(self, folder: Path) -> str:
+        raise NotImplementedError
+
+    def has(self, fingerprint: str) -> bool:
+        return fingerprint in (*ADAPTERS, BROKEN)
+
+    def load(self, loads: Sequence[LoraLoad]) -> dict[str, RequestFailure]:
+        self.held |= {load.slot: load.fingerprint for load in loads if load.fingerprint != BROKEN}
+        failure = RequestFailure.of(InternalError("broken"))
+        return {BROKEN: failure} if any(load.fingerprint == BROKEN for load in loads) else {}
+
+    def set_rows(self, slots: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
+        self.most_adapters = max(self.most_adapters, len({slot for slot in slots.tolist() if slot >= 0}))
+        shifts = [shift(self.held.get(slot, "")) for slot in slots.tolist()]
+        self.shifts = np.repeat(np.array(shifts, np.int64), counts)
+        return bool((slots >= 0).any())
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        assert inputs.token_ids is not None
+        shifted = inputs.token_ids + torch.from_numpy(self.shifts)
+        return super().forward(ModelInputs(inputs.batch, inputs.plans, token_ids=shifted))
+
+
+def expected(prompt: Sequence[int], count: int, fingerprint: str) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        ids = np.array(tokens) + shift(fingerprint)
+        stored = hash_model._stored(ids, np.arange(len(ids)))
+        tokens.append(int(hash_model._logits(np.array([hash_model._hash(stored)]))[0].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_text_is_that_of_its_adapter(seed: int) -> None:
+    draw = random.Random(seed)
+    max_loras = draw.randint(1, 3)
+    config = EngineConfig(
+        block_size=4, num_blocks=draw.choice([16, 24, 64]), max_model_len=64, max_loras=max_loras,
+        max_num_batched_tokens=draw.choice([3, 7, 16, 64]), max_num_seqs=draw.choice([2, 4, 16]),
+        max_overtakes=draw.choice([1, 3, 64]), look_ahead=draw.choice([0, 1, 8]), async_scheduling=seed % 2 == 1,
+    )  # fmt: skip
+    model = ShiftedModel()
+    engine = Harness(config, model, make_hash_cache(config.num_blocks, 4), VOCAB_SIZE, lora=model)
+    stems = [[draw.randrange(60) for _ in range(16)] for _ in range(2)]
+    asked: dict[str, tuple[list[int], int, str]] = {}
+    aborted = set()
+    for number in range(20):
+        fingerprint = draw.choice([*ADAPTERS, BROKEN])
+        prompt = [*draw.choice(stems)[: draw.randrange(17)], draw.randrange(60)]
+        count, request_id = draw.randint(1, 12), f"r{number}"
+        fields: dict[str, Any] = {"lora_name": "x", "lora_fingerprint": fingerprint} if fingerprint else {}
+        request = engine.request(prompt, request_id, params={"max_tokens": count, "ignore_eos": True}, **fields)
+        request.hash_root = engine.hasher.root("fingerprint", lora=fingerprint)
+        request.block_hashes = engine.hasher.extend(request.hash_root, prompt)
+        engine.submit(request)
+        asked[request_id] = (prompt, count, fingerprint)
+        for _ in range(draw.randint(0, 4)):
+            engine.step()
+        if draw.random() < 0.2:
+            aborted.add(victim := draw.choice(list(asked)))
+            engine.core.abort_request(victim)
+    answers = engine.run()
+    for request_id, (prompt, count, fingerprint) in asked.items():
+        answer = answers[request_id]
+        if fingerprint == BROKEN:
+            assert answer.error_message == "broken" or request_id in aborted
+            assert answer.token_ids == []
+            continue
+        whole = expected(prompt, count, fingerprint)
+        assert answer.token_ids == (whole[: len(answer.token_ids)] if request_id in aborted else whole)
+    assert model.most_adapters <= max_loras
+    engine.scheduler.check(idle=True)
