@@ -18,6 +18,7 @@ from pdserve.common.request.engine_types import (
     LogprobsLists,
     ModelRunnerStats,
     SchedulerStats,
+    SpecDecodingStats,
 )
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
@@ -79,7 +80,7 @@ REQUEST: dict[str, Any] = {
     "priority": -5, "tenant": b"\x01", "index": 3, "n": 4, "trace_headers": {"a": "b"},
     "client_request_id": "mine", "deadline": 2.5,
     "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
-    "num_kept_output_tokens": 5, "lora_name": "sql", "lora_fingerprint": "0" * 32,
+    "num_kept_output_tokens": 5, "lora_name": "sql", "lora_fingerprint": "0" * 32, "speculative_tokens": 3,
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {
     "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,
@@ -87,7 +88,8 @@ OUTPUT: dict[str, Any] = {
     "transfer_unwanted": True, "error_code": "invalid_request", "error_message": "no", "moments": {"first": 1.5},
     "prefill_chunks": [(1.5, 64)], "new_logprobs": LOGPROBS, "prompt_logprobs": LOGPROBS, "num_preemptions": 1,
     "events": [EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5)], "pooling_output": [0.1, -1e-30],
-    "index": 1, "error_field": "top_p", "uncached_tokens": 7, "first_prompt_position": 9,
+    "index": 1, "error_field": "top_p", "uncached_tokens": 7, "first_prompt_position": 9, "num_draft_tokens": 8,
+    "num_accepted_tokens": 3,
 }  # fmt: skip
 
 
@@ -98,7 +100,11 @@ def test_requests_have_every_field() -> None:
 
 def test_outputs_have_every_field() -> None:
     output = EngineCoreOutput(**fields_of(EngineCoreOutput, OUTPUT))
-    stats = SchedulerStats(**{name: number + 1 for number, name in enumerate(SchedulerStats.__struct_fields__)})
+    drafts = SpecDecodingStats(
+        num_spec_tokens=2, num_drafts=3, num_draft_tokens=6, num_accepted_tokens=3, num_accepted_tokens_per_pos=[2, 1]
+    )
+    numbers: dict[str, Any] = {name: number + 1 for number, name in enumerate(SchedulerStats.__struct_fields__)}
+    stats = SchedulerStats(**numbers | {"spec_decoding_stats": drafts})
     outputs = EngineCoreOutputs(
         **fields_of(
             EngineCoreOutputs,

@@ -164,7 +164,7 @@ def test_penalties_of_many_rows_are_the_oracles(repetition: float) -> None:
     rows = [19, 5, 3, 7, 11, 0]
     before = torch.from_numpy(random.normal(size=(len(rows), VOCAB_SIZE)).astype(np.float32) * 3)
     after = before.clone()
-    penalties = table.of_step(np.array(rows), token_ids, num_prompt, num_tokens)
+    penalties = table.of_step(np.array(rows), num_tokens[rows], token_ids, num_prompt)
     assert penalties is not None
     penalties.apply(after, PlacedArrays().copy_to(penalties.arrays(), after.device))
     for place, row in enumerate(rows):
@@ -174,7 +174,7 @@ def test_penalties_of_many_rows_are_the_oracles(repetition: float) -> None:
             tokens = token_ids[row, : num_tokens[row]].tolist()
             prompt, output = tokens[: num_prompt[row]], tokens[num_prompt[row] :]
             torch.testing.assert_close(after[place], processed(prompt, output, before[place], asked[row]))
-    assert table.of_step(np.array([5, 11]), token_ids, num_prompt, num_tokens) is None
+    assert table.of_step(np.array([5, 11]), num_tokens[[5, 11]], token_ids, num_prompt) is None
 
 
 def test_bad_words_are_the_oracles() -> None:

@@ -3,8 +3,8 @@
 What may happen: remote and local requests of any priority, with one or several sequences, from their beginning or resumed,
 with a grammar that comes late, in any order, after the request's end, or cannot be compiled, sessions, aborts, sequences
 that end elsewhere, sources that give up, transfers wanted late or never, events late and twice, holds that come back in
-parts, preemption because everything is too small, and, in odd seeds, steps that are launched before the tokens of the last
-one are known. What has hidden states of every token is not here: the hash model has those of last tokens alone.
+parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
+known, and in every third seed drafts, right and wrong ones.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -18,6 +18,7 @@ import pytest
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
+from tests.support.drafters import greedy_drafter, speculation, use_drafter
 from tests.support.engine_harness import Answer, Harness, MakeEngine
 from tests.support.engine_invariants import CacheContents, StepInvariants
 from tests.support.engine_pair import Pair
@@ -70,6 +71,8 @@ class Life:
             "look_ahead": draw.choice([0, 1, 8]),
             "async_scheduling": seed % 2 == 1,
         }
+        if seed % 3 == 0:
+            common["speculative_config"] = speculation(1 + seed % 5, disable_by_batch_size=(1, 3, 16)[seed % 4 % 3])
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
@@ -106,6 +109,8 @@ class Life:
         grammars = LateCompiler()
         self.compilers.append(grammars)
         engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places, grammars=grammars)
+        if engine.config.speculative_config is not None:
+            use_drafter(engine, greedy_drafter(right=0.7, seed=self.draw.randrange(2**32)))
         engine.grammar_wait_s = 0.0  # nobody but the life itself brings them
         invariants = StepInvariants(engine)
         step = engine.step
@@ -280,16 +285,19 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int) -> Life:
 
 @pytest.mark.parametrize("part", range(4))
 def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
-    num_preemptions = num_early_kv = num_evictions = 0
+    num_preemptions = num_early_kv = num_evictions = num_accepted = 0
     for seed in range(part * 50, part * 50 + 50):
         life = live(make_engine, seed, 3 + seed % 50 // 6)
         num_preemptions += life.p.scheduler.num_preemptions + life.d.scheduler.num_preemptions
         num_early_kv += life.num_early_kv
+        if (stats := life.d.scheduler.drafts.stats) is not None:
+            num_accepted += stats.num_accepted_tokens
         num_evictions += sum(len(attempts) - 1 for attempts in life.pair.attempts.values())
         harnesses.clear()
     assert num_preemptions > 10, "too roomy to show anything"
     assert num_preemptions + num_evictions > 20, "too roomy to show anything"
     assert num_early_kv > 20, "grammars come too early to show anything"
+    assert num_accepted > 100, "too few drafts to show anything"
 
 
 @pytest.mark.parametrize("seed", range(1000, 1006))

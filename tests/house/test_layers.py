@@ -36,7 +36,7 @@ FLOORS = {
         {"placement"}, {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
-        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler"},
+        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler", "speculation"},
         {"kv_cache", "lora", "stats", "structured_outputs"},
         {"arrays", "config", "engine_info", "heartbeat", "output_stream", "request", "scheduler_output"},
     ),

@@ -110,14 +110,21 @@ class StepInvariants:
 
     def _check_budget(self) -> None:
         """Of those that ran before too; who has just come in may have found tokens in the cache."""
-        config = self._config
+        config, drafts = self._config, self._engine.scheduler.drafts
         computed = [
             request.num_computed_tokens - self._computed[name]
             for name, request in self._engine.scheduler.running.items()
             if name in self._running
         ]
         assert sum(computed) <= config.max_num_batched_tokens
-        assert max(computed, default=0) <= (config.long_prefill_token_threshold or config.max_num_batched_tokens)
+        most = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        if config.speculative_config is not None:
+            most = max(most, 1 + config.speculative_config.num_speculative_tokens)
+        assert max(computed, default=0) <= most
+        for request in self._engine.scheduler.running.values():
+            table = self._engine.scheduler.kv.num_blocks(request)
+            if drafts.limit(request) and request.num_uncomputed_tokens == 1:
+                assert table <= config.blocks_for(request.num_tokens), "blocks of drafts did not come back"
 
     def _check_victims(self) -> None:
         """No sequence that kept its blocks, and could have been preempted, has a lower priority than a preempted one."""

@@ -6,6 +6,7 @@ A wrong block, slot, order, position or stale content gives another token, at th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -44,8 +45,10 @@ def _stored(token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArr
     return positions * 1024 + token_ids
 
 
-def _hash(values: NDArray[np.int64]) -> int:
-    return int((values * _WEIGHTS[: len(values)] % _PRIME).sum() % _PRIME)
+def _hashes(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`[n]`: of each beginning of the values."""
+    hashes: NDArray[np.int64] = (values * _WEIGHTS[: len(values)] % _PRIME).cumsum() % _PRIME
+    return hashes
 
 
 def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -55,7 +58,7 @@ def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
 def next_logits(token_ids: Sequence[int]) -> NDArray[np.float32]:
     """`[V]`: what a correct engine sees after these tokens."""
     ids = np.asarray(token_ids, dtype=np.int64)
-    logits: NDArray[np.float32] = _logits(np.array([_hash(_stored(ids, np.arange(len(ids))))]))[0]
+    logits: NDArray[np.float32] = _logits(_hashes(_stored(ids, np.arange(len(ids))))[-1:])[0]
     return logits
 
 
@@ -116,7 +119,7 @@ class HashAttention:
 
 
 class HashPlan:
-    """One step. Only the last query of each sequence has a hash; the others have -1."""
+    """One step. A query of a chunk sees the hash of the sequence up to it."""
 
     def __init__(self, batch: AttentionBatch, kv_cache: Tensor) -> None:
         self.kv_cache = kv_cache
@@ -132,9 +135,11 @@ class HashPlan:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, block_size = self._batch, self._cache.shape[1]
         found = np.full(len(q), -1, dtype=np.int64)
-        last_rows = (batch.query_start_loc[1:] - 1).tolist()
-        for table, last_row, length in zip(batch.block_tables.numpy(), last_rows, batch.seq_lens.tolist(), strict=True):
-            found[last_row] = _hash(self._cache[table[: -(-length // block_size)]].reshape(-1)[:length])
+        starts = batch.query_start_loc.tolist()
+        lengths = batch.seq_lens.tolist()
+        for table, (start, end), length in zip(batch.block_tables.numpy(), pairwise(starts), lengths, strict=True):
+            values = self._cache[table[: -(-length // block_size)]].reshape(-1)[:length]
+            found[start:end] = _hashes(values)[length - (end - start) :]
         return torch.from_numpy(found).unsqueeze(-1)
 
 
@@ -168,5 +173,5 @@ class HashModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         hashes = hidden.squeeze(-1).numpy()
-        assert (hashes >= 0).all(), "sampled from a token that is not the last of its sequence"
+        assert (hashes >= 0).all(), "sampled from a padded row"
         return torch.from_numpy(_logits(hashes))

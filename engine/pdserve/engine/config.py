@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.common.settings.service_settings import SchedulingPolicy
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class EngineConfig:
     profile_interval_s: float = 0.0
     profile_steps: int = 0
     """With the field before: when `StepProfile` writes lines of the log."""
+    speculative_config: SpeculativeConfig | None = None
+    """How tokens are drafted; None: not at all."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8

@@ -95,6 +95,8 @@ class Request:
         """Tokens whose KV is in this engine's pool, without scheduled or announced ones."""
         self.num_cached_tokens = 0
         """Given tokens found in the prefix cache or received, at first admission."""
+        self.spec_token_ids: list[int] = []
+        """Drafts of the tokens after the last known one."""
         self.block_hashes = list(core.block_hashes)
         """Hashes of full blocks, prompt first; grows as output fills blocks."""
         self.waits_for: set[Wait] = {Wait.REMOTE_KV} if core.remote_prefill else set()
@@ -113,6 +115,10 @@ class Request:
         self.num_overtaken = 0
         """Number of later arrivals that got blocks while this one was first in its queue."""
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        """Drafts that were computed."""
+        self.num_accepted_tokens = 0
+        """Drafts that equalled the sampled token."""
         self.has_emitted = False
         """True if an output of this sequence, or of a session's turn, has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
@@ -237,6 +243,7 @@ class Request:
         self.num_turns += 1
         self.num_tokens_before = len(self.token_ids)
         self.token_ids += update.prompt_token_ids
+        self.spec_token_ids = []
         self.num_prompt_tokens = self.num_given_tokens = len(self.token_ids)
         self.arrival = next(_arrivals)
         self.num_overtaken = 0
@@ -267,6 +274,7 @@ class Request:
         if self.grammar is not None and not self.grammar.accept(token_id):
             return RequestStatus.FINISHED_ERROR
         self.token_ids.append(token_id)
+        self.spec_token_ids = []
         params = self.sampling_params
         if self.num_output_tokens >= params.min_tokens:
             if not params.ignore_eos and token_id in self.core.eos_token_ids:

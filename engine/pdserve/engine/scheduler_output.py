@@ -37,6 +37,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     num_sequences: int = 1
     """Number of tokens to sample at the end of the prompt, one for each sequence that continues it."""
     collects_prompt_logprobs: bool = False
+    num_speculative_tokens: int = 0
+    """Tokens to draft after each step, at most."""
 
 
 class CachedRequestData(msgspec.Struct):
@@ -60,6 +62,8 @@ class SchedulerOutput(msgspec.Struct):
     scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = {}
     """req_id -> tokens to compute, at least 1 each."""
+    scheduled_spec_decode_tokens: dict[str, list[int]] = {}
+    """req_id -> drafts that are computed behind its last known token; `num_scheduled_tokens` counts them."""
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
     block_copies: list[list[tuple[int, int]]] = []
@@ -73,13 +77,18 @@ class SchedulerOutput(msgspec.Struct):
         """Tokens that the step computes."""
         return sum(self.num_scheduled_tokens.values())
 
+    def num_drafts(self, req_id: str) -> int:
+        """Drafts among the sequence's scheduled tokens."""
+        return len(self.scheduled_spec_decode_tokens.get(req_id, ()))
+
 
 class GrammarOutput(msgspec.Struct):
     """Token masks of the sequences that this step completes and whose output has a grammar."""
 
     structured_output_request_ids: list[str] = []
+    """A sequence with drafts stands here once per position that has a mask, in a row."""
     grammar_bitmask: list[bytes] = []
-    """One mask per sequence of the field before: one bit per token of the vocabulary, lowest bit first; 1 for allowed tokens."""
+    """One mask per entry of the field before: one bit per token of the vocabulary, lowest bit first; 1 for allowed tokens."""
     late_req_ids: list[str] = []
     """Sequences without a mask yet: nothing is sampled for them in this step."""
 
@@ -108,7 +117,9 @@ class ModelRunnerOutput(msgspec.Struct):
     """Sequences whose last known token was computed. A prompt that n sequences continue is listed n times in a row, in the order of
     their indexes."""
     sampled_token_ids: list[list[int]] = []
-    """New tokens, one list per entry of `req_ids`; `[NO_TOKEN]` if the rules allow no token."""
+    """New tokens, a list per entry of `req_ids`, with several where drafts were confirmed; `[NO_TOKEN]` if the rules allow none."""
+    draft_token_ids: dict[str, list[int]] = {}
+    """req_id -> drafts of the tokens after the new ones; without sequences that have none."""
     logprobs: dict[int, LogprobsLists] = {}
     """Index in `req_ids` -> log-probabilities of its new tokens, if requested."""
     failed: dict[int, RequestFailure] = {}

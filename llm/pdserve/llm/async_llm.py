@@ -88,6 +88,7 @@ class AsyncLLM:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         priority: int = 0,
+        speculative_tokens: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
         data_parallel_rank: int | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
@@ -105,14 +106,16 @@ class AsyncLLM:
         Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;
         default: a random one. prompt_token_ids: in place of `prompt`. priority: lower runs first with
-        `scheduling_policy="priority"`. trace_headers: W3C trace context. data_parallel_rank: None or 0, since there is one
-        engine. tokenization_kwargs: see `TokenizationKwargs`. lora_request: the adapter, of a session in all its turns; needs
+        `scheduling_policy="priority"`. speculative_tokens: tokens to draft per step, at most: see `speculative_config`.
+        trace_headers: W3C trace context. data_parallel_rank: None or 0, since there is one engine.
+        tokenization_kwargs: see `TokenizationKwargs`. lora_request: the adapter, of a session in all its turns; needs
         `enable_lora`.
         Raises, with the first item: InvalidRequest naming the field, its value and its limit; later: WorkerLost when
         the engine fails, Cancelled by `shutdown`.
         """
         fields: dict[str, object] = {
             "priority": priority,
+            "speculative_tokens": speculative_tokens,
             "trace_headers": trace_headers,
             "lora_request": lora_request,
         }
@@ -134,6 +137,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        speculative_tokens: int | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
         lora_request: LoRARequest | None = None,
@@ -141,7 +145,12 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation through the model's chat template: `LLM.chat`, as a stream like `generate`."""
         parse = partial(as_conversation, messages, tokenization_kwargs, **template_options)
-        fields = {"priority": priority, "trace_headers": trace_headers, "lora_request": lora_request}
+        fields: dict[str, object] = {
+            "priority": priority,
+            "speculative_tokens": speculative_tokens,
+            "trace_headers": trace_headers,
+            "lora_request": lora_request,
+        }
         return self._answer(parse, sampling_params, request_id, **fields)
 
     async def embed(

@@ -62,6 +62,8 @@ class EngineOptions(TypedDict, total=False):
     """Log the mean stages of the last steps, at most once per this number of seconds; 0: not by time."""
     profile_steps: int
     """End this log after this number of steps, with a last line; 0: never."""
+    speculative_config: Mapping[str, Any] | None
+    """How tokens are drafted, by vLLM's names: `method`, `num_speculative_tokens`, and others; default: not at all."""
     logits_processors: Sequence[str]
     """Installed logits processors that requests may name; default: none."""
     grammar_timeout_s: float

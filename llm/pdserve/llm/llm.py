@@ -93,6 +93,7 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool | MakeBar = True,
         priority: int | Sequence[int] | None = None,
+        speculative_tokens: int | Sequence[int] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -104,6 +105,7 @@ class LLM:
         sampling_params: for all prompts, or one for each; None: `get_default_sampling_params`.
         use_tqdm: show progress; or a callable that makes a bar, in place of tqdm.
         priority: for all prompts, or one for each; lower runs first with `scheduling_policy="priority"`.
+        speculative_tokens: for all prompts, or one for each; tokens to draft per step, at most: see `speculative_config`.
         trace_headers: W3C trace context of all prompts. tokenization_kwargs: see `TokenizationKwargs`.
         lora_request: the adapter for all prompts, or one for each, None for the model alone; needs `enable_lora`.
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
@@ -111,8 +113,9 @@ class LLM:
         """
         values, label = _many_prompts(one_of_both(prompts, prompt_token_ids, "prompts"))
         parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
+        each = {"priority": priority, "speculative_tokens": speculative_tokens}
         fields = {"trace_headers": trace_headers}
-        return self._answer(parse, values, label, sampling_params, use_tqdm, priority, lora_request, fields)
+        return self._answer(parse, values, label, sampling_params, use_tqdm, each, lora_request, fields)
 
     def chat(
         self,
@@ -121,6 +124,7 @@ class LLM:
         use_tqdm: bool | MakeBar = True,
         *,
         priority: int | Sequence[int] | None = None,
+        speculative_tokens: int | Sequence[int] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         tokenization_kwargs: TokenizationKwargs | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -129,14 +133,15 @@ class LLM:
         """Answer a conversation, or each of many, through the model's chat template.
 
         sampling_params: as in `generate`; without any, an answer may be as long as the model's length allows.
-        priority, trace_headers, tokenization_kwargs, lora_request: as in `generate`. template_options: see `ChatKwargs`.
-        Raises: as `generate` does.
+        priority, speculative_tokens, trace_headers, tokenization_kwargs, lora_request: as in `generate`.
+        template_options: see `ChatKwargs`. Raises: as `generate` does.
         """
         parse = partial(as_conversation, tokenization_kwargs=tokenization_kwargs, **template_options)
         is_one = is_one_conversation(messages)
         values: Sequence[object] = [messages] if is_one else messages
         label, fields = None if is_one else "conversations", {"trace_headers": trace_headers}
-        return self._answer(parse, values, label, sampling_params, use_tqdm, priority, lora_request, fields)
+        each = {"priority": priority, "speculative_tokens": speculative_tokens}
+        return self._answer(parse, values, label, sampling_params, use_tqdm, each, lora_request, fields)
 
     def embed(
         self,
@@ -289,19 +294,21 @@ class LLM:
         label: str | None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | MakeBar,
-        priority: int | Sequence[int] | None,
+        for_each: Mapping[str, int | Sequence[int] | None],
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         fields: Mapping[str, object],
     ) -> list[RequestOutput]:
-        """label: the name of a list of values in error messages; None for a single value. fields: of all requests."""
+        """label: the name of a list of values in error messages; None for a single value. fields: of all requests. for_each: fields
+        of all requests, or one value for each."""
 
         def validate(place: int, value: object) -> ValidRequest:
-            own = {"priority": priorities[place], "lora_request": adapters[place]}
+            own: dict[str, object] = {name: given[place] for name, given in numbers.items()}
+            own["lora_request"] = adapters[place]
             return self._requests.validate(parse(value), params[place], **fields, **own)
 
         with self._exclusive() as engine:
             params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
-            priorities = _for_each(priority, len(values), int, "priority")
+            numbers = {name: _for_each(given, len(values), int, name) for name, given in for_each.items()}
             adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
             # before any seed is drawn
             valid = _validated(values, label, validate)

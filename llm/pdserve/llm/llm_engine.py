@@ -99,19 +99,26 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        speculative_tokens: int | None = None,
     ) -> None:
         """Queue a request. request_id: a name that no other request has now. params: None is the model's defaults.
 
         arrival_time: seconds since 1970, for the answer's metrics; default: now. prompt_token_ids: in place of `prompt`.
         tokenization_kwargs: see `TokenizationKwargs`. trace_headers: W3C trace context. priority: lower runs first with
-        `scheduling_policy="priority"`. lora_request: the adapter; needs `enable_lora`.
+        `scheduling_policy="priority"`. speculative_tokens: tokens to draft per step, at most: see `speculative_config`.
+        lora_request: the adapter; needs `enable_lora`.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         if request_id in self._names:
             raise InvalidRequest(f"request_id is {request_id!r}, which another request has now", "request_id")
         item: EngineItem
         requests, parsed = self.requests, as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
-        fields = {"trace_headers": trace_headers, "priority": priority, "lora_request": lora_request}
+        fields = {
+            "trace_headers": trace_headers,
+            "priority": priority,
+            "speculative_tokens": speculative_tokens,
+            "lora_request": lora_request,
+        }
         if isinstance(params, PoolingParams):
             item = requests.make_embedding(requests.validate_embedding(parsed, params, **fields), request_id)
         else:

@@ -394,6 +394,7 @@ class GenerateRequest(google.protobuf.message.Message):
     USE_BEAM_SEARCH_FIELD_NUMBER: builtins.int
     LENGTH_PENALTY_FIELD_NUMBER: builtins.int
     EARLY_STOPPING_FIELD_NUMBER: builtins.int
+    SPECULATIVE_TOKENS_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whichever is served; another name is NOT_FOUND"""
@@ -415,6 +416,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """default 1: a beam's score is its log-probability over its length to this power"""
     early_stopping: builtins.str
     """true, false (default) or never: when a search ends"""
+    speculative_tokens: builtins.int
+    """tokens to draft per step, at most; 0: none; default and limit: the worker's setting"""
     data_parallel_rank: builtins.int
     """prefer a decode worker of this rank, at most 65535; in a session: of the first turn"""
     @property
@@ -442,11 +445,12 @@ class GenerateRequest(google.protobuf.message.Message):
         use_beam_search: builtins.bool = ...,
         length_penalty: builtins.float | None = ...,
         early_stopping: builtins.str | None = ...,
+        speculative_tokens: builtins.int | None = ...,
         data_parallel_rank: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]
@@ -454,6 +458,8 @@ class GenerateRequest(google.protobuf.message.Message):
     _WhichOneofArgType__early_stopping: typing_extensions.TypeAlias = typing.Literal["_early_stopping", b"_early_stopping"]
     _WhichOneofReturnType__length_penalty: typing_extensions.TypeAlias = typing.Literal["length_penalty"]
     _WhichOneofArgType__length_penalty: typing_extensions.TypeAlias = typing.Literal["_length_penalty", b"_length_penalty"]
+    _WhichOneofReturnType__speculative_tokens: typing_extensions.TypeAlias = typing.Literal["speculative_tokens"]
+    _WhichOneofArgType__speculative_tokens: typing_extensions.TypeAlias = typing.Literal["_speculative_tokens", b"_speculative_tokens"]
     _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
     _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
     _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
@@ -466,6 +472,8 @@ class GenerateRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__early_stopping) -> _WhichOneofReturnType__early_stopping | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speculative_tokens) -> _WhichOneofReturnType__speculative_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @typing.overload

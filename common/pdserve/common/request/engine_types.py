@@ -169,6 +169,10 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     """The field that an `InvalidRequest` names."""
     uncached_tokens: int = 0
     """Prompt tokens that are not cached here, where the error is `NeedsPrefill`."""
+    num_draft_tokens: int = 0
+    """Drafts of the sequence that were computed so far."""
+    num_accepted_tokens: int = 0
+    """Drafts among them that equalled the sampled token."""
 
     @property
     def finished(self) -> bool:
@@ -201,6 +205,28 @@ class ModelRunnerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     def tokens_per_s(self) -> float:
         """Tokens computed per second of the step; 0 for a step without time."""
         return self.num_tokens / self.execution_s if self.execution_s else 0.0
+
+
+class SpecDecodingStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+    """Drafts since the start, by vLLM's names."""
+
+    num_spec_tokens: int = 0
+    """Tokens of a sequence that are drafted per step, at most."""
+    num_drafts: int = 0
+    """Times that a sequence was computed with drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafts that equalled the sampled token."""
+    num_accepted_tokens_per_pos: list[int] = []
+    """The same by their place in the draft."""
+
+    def observe(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one sequence's drafts of one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        for place in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos[place] += 1
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
@@ -240,6 +266,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Seconds from their results to their outputs, since start."""
     num_dropped_events: int = 0
     """Late, repeated and unknown events and requests, since start; they have no other effect."""
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """None without speculation."""
 
     @property
     def num_capacity_reqs(self) -> int:

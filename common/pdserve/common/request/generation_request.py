@@ -26,6 +26,8 @@ MAX_TIMEOUT_S = 86_400.0
 LORA_NAME = re.compile(r"[A-Za-z0-9][\w./:@-]{0,127}", re.ASCII)
 LORA_NAME_RULE = "1 to 128 letters, digits or `_./:@-`, the first a letter or digit,"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+MAX_SPECULATIVE_TOKENS = 32
+"""Tokens of a sequence that may be drafted per step: each costs a row of logits."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 """Checked as it is decoded; the vocabulary is the engine's to compare."""
 
@@ -50,6 +52,15 @@ def verify_data_parallel_rank(rank: int | None, field: str = "data_parallel_rank
     """field: the client's name of the field. Raises: InvalidRequest."""
     if rank is not None and not 0 <= rank <= MAX_DATA_PARALLEL_RANK:
         raise InvalidRequest(f"{field} must be from 0 to {MAX_DATA_PARALLEL_RANK}, not {rank}", field)
+
+
+def verify_speculative_tokens(speculative_tokens: int | None) -> None:
+    """Raises: InvalidRequest."""
+    if speculative_tokens is not None and not 0 <= speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise InvalidRequest(
+            f"speculative_tokens must be from 0 to {MAX_SPECULATIVE_TOKENS}, not {speculative_tokens}",
+            "speculative_tokens",
+        )
 
 
 def verify_client_request_id(client_request_id: str, field: str = "client_request_id") -> None:
@@ -121,6 +132,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     """W3C trace context."""
     client_request_id: str = ""
     """The client's id of the request, for spans."""
+    speculative_tokens: int | None = None
+    """Tokens of a sequence that may be drafted per step, at most; 0: none; None: the worker's setting, which is also the limit."""
     num_kept_output_tokens: int | None = None
     """Session's later turn: output tokens of the turn before that stand, where a stop string ended its text; None: all."""
     lora_name: str = ""
@@ -153,6 +166,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         """Check what a client gives beside the prompt and its parameters, by the client's names. Raises: InvalidRequest."""
         verify_priority(self.priority)
         verify_client_request_id(self.client_request_id)
+        verify_speculative_tokens(self.speculative_tokens)
 
     def verify_received(self, max_model_len: int) -> None:
         """Check a peer's request; the sampling parameters are checked by the engine.

@@ -51,6 +51,8 @@ _LISTS = (
     "logits_processors",
     "served_model_name",
 )
+_TABLES = ("speculative_config",)
+"""Given as text, they are JSON."""
 _NO_BLANKS = ("api_keys",)
 """Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""
 SECRETS = ("deployment_key", "api_keys", "otlp_headers")
@@ -178,7 +180,12 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A list that is given as text has commas between its entries."""
+    """A list that is given as text has commas between its entries, a table is JSON. Raises: ConfigError."""
+    if name in _TABLES and isinstance(value, str):
+        try:
+            return msgspec.json.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{name} is {value[:100]!r}, which is no JSON: {error}") from error
     if name in _LISTS and isinstance(value, str):
         return [part for part in map(str.strip, value.split(",")) if part or name in _NO_BLANKS]
     return value

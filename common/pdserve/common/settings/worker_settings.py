@@ -10,6 +10,7 @@ from pdserve.common.registry.registry import is_worker_id
 from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 
 CPU_STEP_TOKENS = 512
 """On a processor larger steps are no faster, and the blocks of one step move only when it has ended."""
@@ -101,6 +102,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Log the mean stages of the last steps, at most once per this number of seconds; 0: not by time."""
     profile_steps: int = 0
     """End this log after this number of steps, with a last line; 0: never."""
+    speculative_config: SpeculativeConfig | None = None
+    """How tokens are drafted, as a table, or as JSON; default: not at all. Without effect on prefill workers."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -223,6 +226,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"profile_interval_s is {self.profile_interval_s}, a number of seconds from 0 on is needed"
             )
+        if self.speculative_config is not None:
+            self.speculative_config.verify()
         self._verify_least(
             0, "profile_steps", "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars"
         )

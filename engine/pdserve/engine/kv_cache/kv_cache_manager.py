@@ -132,6 +132,13 @@ class KVCacheManager:
         limit = num_tokens - 1 if keeps_last else num_full * self.block_size
         request.num_computed_tokens = min(request.num_computed_tokens, limit)
 
+    def trim(self, request: Request, num_tokens: int) -> None:
+        """Release the blocks behind those of a sequence's first `num_tokens` tokens: they were allocated for drafts."""
+        table, num_kept = self._tables.get(request.request_id), -(-num_tokens // self.block_size)
+        if table is not None and len(table) > num_kept:
+            self.pool.release(table[num_kept:])
+            del table[num_kept:]
+
     def idle(self, request: Request) -> None:
         """Keep the sequence's blocks until others need them or `allocate_slots` is called for it.
 

@@ -45,6 +45,10 @@ class InputBatch:
         """True if the row's newest token has been sampled and is not in `token_ids` yet."""
         self.num_pending = 0
         """Rows of which `is_pending` may be True."""
+        self.num_drafts = np.zeros(rows, dtype=np.int64)
+        """Drafts that stand in `token_ids` behind the row's known tokens."""
+        self.num_speculative = np.zeros(rows, dtype=np.int64)
+        """Tokens to draft for the row after a step, at most."""
         self._block_size = config.block_size
         self._tail_columns = np.full(rows, -1, dtype=np.int64)
         """Column in the block table of the block in which the row's last decode step ended; -1: no decode step yet."""
@@ -77,6 +81,8 @@ class InputBatch:
         self.num_computed[row] = request.num_computed_tokens
         self._tail_columns[row] = -1
         self.lora_slots[row] = request.lora_slot
+        self.num_drafts[row] = 0
+        self.num_speculative[row] = request.num_speculative_tokens
         for table in self.block_tables:
             table.clear(row)
         self.add_blocks(request.req_id, request.block_ids)
@@ -143,15 +149,36 @@ class InputBatch:
         self.num_tokens[rows] += 1
         self.num_sequences[rows] = 1
 
+    def put_drafts(self, req_id: str, token_ids: list[int]) -> None:
+        """Put drafts behind a row's known tokens; `append_run` follows."""
+        row = self.rows[req_id]
+        end = self.num_tokens[row]
+        self.token_ids[row, end : end + len(token_ids)] = token_ids
+        self.num_drafts[row] = len(token_ids)
+
+    def append_run(self, row: int, token_ids: list[int]) -> None:
+        """Append the tokens of a step with drafts, and drop the blocks behind them. token_ids: none if the step is repeated."""
+        end = self.num_tokens[row]
+        self.token_ids[row, end : end + len(token_ids)] = token_ids
+        self.num_tokens[row] += len(token_ids)
+        self.num_drafts[row] = 0
+        self.num_computed[row] = self.num_tokens[row] - 1
+        for table in self.block_tables:
+            table.truncate(row, int(self.num_tokens[row]))
+
     def are_complete(self, rows: IntArray) -> NDArray[np.bool_]:
-        """True for each row whose last token, pending ones included, has been computed."""
-        complete: NDArray[np.bool_] = self.num_computed[rows] == self.num_tokens[rows] + self.is_pending[rows]
+        """True for each row whose last token, pending ones and drafts included, has been computed."""
+        ends = self.num_tokens[rows] + self.is_pending[rows] + self.num_drafts[rows]
+        complete: NDArray[np.bool_] = self.num_computed[rows] == ends
         return complete
 
-    def sampling_parameters(self, rows: IntArray, offsets: IntArray | int = 0) -> SamplingMetadata:
+    def sampling_parameters(
+        self, rows: IntArray, drafts: IntArray | int = 0, offsets: IntArray | int = 0
+    ) -> SamplingMetadata:
         """Sampling parameters of these rows, without rules.
 
-        offsets: added to the sequence indexes, for rows that are sampled for several sequences.
+        drafts: number of drafts before each position. offsets: added to the sequence indexes, for rows that are sampled for several
+        sequences.
         """
         return SamplingMetadata(
             temperature=self._temperature[rows],
@@ -160,15 +187,16 @@ class InputBatch:
             min_p=self._min_p[rows],
             seeds=self._seeds[rows],
             indexes=self._indexes[rows] + offsets,
-            positions=self.num_tokens[rows] + self.is_pending[rows] - self.num_prompt[rows],
+            positions=self.num_tokens[rows] + self.is_pending[rows] + drafts - self.num_prompt[rows],
         )
 
-    def with_rules(self, parameters: SamplingMetadata, rows: IntArray) -> SamplingMetadata:
-        """The parameters with the rules of these rows, of which no token may be pending."""
+    def with_rules(self, parameters: SamplingMetadata, rows: IntArray, drafts: IntArray | int = 0) -> SamplingMetadata:
+        """The parameters with the rules of these rows, of which no token may be pending. drafts: as in `sampling_parameters`."""
+        lengths = self.num_tokens[rows] + drafts
         return replace(
             parameters,
-            token_rules=self._token_rules.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
-            plugins=self._plugins.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
-            penalties=self._penalties.of_step(rows, self.token_ids, self.num_prompt, self.num_tokens),
+            token_rules=self._token_rules.of_step(rows, lengths, self.token_ids, self.num_prompt),
+            plugins=self._plugins.of_step(rows, lengths, self.token_ids, self.num_prompt),
+            penalties=self._penalties.of_step(rows, lengths, self.token_ids, self.num_prompt),
             logprobs=LogprobsRows.of(self._num_logprobs[rows]),
         )

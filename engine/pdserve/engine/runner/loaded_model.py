@@ -112,6 +112,7 @@ class LoadedModel:
             collect_layer_times=settings.collect_layer_times,
             profile_interval_s=settings.profile_interval_s,
             profile_steps=settings.profile_steps,
+            speculative_config=settings.speculative_config,
         )
 
 

@@ -19,6 +19,8 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime, make_runtime
+from pdserve.engine.runner.drafts.drafted_runs import read_runs, without_late_masks
+from pdserve.engine.runner.drafts.drafting import Drafting
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
@@ -31,6 +33,7 @@ from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
+from pdserve.engine.speculation.drafter import make_drafter
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.models.model_inputs import ModelInputs
@@ -79,6 +82,7 @@ class PendingOutput:
             plan, sampled = self._sampled
             is_finite, *arrays = self._arrays.wait()
             self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output)
+            self._runner.draft(self._output)
         self._output.compute_s = self._times.ended.seconds_since(self._times.started)
         self._output.stats = self._times.stats()
         return self._output
@@ -122,6 +126,10 @@ class ModelRunner:
         """On a GPU, reached after the last kernel that writes KV; None on a processor."""
         self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches))
         self._runs_ahead = config.async_scheduling
+        self.drafting: Drafting | None = None
+        if config.speculative_config is not None:
+            drafter = make_drafter(config.speculative_config)
+            self.drafting = Drafting(drafter, config.speculative_config.disable_by_batch_size)
         self._rules_staging = StagingBuffer(self._device, self._runtime)
         self._readback = ReadbackBuffer(self._device, self._runtime)
         self._inputs = StepInputBuilder(
@@ -236,7 +244,9 @@ class ModelRunner:
             logits = logits[inputs.places]
         metadata, placed = self._with_late_rules(inputs, grammar)
         sampled = self._sampler.launch(logits, metadata, placed, inputs.packed_rows)
-        if self._runs_ahead and plan.places is None:
+        if grammar is not None:
+            plan = without_late_masks(plan, grammar)
+        if self._runs_ahead and plan.places is None and plan.runs is None:
             self._inputs.keep_newest(inputs.rows, sampled.token_ids)
             self.batch.expect_tokens(plan.rows)
         arrays = self._readback.start([is_finite, *sampled.tensors()])
@@ -252,7 +262,9 @@ class ModelRunner:
         if plan.is_pending:
             metadata = self.batch.with_rules(metadata, plan.row_of_token)
             arrays = metadata.arrays()
-        mask = None if grammar is None else GrammarMask.of_step(grammar, self.batch.rows, plan.row_of_token)
+        mask = None
+        if grammar is not None:
+            mask = GrammarMask.of_step(grammar, self.batch.rows, plan.row_of_token, plan.offset_of_token)
         if mask is not None:
             metadata = replace(metadata, grammar_mask=mask)
             arrays = [*arrays, *mask.arrays()]
@@ -267,6 +279,9 @@ class ModelRunner:
 
         Rows that left the batch meanwhile are in the result, but not in the batch.
         """
+        if plan.runs is not None:
+            read_runs(self.batch, plan, is_finite, sampled, result, self._dtype)
+            return
         firsts, req_ids = plan.firsts, plan.req_ids
         is_held = np.isin(np.array(req_ids), result.held_back) if result.held_back else np.zeros(len(req_ids), np.bool_)
         is_there = np.array(
@@ -292,6 +307,11 @@ class ModelRunner:
                 result.failed[len(result.req_ids)] = RequestFailure.of(sampled.failed[number])
             result.req_ids.append(req_ids[place])
             result.sampled_token_ids.append([token_ids[number]])
+
+    def draft(self, result: ModelRunnerOutput) -> None:
+        """Write the drafts of the next step into the result of the last one, unless the next one has begun."""
+        if self.drafting is not None and self._step is None:
+            self.drafting.propose(self.batch, result)
 
     def _prompt_logprobs(
         self, hidden: Tensor, rows: IntArray, counts: IntArray, failed_requests: dict[str, PdServeError]
@@ -337,6 +357,8 @@ class ModelRunner:
             self.batch.add(request)
         for req_id, block_ids in scheduled.scheduled_cached_reqs.new_block_ids.items():
             self.batch.add_blocks(req_id, block_ids)
+        for req_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            self.batch.put_drafts(req_id, drafts)
 
     def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[IntArray, IntArray]:
         """Rows and their token counts, `[S]` each; rows with one token first, as `AttentionBatch` requires."""

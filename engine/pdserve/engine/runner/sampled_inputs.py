@@ -14,15 +14,45 @@ from pdserve.engine.arrays import IntArray
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import SamplingMetadata
+from pdserve.engine.speculation.confirmed_runs import NO_DRAFT
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedRuns:
+    """Positions of the sampled rows of a step with drafts. S' rows, C positions in all."""
+
+    lengths: IntArray
+    """`[S']`: positions of each row."""
+    offsets: IntArray
+    """`[C]`: number of drafts before each position."""
+    drafts: IntArray
+    """`[C]`: the draft behind each position, `NO_DRAFT` for none."""
+
+    @classmethod
+    def of(cls, batch: InputBatch, sampled: IntArray) -> DraftedRuns:
+        """sampled `[S']`: rows of the batch."""
+        lengths = batch.num_drafts[sampled] + 1
+        starts = np.cumsum(lengths) - lengths
+        offsets = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+        rows = np.repeat(sampled, lengths)
+        columns = np.minimum(batch.num_tokens[rows] + offsets, batch.token_ids.shape[1] - 1)
+        is_last = offsets == np.repeat(lengths, lengths) - 1
+        return cls(lengths, offsets, np.where(is_last, NO_DRAFT, batch.token_ids[rows, columns]))
+
+    @property
+    def firsts(self) -> IntArray:
+        """`[S']`: the first position of each row."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+@dataclass(frozen=True, slots=True)
 class SampledPlan:
-    """The rows whose last known token a step computes: a token is sampled for each of their sequences."""
+    """The rows whose last known token a step computes: a token is sampled for each of their sequences, and behind each of their
+    drafts."""
 
     rows: IntArray
-    """`[C]` rows of the batch."""
+    """`[C]` rows of the batch; one with k drafts stands here k + 1 times in a row."""
     req_ids: list[str]
     num_sequences: IntArray
     """`[C]`: tokens of each row, 1 but at the end of a prompt of several sequences."""
@@ -34,11 +64,15 @@ class SampledPlan:
     """Parameters and rules of the N tokens; without rules if `is_pending`."""
     is_pending: bool
     """True if the host does not know the tokens before, on which rules depend."""
+    runs: DraftedRuns | None = None
+    """None: no row has drafts."""
 
     @classmethod
     def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray, complete: IntArray) -> SampledPlan:
-        """rows and counts `[S]`: the step's; complete `[C]`: places in them."""
+        """rows and counts `[S]`: the step's; complete `[S']`: places in them."""
         sampled, ends = rows[complete], np.cumsum(counts)[complete] - 1
+        if batch.num_drafts[sampled].any():
+            return cls._with_drafts(batch, sampled, ends)
         num_sequences = batch.num_sequences[sampled]
         req_ids = [batch.req_ids[row] for row in sampled.tolist()]
         if (num_sequences == 1).all():
@@ -49,13 +83,38 @@ class SampledPlan:
         firsts = np.cumsum(num_sequences) - num_sequences
         places = np.repeat(np.arange(len(sampled)), num_sequences)
         rows_of_tokens = sampled[places]
-        metadata = batch.sampling_parameters(rows_of_tokens, np.arange(len(places)) - firsts[places])
+        metadata = batch.sampling_parameters(rows_of_tokens, offsets=np.arange(len(places)) - firsts[places])
         return cls(sampled, req_ids, num_sequences, ends, places, batch.with_rules(metadata, rows_of_tokens), False)
+
+    @classmethod
+    def _with_drafts(cls, batch: InputBatch, sampled: IntArray, ends: IntArray) -> SampledPlan:
+        """sampled, ends `[S']`: rows of the batch, and of the hidden states of their last tokens. None is pending."""
+        runs = DraftedRuns.of(batch, sampled)
+        rows = np.repeat(sampled, runs.lengths)
+        ends = np.repeat(ends - runs.lengths + 1, runs.lengths) + runs.offsets
+        num_sequences = batch.num_sequences[rows]
+        req_ids = [batch.req_ids[row] for row in rows.tolist()]
+        places, row_of_token, drafts, indexes = None, rows, runs.offsets, np.zeros_like(rows)
+        if (num_sequences != 1).any():
+            firsts = np.cumsum(num_sequences) - num_sequences
+            places = np.repeat(np.arange(len(rows)), num_sequences)
+            row_of_token, drafts = rows[places], runs.offsets[places]
+            indexes = np.arange(len(places)) - firsts[places]
+        metadata = batch.sampling_parameters(row_of_token, drafts, indexes)
+        metadata = batch.with_rules(metadata, row_of_token, drafts)
+        return cls(rows, req_ids, num_sequences, ends, places, metadata, False, runs)
 
     @property
     def firsts(self) -> IntArray:
         """`[C]`: the first sampled token of each row."""
         return np.cumsum(self.num_sequences) - self.num_sequences
+
+    @property
+    def offset_of_token(self) -> IntArray | None:
+        """`[N]`: the number of drafts before each sampled token; None: no row has drafts."""
+        if self.runs is None or self.places is None:
+            return None if self.runs is None else self.runs.offsets
+        return self.runs.offsets[self.places]
 
     @property
     def row_of_token(self) -> IntArray:

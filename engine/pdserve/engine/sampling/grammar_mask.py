@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,26 @@ class GrammarMask:
         return unpacked.flatten(1)[:, :vocab_size] != 0
 
     @classmethod
-    def of_step(cls, grammar: GrammarOutput, row_of: Mapping[str, int], rows: NDArray[np.int64]) -> GrammarMask | None:
+    def of_step(
+        cls,
+        grammar: GrammarOutput,
+        row_of: Mapping[str, int],
+        rows: NDArray[np.int64],
+        offsets: NDArray[np.int64] | None = None,
+    ) -> GrammarMask | None:
         """The mask for logits whose row i is the batch's row `rows[i]`; None if no row has a grammar.
 
         row_of: req_id -> row of the batch. At the end of a prompt, all sequences that continue it have the prompt's row.
+        offsets: by row of the logits, number of drafts before its position; None: no row has drafts. Positions without a mask
+        are left as they are.
         """
-        mask_of = {row_of[req_id]: number for number, req_id in enumerate(grammar.structured_output_request_ids)}
-        found = [(place, mask_of[row]) for place, row in enumerate(rows.tolist()) if row in mask_of]
+        mask_of: dict[tuple[int, int], int] = {}
+        seen: Counter[str] = Counter()
+        for number, req_id in enumerate(grammar.structured_output_request_ids):
+            mask_of[row_of[req_id], seen[req_id]] = number
+            seen[req_id] += 1
+        positions = zip(rows.tolist(), [0] * len(rows) if offsets is None else offsets.tolist(), strict=True)
+        found = [(place, mask_of[position]) for place, position in enumerate(positions) if position in mask_of]
         if not found:
             return None
         places, masks = zip(*found, strict=True)

@@ -86,9 +86,12 @@ class PluginTable:
         self._asked.pop(row, None)
 
     def of_step(
-        self, rows: IntArray, token_ids: IntArray, num_prompt: IntArray, num_tokens: IntArray
+        self, rows: IntArray, lengths: IntArray, token_ids: IntArray, num_prompt: IntArray
     ) -> LogitsProcessorStage | None:
-        """For logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+        """For logits whose row i is the batch's row `rows[i]` after `lengths[i]` tokens.
+
+        token_ids, num_prompt: the batch's, by its rows.
+        """
         if not self._asked:
             return None
         calls: dict[tuple[int, str], ProcessorCall] = {}
@@ -96,7 +99,7 @@ class PluginTable:
             for turn, one in enumerate(self._asked.get(row, ())):
                 if (turn, one.name) not in calls:
                     calls[turn, one.name] = ProcessorCall(one.name, self._processors[one.name], [], [])
-                prompt, output = token_ids[row, : num_prompt[row]], token_ids[row, num_prompt[row] : num_tokens[row]]
+                prompt, output = token_ids[row, : num_prompt[row]], token_ids[row, num_prompt[row] : lengths[place]]
                 prompt.flags.writeable = output.flags.writeable = False
                 calls[turn, one.name].places.append(place)
                 calls[turn, one.name].rows.append(LogitsRow(one.args, prompt, output))

@@ -70,16 +70,17 @@ class PenaltyTable:
         self._frequency[row] = params.frequency_penalty
         self._presence[row] = params.presence_penalty
 
-    def of_step(
-        self, rows: IntArray, token_ids: IntArray, num_prompt: IntArray, num_tokens: IntArray
-    ) -> Penalties | None:
-        """Penalties for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+    def of_step(self, rows: IntArray, lengths: IntArray, token_ids: IntArray, num_prompt: IntArray) -> Penalties | None:
+        """Penalties for logits whose row i is the batch's row `rows[i]` after `lengths[i]` tokens.
+
+        token_ids, num_prompt: the batch's, by its rows.
+        """
         repeats = np.flatnonzero(self._repetition[rows] != 1)
         counts = np.flatnonzero((self._frequency[rows] != 0) | (self._presence[rows] != 0))
         if not len(repeats) and not len(counts):
             return None
-        repeated = _tokens_of(repeats, rows, token_ids, np.zeros_like(num_prompt), num_tokens)
-        in_output = _tokens_of(counts, rows, token_ids, num_prompt, num_tokens)
+        repeated = _tokens_of(repeats, rows, token_ids, np.zeros_like(num_prompt), lengths)
+        in_output = _tokens_of(counts, rows, token_ids, num_prompt, lengths)
         return Penalties(
             repeated=repeated,
             repetition=None if repeated is None else self._repetition[rows[repeated.rows]],
@@ -92,10 +93,13 @@ class PenaltyTable:
 def _tokens_of(
     places: IntArray, rows: IntArray, token_ids: IntArray, first: IntArray, end: IntArray
 ) -> SparseIndices | None:
-    """Tokens `[first, end)` of the batch's rows `rows[places]`, as entries of the logits' rows `places`."""
+    """Tokens `[first, end)` of the batch's rows `rows[places]`, as entries of the logits' rows `places`.
+
+    first: by rows of the batch; end: by rows of the logits.
+    """
     if not len(places):
         return None
-    counts = end[rows[places]] - first[rows[places]]
+    counts = end[places] - first[rows[places]]
     entry_places = np.repeat(places, counts)
     starts = np.cumsum(counts) - counts
     columns = np.arange(len(entry_places)) - np.repeat(starts - first[rows[places]], counts)

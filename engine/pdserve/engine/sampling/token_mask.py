@@ -126,17 +126,18 @@ class TokenRuleTable:
         if self._rules.pop(row, None) is not None:
             self._has_rules[row] = False
 
-    def of_step(
-        self, rows: IntArray, token_ids: IntArray, num_prompt: IntArray, num_tokens: IntArray
-    ) -> TokenMask | None:
-        """Rules for logits whose row i is the batch's row `rows[i]`. The other arrays are the batch's, by its rows."""
+    def of_step(self, rows: IntArray, lengths: IntArray, token_ids: IntArray, num_prompt: IntArray) -> TokenMask | None:
+        """Rules for logits whose row i is the batch's row `rows[i]` after `lengths[i]` tokens.
+
+        token_ids, num_prompt: the batch's, by its rows.
+        """
         if not self._rules:
             return None
         allowed, forbidden, biased, biases = [], [], [], []
         for place in np.flatnonzero(self._has_rules[rows]).tolist():
             row = rows[place]
             rules = self._rules[int(row)]
-            output = token_ids[row, num_prompt[row] : num_tokens[row]]
+            output = token_ids[row, num_prompt[row] : lengths[place]]
             if rules.allowed is not None:
                 allowed.append((place, rules.allowed))
             if rules.bad_words is not None:

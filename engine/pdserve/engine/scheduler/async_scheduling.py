@@ -2,7 +2,8 @@
 
 The device then has the next step queued when it ends this one. At most one step is ahead. A step is scheduled ahead only if a full
 schedule would do nothing else than continue the sequences that run: none waits that might be admitted, none is preempted, and each
-decodes plainly (no grammar, whose mask depends on the token; no transfer source, which ends with its prompt). A sequence that turns
+decodes plainly (no grammar, whose mask depends on the token; no drafts, which continue the token; no transfer source, which ends
+with its prompt). A sequence that turns
 out to have ended has a row in the step ahead; the row's result is dropped. Its keys and values are written to its own blocks,
 before anything that is queued later reads or writes them.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
 from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
@@ -42,6 +44,7 @@ class AsyncScheduling:
     _waiting: WaitingQueues
     _receives: RemoteKvQueue
     _grammars: StructuredOutputManager
+    _drafts: DraftScheduling
     _refused: _Refused | None = field(default=None, init=False)
 
     def scheduled(self) -> None:
@@ -64,6 +67,8 @@ class AsyncScheduling:
         for request in self._running.values():
             num_tokens = under_way.num_scheduled_tokens.get(request.request_id)
             if num_tokens != request.num_uncomputed_tokens or not _decodes_plainly(request):
+                return None
+            if self._drafts.may_draft(request):
                 return None
             if not self._ends_by_length(request):
                 continuing.append(request)
@@ -124,13 +129,17 @@ def living(
         return step, computed
     kept = [place for place, req_id in enumerate(computed.req_ids) if req_id not in gone]
     scheduled = {req_id: count for req_id, count in step.num_scheduled_tokens.items() if req_id not in gone}
-    return SchedulerOutput(num_scheduled_tokens=scheduled), ModelRunnerOutput(
+    drafts = {req_id: of_one for req_id, of_one in step.scheduled_spec_decode_tokens.items() if req_id not in gone}
+    living_step = SchedulerOutput(num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts)
+    return living_step, ModelRunnerOutput(
         req_ids=[computed.req_ids[place] for place in kept],
         sampled_token_ids=[computed.sampled_token_ids[place] for place in kept],
         logprobs={number: computed.logprobs[place] for number, place in enumerate(kept) if place in computed.logprobs},
         failed={number: computed.failed[place] for number, place in enumerate(kept) if place in computed.failed},
         failed_requests={req_id: error for req_id, error in computed.failed_requests.items() if req_id not in gone},
         failed_loras=computed.failed_loras,
+        draft_token_ids={req_id: of_one for req_id, of_one in computed.draft_token_ids.items() if req_id not in gone},
+        held_back=[req_id for req_id in computed.held_back if req_id not in gone],
         compute_s=computed.compute_s,
         stats=computed.stats,
     )

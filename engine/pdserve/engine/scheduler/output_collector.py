@@ -64,6 +64,8 @@ class OutputCollector:
                 prompt_logprobs=request.take_prompt_logprobs() if new_token_ids else None,
                 first_prompt_position=max(1, request.num_tokens_before),
                 num_preemptions=request.num_preemptions,
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
                 events=request.take_events() if request.events else [],
                 pooling_output=pooling_output,
                 error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",

@@ -35,7 +35,9 @@ class RunningBatch(Mapping[str, Request]):
         if request.num_forks:
             self._forking[request.request_id] = request
 
-    def new_request_data(self, request: Request, block_ids: list[int]) -> NewRequestData:
+    def new_request_data(
+        self, request: Request, block_ids: list[int], num_speculative_tokens: int = 0
+    ) -> NewRequestData:
         """All that the runner must know of a sequence that enters the batch. block_ids: its block table."""
         return NewRequestData(
             req_id=request.request_id,
@@ -50,6 +52,7 @@ class RunningBatch(Mapping[str, Request]):
             lora_slot=self.lora_slots.slot(request.core.lora_fingerprint),
             num_sequences=request.num_sequences,
             collects_prompt_logprobs=request.collects_prompt_logprobs,
+            num_speculative_tokens=num_speculative_tokens,
         )
 
     def leave(self, request: Request) -> None:
@@ -125,6 +128,7 @@ class BatchBuilder:
         self.output = SchedulerOutput()
         self.new_requests: list[Request] = []
         """Sequences that enter the batch in this step."""
+        self.num_drafts = 0
         self.preempted = False
         """True if a sequence was preempted in this step, since blocks ran out."""
 
@@ -132,6 +136,13 @@ class BatchBuilder:
         """Schedule the sequence's next `num_tokens` tokens."""
         self.output.num_scheduled_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
+
+    def put_drafts(self, request: Request, drafts: list[int]) -> None:
+        """Schedule drafts behind the sequence's tokens, which are scheduled already."""
+        self.output.scheduled_spec_decode_tokens[request.request_id] = drafts
+        self.output.num_scheduled_tokens[request.request_id] += len(drafts)
+        self.budget -= len(drafts)
+        self.num_drafts += len(drafts)
 
     def schedule_new(self, request: Request, num_tokens: int) -> None:
         """Schedule a sequence that enters the batch in this step."""
@@ -143,5 +154,6 @@ class BatchBuilder:
         self.preempted = True
         self.budget += self.output.num_scheduled_tokens.pop(request.request_id, 0)
         self.output.scheduled_cached_reqs.new_block_ids.pop(request.request_id, None)
+        self.num_drafts -= len(self.output.scheduled_spec_decode_tokens.pop(request.request_id, ()))
         if request in self.new_requests:
             self.new_requests.remove(request)

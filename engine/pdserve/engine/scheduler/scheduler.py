@@ -16,6 +16,7 @@ from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.async_scheduling import AsyncScheduling
+from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
@@ -72,12 +73,21 @@ class Scheduler:
             self.group,
             self.outputs,
         )
+        self.drafts = DraftScheduling(config, self.kv, self.running)
         self.results = StepResults(
-            self.requests, self.kv, self.running, self.sources, self.group, self.sessions, self.outputs, self.finisher
+            self.requests,
+            self.kv,
+            self.running,
+            self.sources,
+            self.group,
+            self.sessions,
+            self.outputs,
+            self.finisher,
+            self.drafts,
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
         self.async_scheduling = AsyncScheduling(
-            config, self.kv, self.running, self.waiting, self.receives, self.grammars
+            config, self.kv, self.running, self.waiting, self.receives, self.grammars, self.drafts
         )
         self.session_commands = SessionCommands(self.requests, self.sessions, self.finisher, self.events)
         self.prefill_s = 0.0
@@ -246,7 +256,8 @@ class Scheduler:
         self._schedule_running(step, ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
         step.output.scheduled_new_reqs = [
-            self.running.new_request_data(request, self.kv.block_ids(request)) for request in step.new_requests
+            self.running.new_request_data(request, self.kv.block_ids(request), self.drafts.limit(request))
+            for request in step.new_requests
         ]
         if step.output.num_scheduled_tokens:
             step.output.lora_loads = self.running.lora_slots.take_loads()
@@ -261,7 +272,8 @@ class Scheduler:
         takers = [
             request
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items()
-            if (request := self.requests[req_id]).grammar is not None and request.num_uncomputed_tokens == num_tokens
+            if (request := self.requests[req_id]).grammar is not None
+            and request.num_uncomputed_tokens == num_tokens - scheduled.num_drafts(req_id)
         ]
         return self.grammars.grammar_output(takers) if takers else None
 
@@ -272,9 +284,12 @@ class Scheduler:
                 continue
             if request.grammar is not None and not request.grammar.is_prompt:
                 continue  # this sequence waits for its mask; the others continue
-            added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens)
+            drafts = self.drafts.of_step(step, request)
+            added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens + len(drafts))
             if added is not None:
                 step.put(request, num_tokens)
+                if drafts:
+                    step.put_drafts(request, drafts)
                 if added:
                     step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = [added]
 
@@ -347,6 +362,7 @@ class Scheduler:
         self.pool.forget_cached()
         self.prefill_s = 0.0
         self.num_added = 0
+        self.drafts.forget_history()
         self.results.num_computed_prompt_tokens = self.kv.num_queried_tokens = self.kv.num_hit_tokens = 0
 
     # ---- statistics

@@ -37,4 +37,5 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         scheduling_s=profile.scheduling_s,
         update_s=profile.update_s,
         num_dropped_events=scheduler.num_dropped_events,
+        spec_decoding_stats=scheduler.drafts.stats,
     )

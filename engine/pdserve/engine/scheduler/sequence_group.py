@@ -51,6 +51,13 @@ class SequenceGroup:
             _close_grammars(sequences[1:])  # the sequences continue at another worker
         return list(zip(sequences, ends, strict=True))
 
+    def append_run(self, request: Request, token_ids: Sequence[int]) -> tuple[list[int], RequestStatus | None]:
+        """Append tokens to a sequence up to the first that ends it; returns the appended ones, and the final status."""
+        for count, token_id in enumerate(token_ids, 1):
+            if (ended_with := request.append_output(token_id, self._config.max_model_len)) is not None:
+                return list(token_ids[:count]), ended_with
+        return list(token_ids), None
+
     def _enter(self, sequence: Request, begins_as: Request) -> None:
         """Queue a forked sequence for the batch."""
         if self._kv.fork(begins_as, sequence):

@@ -10,6 +10,7 @@ from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
@@ -87,12 +88,14 @@ class StepResults:
     _sessions: Sessions
     _outputs: OutputCollector
     _finisher: FinishRequest
+    _drafts: DraftScheduling
     num_computed_prompt_tokens: int = field(default=0, init=False)
 
     def update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Apply one step's result."""
         self._fail_without_lora(scheduled, computed)
         self._book_computed(scheduled, computed)
+        self._drafts.count(self._requests, scheduled, computed)
         place = 0
         while place < len(computed.req_ids):
             request = self._requests[computed.req_ids[place]]
@@ -104,12 +107,16 @@ class StepResults:
                 self._finisher.fail(request, failure.error())
                 continue
             token_ids = [token_id for place in places for token_id in computed.sampled_token_ids[place]]
+            if len(token_ids) > len(places):
+                self._append_run(request, token_ids, computed.logprobs.get(places.start))
+                continue
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
         for request_id, failure in computed.failed_requests.items():
             if (unfinished := self._requests.get(request_id)) is not None:
                 self._finisher.fail(unfinished, failure.error())
         for request_id, values in computed.pooler_output.items():
             self._finisher.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
+        self._drafts.update(self._requests, scheduled, computed.draft_token_ids)
 
     def _fail_without_lora(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Mark sequences whose adapter could not be loaded as failed."""
@@ -129,6 +136,7 @@ class StepResults:
             if request_id in computed.failed_requests:
                 continue  # its blocks hold no keys and values that another sequence may use
             request = self._requests[request_id]
+            num_tokens -= scheduled.num_drafts(request_id)  # those that were confirmed count as they are appended
             if request_id in computed.held_back:
                 num_tokens -= 1
                 if num_tokens == 0:
@@ -143,6 +151,16 @@ class StepResults:
             if request.is_pinned_source:
                 self._sources.publish(request)
 
+    def _append_run(self, request: Request, token_ids: list[int], logprobs: LogprobsLists | None) -> None:
+        """Append the tokens of a sequence with drafts, up to the first that ends it."""
+        kept, ended_with = self._group.append_run(request, token_ids)
+        if ended_with is RequestStatus.FINISHED_ERROR:
+            self._finisher.fail(request, _unfit_token(request))
+            return
+        request.num_computed_tokens += len(kept) - 1
+        self._kv.remember_computed(request)
+        self._report(request, request, kept, ended_with, None if logprobs is None else logprobs.part(0, len(kept)))
+
     def _append(self, request: Request, token_ids: list[int], logprobs: list[LogprobsLists | None]) -> None:
         """Append a sequence's new token, or at the end of a prompt the first token of each of its sequences."""
         if NO_TOKEN in token_ids:
@@ -151,23 +169,37 @@ class StepResults:
         request.mark("first_token")
         sequences = self._group.fork(request, token_ids)
         if sequences is None:
-            failure = None if request.grammar is None else request.grammar.failure
-            cause = failure or InternalError("a token was sampled that does not fit the request's grammar")
-            self._finisher.fail(request, cause)
+            self._finisher.fail(request, _unfit_token(request))
             return
         for (sequence, ended_with), token_id, of_token in zip(sequences, token_ids, logprobs, strict=True):
-            if ended_with is None or request.core.transfer_source:
-                self._outputs.tokens(sequence, [token_id], ended_with, of_token)
-            elif self._sessions.ends_with_turn(request):
-                self._finisher.finish(sequence, ended_with, new_token_ids=[token_id], new_logprobs=of_token)
-            elif (refusal := self._sessions.end_turn(sequence, ended_with, [token_id], of_token)) is not None:
-                self._finisher.fail(sequence, refusal)
+            self._report(request, sequence, [token_id], ended_with, of_token)
         if request.core.transfer_source:
             # another worker decodes the rest, so the sequences end in this engine
             statuses = [ended_with for _, ended_with in sequences]
             if None in statuses and request.is_unwanted_source:
                 self._sources.rest(request)
             self._finisher.forget(request, statuses[0] or RequestStatus.FINISHED_STOPPED)
+
+    def _report(
+        self,
+        request: Request,
+        sequence: Request,
+        token_ids: list[int],
+        ended_with: RequestStatus | None,
+        logprobs: LogprobsLists | None,
+    ) -> None:
+        """Report new tokens of one of a request's sequences, and end it with them if `ended_with` is given."""
+        if ended_with is None or request.core.transfer_source:
+            self._outputs.tokens(sequence, token_ids, ended_with, logprobs)
+        elif self._sessions.ends_with_turn(request):
+            self._finisher.finish(sequence, ended_with, new_token_ids=token_ids, new_logprobs=logprobs)
+        elif (refusal := self._sessions.end_turn(sequence, ended_with, token_ids, logprobs)) is not None:
+            self._finisher.fail(sequence, refusal)
+
+
+def _unfit_token(request: Request) -> PdServeError:
+    failure = None if request.grammar is None else request.grammar.failure
+    return failure or InternalError("a token was sampled that does not fit the request's grammar")
 
 
 def _no_token_left(request: Request) -> InvalidRequest:

@@ -238,6 +238,7 @@ class InferenceServicer(EmbedServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             priority=request.priority,
+            speculative_tokens=request.speculative_tokens if request.HasField("speculative_tokens") else None,
             truncation=truncation_of(request),
             **call._replace(data_parallel_rank=_rank(request))._asdict(),
         )
@@ -264,7 +265,7 @@ def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
         if getattr(request.sampling, field) > 1:
             raise InvalidRequest(f"sampling.{field} is above 1, but a session has one sequence", f"sampling.{field}")
     given = [field for field in _FIRST_TURN_ONLY if getattr(request, field)]
-    given += [field for field in ("chat", "data_parallel_rank") if request.HasField(field)]
+    given += [field for field in ("chat", "data_parallel_rank", "speculative_tokens") if request.HasField(field)]
     for field in given if goes_on else ():
         raise InvalidRequest(f"{field} may only come with a session's first message", field)
 

@@ -81,6 +81,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int | None = None
     data_parallel_rank: int | None = None
     """Rank of the decode workers that it prefers, if the header `X-data-parallel-rank` does not name it."""
+    speculative_tokens: int | None = None
+    """Tokens to draft per step, at most; default: the worker's setting, which is also the limit."""
     logits_processors: list[NamedLogitsProcessor] | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
@@ -212,6 +214,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 cache_salt=self.cache_salt or None,
                 truncation=truncation,
                 priority=self.priority or 0,
+                speculative_tokens=self.speculative_tokens,
                 beams=beams,
                 returns_token_ids=bool(self.return_token_ids),
                 **call._asdict(),

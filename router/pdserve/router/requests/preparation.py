@@ -242,6 +242,8 @@ class Preparation:
             "tenant": tenant_digest(self._key, request.client.tenant),
             "deadline": time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
         }
+        if request.speculative_tokens is not None:
+            completed["ignorable"] = ("speculative_tokens",)  # it changes no text
         return GenerationRequest(**request.carried() | completed | fields)
 
     def hashed(

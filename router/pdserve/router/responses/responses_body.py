@@ -109,6 +109,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     data_parallel_rank: int | None = None
+    speculative_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # accepted, and without effect
     user: str | None = None
@@ -193,6 +194,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             constraint_field=form.field,
             cache_salt=self.cache_salt or None,
             priority=self.priority or 0,
+            speculative_tokens=self.speculative_tokens,
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",

@@ -36,6 +36,9 @@ def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes:
             case "decode.generate":
                 attributes["gen_ai.usage.output_tokens"] = record.num_output_tokens
                 attributes["pdserve.preemptions"] = record.num_preemptions
+                if record.num_draft_tokens:
+                    attributes["pdserve.spec_decode.draft_tokens"] = record.num_draft_tokens
+                    attributes["pdserve.spec_decode.accepted_tokens"] = record.num_accepted_tokens
                 if "first_token" in record.moments:
                     events = [Event("first_token", to_unix_ns(record.moments["first_token"]))]
                 events += [Event("preempted", to_unix_ns(at)) for at in record.preempted_at]

@@ -75,6 +75,8 @@ class CallStats:
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self._drafted: dict[int, tuple[int, int]] = {}
+        """Sequence -> its drafts so far, and those that were accepted."""
         self.preempted_at: list[float] = []
         """`time.monotonic()` seconds."""
         self.prefills_locally = not request.remote_prefill
@@ -104,6 +106,7 @@ class CallStats:
         self.num_output_tokens += len(output.new_token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+        self._drafted[output.index] = output.num_draft_tokens, output.num_accepted_tokens
         self.prefills_locally |= output.prefills_locally
         self._note(output.events)
 
@@ -119,6 +122,15 @@ class CallStats:
 
     def _note(self, events: list[EngineCoreEvent]) -> None:
         self.preempted_at += [event.timestamp for event in events if event.type is EngineCoreEventType.PREEMPTED]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(drafted for drafted, _ in self._drafted.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that equalled the sampled token."""
+        return sum(accepted for _, accepted in self._drafted.values())
 
     @property
     def was_stopped(self) -> bool:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pdserve.common.request.engine_types import SpecDecodingStats
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_label
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
@@ -132,3 +133,19 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
         ("pdserve_kv_transfer_fallbacks", "Transfers that continued over another connector.", transfers.num_fallbacks),
     ):  # fmt: skip
         yield CounterMetricFamily(name, meaning, value=count)
+    yield from _speculation(stats.spec_decoding_stats or SpecDecodingStats())
+
+
+def _speculation(stats: SpecDecodingStats) -> Iterable[Metric]:
+    """Counters of drafts, by vLLM's names; zeros without speculation."""
+    for name, meaning, count in (
+        ("pdserve_spec_decode_num_drafts", "Times that a sequence was computed with drafts.", stats.num_drafts),
+        ("pdserve_spec_decode_num_draft_tokens", "Drafted tokens that were computed.", stats.num_draft_tokens),
+        ("pdserve_spec_decode_num_accepted_tokens", "Drafted tokens that equalled the sampled ones.",
+         stats.num_accepted_tokens),
+    ):  # fmt: skip
+        yield CounterMetricFamily(name, meaning, value=count)
+    by_position = {str(place): count for place, count in enumerate(stats.num_accepted_tokens_per_pos or [0])}
+    meaning = "The same by their place in the draft, from 0."
+    name = "pdserve_spec_decode_num_accepted_tokens_per_pos"
+    yield by_label(CounterMetricFamily, name, meaning, ["position"], by_position)

@@ -1,0 +1,59 @@
+"""`SpeculativeConfig`: how a worker drafts tokens, by vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.request.generation_request import MAX_SPECULATIVE_TOKENS
+
+FIELD = "speculative_config"
+DEFAULT_LOOKUP = 5
+"""Tokens of the n-grams of `ngram`, if neither limit is given."""
+MAX_LOOKUP = 64
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How tokens are drafted. A draft changes the number of steps of a text, never the text."""
+
+    method: Literal["ngram"] = "ngram"
+    """`ngram`: what followed the last tokens of the sequence where they stand in it before."""
+    num_speculative_tokens: int
+    """Tokens of a sequence that are drafted per step, at most."""
+    prompt_lookup_max: int | None = None
+    """Tokens of the longest n-gram that is looked up; default: `prompt_lookup_min`, or `DEFAULT_LOOKUP`."""
+    prompt_lookup_min: int | None = None
+    """Tokens of the shortest; default: `prompt_lookup_max`, or `DEFAULT_LOOKUP`."""
+    disable_by_batch_size: int | None = None
+    """Sequences of a step beyond which nothing is drafted; default: no limit."""
+
+    @property
+    def longest_lookup(self) -> int:
+        return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
+
+    @property
+    def shortest_lookup(self) -> int:
+        return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
+
+    def verify(self) -> None:
+        """Raises: ConfigError naming the field, its value and its limit."""
+        limits = {
+            "num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
+            "prompt_lookup_max": MAX_LOOKUP,
+            "prompt_lookup_min": MAX_LOOKUP,
+        }
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= limit:
+                raise ConfigError(f"{FIELD}.{name} is {value}, 1 to {limit} tokens are possible")
+        if self.shortest_lookup > self.longest_lookup:
+            raise ConfigError(
+                f"{FIELD}.prompt_lookup_min is {self.prompt_lookup_min}, at most prompt_lookup_max "
+                f"({self.prompt_lookup_max}) is possible"
+            )
+        if self.disable_by_batch_size is not None and self.disable_by_batch_size < 1:
+            raise ConfigError(
+                f"{FIELD}.disable_by_batch_size is {self.disable_by_batch_size}, at least 1 sequence is needed"
+            )

@@ -1,0 +1,1 @@
+"""Speculation: drafters, and what of a draft the model confirms."""
