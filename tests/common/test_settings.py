@@ -13,6 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey, is_loopback
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import SECRETS, describe, load_settings
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 SECRET = "a secret of many characters"
@@ -116,6 +117,21 @@ NAN, INF = float("nan"), float("inf")
         *((DecodeSettings, {"logits_processors": value}) for value in ("a,a", ["a", " "])),
         *((DecodeSettings, {"stream_interval": value}) for value in (0, -1, 1025)),
         *((DecodeSettings, {"session_idle_timeout_s": value}) for value in (0.0, -1.0, NAN, INF)),
+        *(
+            (DecodeSettings, {"speculative_config": value})
+            for value in (
+                "{",
+                "[]",
+                "{}",
+                '{"num_speculative_tokens": 0}',
+                '{"num_speculative_tokens": 33}',
+                '{"num_speculative_tokens": 2, "method": "eagle"}',
+                '{"num_speculative_tokens": 2, "colour": 1}',
+                '{"num_speculative_tokens": 2, "prompt_lookup_max": 65}',
+                '{"num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}',
+                {"num_speculative_tokens": 2, "disable_by_batch_size": 0},
+            )
+        ),
         (RouterSettings, {"request_timeout_s": NAN}),
         *((RouterSettings, {name: 0}) for name in ("max_attempts", "max_queued_requests", "max_unread_bytes")),
         *((RouterSettings, {"prefill": (value,)}) for value in ("host", "host:", ":1", "host:0", "host:65536", "h:²")),
@@ -125,6 +141,21 @@ NAN, INF = float("nan"), float("inf")
 def test_values_that_cannot_work_are_refused_by_name(kind: type, flags: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(flags))):
         load_settings(kind, flags=flags, environ={})
+
+
+def test_speculation_is_a_table_or_json(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[decode.speculative_config]\nnum_speculative_tokens = 3\nprompt_lookup_max = 4\n")
+    text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+    expected = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=4)
+    for given in (
+        load_settings(DecodeSettings, toml=file, environ={}),
+        load_settings(DecodeSettings, environ={"PDSERVE_SPECULATIVE_CONFIG": text}),
+        load_settings(DecodeSettings, flags={"speculative_config": text}, environ={}),
+    ):
+        assert given.speculative_config == expected
+    assert (expected.shortest_lookup, expected.longest_lookup) == (4, 4)
+    assert load_settings(DecodeSettings, environ={}).speculative_config is None
 
 
 def test_listening_beyond_loopback_needs_to_be_said() -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.engine.speculation.confirmed_runs import NO_DRAFT, confirmed_lengths
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.engine.speculation.ngram_drafter import NgramDrafter
+from tests.support.checkpoints import VOCAB_SIZE as CHECKPOINT_VOCABULARY
 from tests.support.drafters import drafter_of, greedy_drafter, speculation, use_drafter
 from tests.support.engine_harness import Answer, Harness, MakeEngine
 from tests.support.hash_model import greedy_answer, prompt_of
+from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.sampling_reference import gumbel
 
 PROMPTS = [prompt_of(length) for length in (3, 4, 9, 17, 22)]
 SEEDED = {"temperature": 1.0, "seed": 11}
@@ -233,6 +238,82 @@ def test_a_step_ahead_waits_for_drafts_and_not_where_there_are_none(make_engine:
             was_ahead |= engine.core._ahead is not None
         assert engine.answers["r"].token_ids == greedy_answer([1, 2, 3], 30)
         assert was_ahead is is_ahead
+
+
+# ---- a real model
+
+
+def record_prompt(seed: int, vocab_size: int) -> list[int]:
+    """Random tokens in which parts come again."""
+    draw = random.Random(seed)
+    tokens: list[int] = []
+    while len(tokens) < 20:
+        if tokens and draw.random() < 0.5:
+            start = draw.randrange(len(tokens))
+            tokens += tokens[start : start + draw.randint(2, 8)]
+        else:
+            tokens += [draw.randrange(3, vocab_size) for _ in range(draw.randint(1, 5))]
+    return tokens
+
+
+def real_answers(engine: Harness, prompts: Sequence[list[int]], params: dict[str, Any]) -> list[list[int]]:
+    names = [engine.add(prompt, params={"max_tokens": 40, "seed": 1} | params) for prompt in prompts]
+    engine.run(max_steps=20_000)
+    return [engine.answers[name].token_ids for name in names]
+
+
+def check_real(
+    folder: Path, make_real_engine: Callable[..., Harness], params: dict[str, Any], num_prompts: int, max_differing: int
+) -> None:
+    """In float32 texts differ only where the two highest sums of scaled logit and noise are less than 1e-4 apart."""
+    prompts = [record_prompt(seed, CHECKPOINT_VOCABULARY) for seed in range(num_prompts)]
+    room = {"max_num_seqs": 16, "num_blocks": 128}
+    expected = real_answers(make_real_engine(folder, **room), prompts, params)
+    setting = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
+    engine = make_real_engine(folder, **room, speculative_config=setting)
+    if params["temperature"]:
+        # n-grams are hardly ever right in the random text of random weights
+        texts = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+        use_drafter(engine, drafter_of(texts, 0.8, CHECKPOINT_VOCABULARY))
+    found = real_answers(engine, prompts, params)
+    stats = engine.scheduler.drafts.stats
+    assert stats is not None
+    assert stats.num_accepted_tokens > 2 * num_prompts, "too few drafts to show anything"
+    assert stats.num_draft_tokens > 1.1 * stats.num_accepted_tokens, "no draft was wrong"
+    differing = [place for place in range(num_prompts) if found[place] != expected[place]]
+    for place in differing:
+        margin = margin_at_difference(Oracle(folder), prompts[place], expected[place], found[place], params)
+        print(f"sequence {place} differs by a margin of {margin:.1e}")
+        assert margin < NEAR_TIE
+    assert len(differing) <= max_differing
+
+
+def margin_at_difference(
+    oracle: Oracle, prompt: list[int], expected: list[int], found: list[int], params: dict[str, Any]
+) -> float:
+    """The number by which the sum of one of the two tokens exceeds the other's; without penalties and kept sets."""
+    place = next(place for place, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
+    logits = oracle.logits(prompt + expected[:place])[-1]
+    tokens, temperature = (expected[place], found[place]), params["temperature"]
+    if not temperature:
+        return abs(float(logits[tokens[0]] - logits[tokens[1]]))
+    sums = [float(logits[token]) / temperature + gumbel(1, 0, place, token) for token in tokens]
+    return abs(sums[0] - sums[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_i1_a_real_model_says_the_same_with_drafts(
+    temperature: float, tiny_checkpoints: Callable[..., Path], make_real_engine: Callable[..., Harness]
+) -> None:
+    check_real(tiny_checkpoints("qwen3"), make_real_engine, {"temperature": temperature}, 32, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_i1_a_thousandth_of_many_sequences_may_differ(
+    temperature: float, tiny_checkpoints: Callable[..., Path], make_real_engine: Callable[..., Harness]
+) -> None:
+    check_real(tiny_checkpoints("qwen3"), make_real_engine, {"temperature": temperature}, 1000, 1)
 
 
 # ---- n-grams

@@ -250,11 +250,12 @@ async def test_fields_beside_the_prompt_reach_the_engine(running: Running) -> No
             add(request)
 
         core.add_request = noted  # type: ignore[method-assign]
-        async for _ in streams.generate(TEXT, greedy(), priority=3, trace_headers=headers):
+        async for _ in streams.generate(TEXT, greedy(), priority=3, speculative_tokens=0, trace_headers=headers):
             pass
         async for _ in streams.chat(MESSAGES, greedy(), priority=-3, trace_headers=headers):
             pass
         assert [(request.priority, request.trace_headers) for request in added] == [(3, headers), (-3, headers)]
+        assert [request.speculative_tokens for request in added] == [0, None]
         with pytest.raises(InvalidRequest, match="priority must be from"):
             async for _ in streams.generate(TEXT, greedy(), priority=2**31):
                 pass

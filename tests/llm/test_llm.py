@@ -349,7 +349,8 @@ def test_a_trace_context_reaches_the_engine_with_each_request(llm: LLM, monkeypa
     monkeypatch.setattr(core, "add_request", noted)
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
     llm.generate(prompts_of([3, 4]), greedy(), use_tqdm=False, priority=7, trace_headers=headers)
-    llm.chat(MESSAGES, greedy(), use_tqdm=False, priority=-7, trace_headers=headers)
+    llm.chat(MESSAGES, greedy(), use_tqdm=False, priority=-7, speculative_tokens=3, trace_headers=headers)
     llm.generate(TEXT, greedy(), use_tqdm=False)
     assert [request.priority for request in added] == [7, 7, -7, 0]
+    assert [request.speculative_tokens for request in added] == [None, None, 3, None]
     assert [request.trace_headers for request in added] == [headers] * 3 + [{}]

@@ -152,6 +152,8 @@ HTTP: list[tuple[Any, ...]] = [
     completion("model", 5, "model: expected `str"),
     completion("priority", 2**31, "from -2147483648 to 2147483647, not 2147483648"),
     completion("priority", 0.5, "expected `int"),
+    completion("speculative_tokens", 33, "speculative_tokens must be from 0 to 32, not 33"),
+    completion("speculative_tokens", -1, "speculative_tokens must be from 0 to 32, not -1"),
     completion("n", 0, "n must be from 1 to 16, not 0"),
     completion("n", 17, "n must be from 1 to 16, not 17"),
     completion("n", "2", "expected `int"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.common.request.request_bytes import decode_request
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import EOS, MAX_MODEL_LEN, said, tokens
 
@@ -127,3 +128,19 @@ async def test_priority_reaches_both_calls_from_both_front_ends(cluster, priorit
     assert [response.text for response in [response async for response in cluster.grpc.Generate(request)]]
     for role in ("prefill", "decode"):
         assert [call.request.request.priority for call in cluster.of(role).calls] == [priority] * 2
+
+
+@pytest.mark.parametrize("asked", [None, 0, 3, 32])
+async def test_speculative_tokens_reach_workers_that_may_ignore_them(cluster, asked):
+    await cluster.start()
+    await cluster.text(**({} if asked is None else {"speculative_tokens": asked}))
+    request = inference_pb2.GenerateRequest(
+        text=inference_pb2.TextPrompt(text="hello"),
+        sampling=request_pb2.SamplingParams(max_tokens=3),
+        speculative_tokens=asked,
+    )
+    assert [response.text for response in [response async for response in cluster.grpc.Generate(request)]]
+    for role in ("prefill", "decode"):
+        carried = [decode_request(call.request.generation_request, 4096) for call in cluster.of(role).calls]
+        assert [request.speculative_tokens for request in carried] == [asked] * 2
+        assert all(request.ignorable == (() if asked is None else ("speculative_tokens",)) for request in carried)

@@ -127,6 +127,7 @@ REFUSED_LATER = [
     (turn(cache_salt="x"), "cache_salt may only come"),
     (turn(client_request_id="x"), "client_request_id may only come"),
     (turn(priority=1), "priority may only come"),
+    (turn(speculative_tokens=0), "speculative_tokens may only come"),
     (turn(token_ids=[10**6]), "outside the vocabulary"),
     (turn("x" * 250), "session has 259 tokens; the model's length is 256"),
     (turn("x" * 13 * 250), "session has at least 259 tokens; the model's length is 256"),

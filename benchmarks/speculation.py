@@ -1,0 +1,141 @@
+"""Milliseconds per output token with and without drafts (`speculative_config`), in turns over one model.
+
+Usage: python benchmarks/speculation.py [--model DIR] [--dtype bfloat16] [--batches 1 16] [--rounds 3] [--tokens 128]
+                                        [--config JSON] [--text repeats|random]
+
+The prompt is a list of random records, each of which is followed by the same record again, up to the last: a trained model copies
+it. With `--load-format dummy` the text is that of random weights, which falls into a loop or not. The part of the drafts that is
+accepted is printed beside each time. `--text random` asks at temperature 1, where n-grams are hardly ever found again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+from conditions import conditions
+
+from pdserve.common.request.engine_types import EngineCoreRequest
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.settings.speculative_config import SpeculativeConfig
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
+from pdserve.engine.engine_core import EngineCore
+from pdserve.models.model_folder import model_folder
+
+
+def prompt_of(number: int, vocab_size: int, num_tokens: int) -> list[int]:
+    """Records of 24 tokens, each twice."""
+    draw = random.Random(number)
+    tokens: list[int] = []
+    while len(tokens) < num_tokens:
+        record = [draw.randrange(3, vocab_size) for _ in range(24)]
+        tokens += record + record
+    return tokens[:num_tokens]
+
+
+def ask(core: EngineCore, name: str, number: int, args: argparse.Namespace, vocab_size: int) -> None:
+    hasher = local_hasher(core.config.block_size)
+    prompt = prompt_of(number, vocab_size, args.prompt)
+    root = hasher.root("speculation", name)
+    temperature = 1.0 if args.text == "random" else 0.0
+    params = SamplingParams(temperature=temperature, seed=number, max_tokens=args.tokens, ignore_eos=True)
+    core.add_request(
+        EngineCoreRequest(
+            request_id=f"{name}-{number}",
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            hash_root=root,
+            block_hashes=hasher.extend(root, prompt),
+            prefill_here=True,
+        )
+    )
+
+
+def decode(
+    core: EngineCore, name: str, batch: int, args: argparse.Namespace, vocab_size: int
+) -> tuple[float, list[list[int]]]:
+    """(milliseconds per token of one sequence, from the step after the last first token on; texts)."""
+    texts: dict[str, list[int]] = {}
+    for number in range(batch):
+        ask(core, name, number, args, vocab_size)
+    while len(texts) < batch:
+        for output in core.step().outputs:
+            texts.setdefault(output.request_id, []).extend(output.new_token_ids)
+    before, started = sum(map(len, texts.values())), time.perf_counter()
+    while core.has_work:
+        for output in core.step().outputs:
+            texts[output.request_id].extend(output.new_token_ids)
+    spent_s = time.perf_counter() - started
+    num_tokens = sum(map(len, texts.values())) - before
+    return spent_s / num_tokens * batch * 1e3, [texts[f"{name}-{number}"] for number in range(batch)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=192)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--text", choices=["repeats", "random"], default="repeats")
+    parser.add_argument(
+        "--config", default='{"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    )
+    args = parser.parse_args()
+    config = SpeculativeConfig(**json.loads(args.config))
+    settings = WorkerSettings(
+        dtype=args.dtype,
+        load_format=args.load_format,
+        num_threads=args.threads,
+        max_model_len=args.prompt + args.tokens + 16,
+        max_num_seqs=max(args.batches),
+        kv_cache_mib=1024,
+    )
+    import msgspec
+    import torch
+
+    torch.set_num_threads(args.threads)
+    folder = model_folder(args.model) if args.model == "demo" else Path(args.model)
+    loaded = LoadedEngine(folder, settings)
+    vocab_size = loaded.info.vocab_size
+    for name, value in conditions().items():
+        print(f"{name}: {value}")
+    print(f"{args}")
+    print("batch | ms per token undrafted | drafted | ratio | accepted of drafted | equal texts")
+    for batch in args.batches:
+        times: dict[str, list[float]] = {"undrafted": [], "drafted": []}
+        counts, equal = (0, 0), 0
+        for turn in range(args.rounds + 1):
+            found = {}
+            for name in ("undrafted", "drafted"):
+                loaded._settings = msgspec.structs.replace(
+                    settings, speculative_config=config if name == "drafted" else None
+                )
+                core = loaded.make_core()
+                spent_ms, texts = decode(core, f"{name}-{turn}", batch, args, vocab_size)
+                found[name] = texts
+                if turn:
+                    times[name].append(spent_ms)
+                if (stats := core.scheduler.stats().spec_decoding_stats) is not None:
+                    counts = stats.num_accepted_tokens, stats.num_draft_tokens
+            equal = sum(a == b for a, b in zip(found["undrafted"], found["drafted"], strict=True))
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        ratio = medians["undrafted"] / medians["drafted"]
+        print(
+            f"{batch:5} | {medians['undrafted']:.2f} | {medians['drafted']:.2f} | {ratio:.2f} | "
+            f"{counts[0]} of {counts[1]} | {equal} of {batch}",
+            flush=True,
+        )
+    loaded.close()
+
+
+if __name__ == "__main__":
+    main()
