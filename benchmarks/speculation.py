@@ -87,7 +87,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--text", choices=["repeats", "random"], default="repeats")
     parser.add_argument(
-        "--config", default='{"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+        "--config",
+        default='{"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2, "disable_by_batch_size": null}',
     )
     args = parser.parse_args()
     config = SpeculativeConfig(**json.loads(args.config))
@@ -124,7 +125,7 @@ def main() -> None:
                 found[name] = texts
                 if turn:
                     times[name].append(spent_ms)
-                if (stats := core.scheduler.stats().spec_decoding_stats) is not None:
+                if (stats := core.scheduler.drafts.stats) is not None:
                     counts = stats.num_accepted_tokens, stats.num_draft_tokens
             equal = sum(a == b for a, b in zip(found["undrafted"], found["drafted"], strict=True))
         medians = {name: statistics.median(values) for name, values in times.items()}

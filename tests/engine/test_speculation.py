@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.engine.speculation.confirmed_runs import NO_DRAFT, confirmed_lengths
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.engine.speculation.ngram_drafter import NgramDrafter
@@ -269,7 +268,7 @@ def check_real(
     prompts = [record_prompt(seed, CHECKPOINT_VOCABULARY) for seed in range(num_prompts)]
     room = {"max_num_seqs": 16, "num_blocks": 128}
     expected = real_answers(make_real_engine(folder, **room), prompts, params)
-    setting = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
+    setting = speculation(4, prompt_lookup_min=1, prompt_lookup_max=3)
     engine = make_real_engine(folder, **room, speculative_config=setting)
     if params["temperature"]:
         # n-grams are hardly ever right in the random text of random weights

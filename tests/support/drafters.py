@@ -65,4 +65,5 @@ def use_drafter(engine: Harness, drafter: ScriptedDrafter) -> ScriptedDrafter:
 
 
 def speculation(num_tokens: int = 4, **fields: Any) -> SpeculativeConfig:
-    return SpeculativeConfig(num_speculative_tokens=num_tokens, **fields)
+    """Without a limit of the batch, unless `fields` has one."""
+    return SpeculativeConfig(num_speculative_tokens=num_tokens, **{"disable_by_batch_size": None} | fields)

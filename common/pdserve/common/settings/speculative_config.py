@@ -26,8 +26,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Tokens of the longest n-gram that is looked up; default: `prompt_lookup_min`, or `DEFAULT_LOOKUP`."""
     prompt_lookup_min: int | None = None
     """Tokens of the shortest; default: `prompt_lookup_max`, or `DEFAULT_LOOKUP`."""
-    disable_by_batch_size: int | None = None
-    """Sequences of a step beyond which nothing is drafted; default: no limit."""
+    disable_by_batch_size: int | None = 8
+    """Sequences of a step beyond which nothing is drafted; None: no limit."""
 
     @property
     def longest_lookup(self) -> int:
