@@ -72,7 +72,7 @@ def expected(prompt: Sequence[int], count: int, fingerprint: str) -> list[int]:
     for _ in range(count):
         ids = np.array(tokens) + shift(fingerprint)
         stored = hash_model._stored(ids, np.arange(len(ids)))
-        tokens.append(int(hash_model._logits(np.array([hash_model._hash(stored)]))[0].argmax()))
+        tokens.append(int(hash_model._logits(hash_model._hashes(stored)[-1:])[0].argmax()))
     return tokens[len(prompt) :]
 
 
