@@ -136,11 +136,18 @@ def _for_another_machine(child: ChildPlan) -> ChildPlan:
         settings = msgspec.structs.replace(settings, model=str(folder.resolve()))
     defaults = _WORKERS[child.role]()
     environ = {
-        f"{ENV_PREFIX}{name.upper()}": ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        f"{ENV_PREFIX}{name.upper()}": _as_text(value)
         for name, value in msgspec.structs.asdict(settings).items()
         if value is not None and value != getattr(defaults, name)
     }
     return ChildPlan(child.role, child.name, (), environ, settings)
+
+
+def _as_text(value: object) -> str:
+    """A setting's value as an environment variable has it: lists with commas, tables as JSON."""
+    if isinstance(value, msgspec.Struct):
+        return msgspec.json.encode(value).decode()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _defaults(place: int, num_workers: int) -> dict[str, object]:
