@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.runner.executor import Executor, StepResult
+from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.support.engine_harness import Answer, Harness, MakeEngine
 from tests.support.hash_model import greedy_answer, prompt_of, sampled_answer
@@ -37,6 +37,9 @@ class WatchedExecutor:
     @property
     def kv_written(self) -> None:
         return None
+
+    def check_health(self) -> None:
+        self._executor.check_health()
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.calls.append(("launch", self._launched))

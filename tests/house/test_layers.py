@@ -36,9 +36,10 @@ FLOORS = {
         {"placement"}, {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
-        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"runner"}, {"sampling", "scheduler", "speculation"},
-        {"kv_cache", "lora", "stats", "structured_outputs"},
-        {"arrays", "config", "engine_info", "heartbeat", "output_stream", "request", "scheduler_output"},
+        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor"}, {"runner"},
+        {"ranks", "sampling", "scheduler", "speculation"}, {"kv_cache", "lora", "stats", "structured_outputs"},
+        {"arrays", "child_process", "config", "engine_info", "heartbeat", "output_stream", "request", "scheduler_output",
+         "socket_frames"},
     ),
     "models": (
         {"loading", "lora"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},
@@ -74,7 +75,8 @@ PLAIN_WITHOUT_TLS = {
 }  # fmt: skip
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
-    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.structured_outputs.grammar_process",
+    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.executor.rank_process",
+    "pdserve.engine.structured_outputs.grammar_process",
     "pdserve.text.templates.client_template_process",
 }  # fmt: skip
 """Modules that a process starts with."""

@@ -22,12 +22,13 @@ from pdserve.common.request.sampling_params import NamedLogitsProcessor, Samplin
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.clients import engine_connection, frames
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
-from pdserve.engine.clients.frames import Load, encode, receive_frame, send_frame
+from pdserve.engine.clients.frames import Load, encode
 from pdserve.engine.clients.inproc_client import InprocClient
 from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.clients.process_client import ProcessClient
+from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.output_stream import engine_error
-from pdserve.engine.runner.executor import SingleDeviceExecutor
+from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
 from tests.support.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.llm_requests import prompts_of
 from tests.support.oracle import Oracle
@@ -329,7 +330,7 @@ def test_frames_are_bounded_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> No
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b"\xff\xff\xff\xff")
-        with pytest.raises(PeerError, match=f"4294967295 bytes, at most {frames.MAX_FRAME_BYTES}"):
+        with pytest.raises(PeerError, match=f"4294967295 bytes, at most {MAX_FRAME_BYTES}"):
             receive_frame(theirs)
         monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 10)
         with pytest.raises(PeerError, match="11 bytes, at most 10"):

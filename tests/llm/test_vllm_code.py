@@ -109,7 +109,7 @@ def test_options_of_one_device_and_no_more_are_taken(make_llm: Callable[..., LLM
     [answer] = llm.generate(TEXT, greedy(), use_tqdm=False)
     assert answer.metrics is None
     for option, message in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, only 1 is supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, only 1 is supported"),
         ({"quantization": "awq"}, r"Invalid enum value 'awq' - at `\$.quantization`"),
         ({"grammar_timeout_s": -1.0}, "grammar_timeout_s is -1.0"),
     ):

@@ -20,9 +20,10 @@ from pdserve.common.request.engine_types import (
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.executor.executor import SingleDeviceExecutor
+from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.executor import SingleDeviceExecutor
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
@@ -96,6 +97,7 @@ class Harness:
         grammars: GrammarCompiler | None = None,
         processors: Any = None,
         lora: Any = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -105,11 +107,21 @@ class Harness:
         self.outbox = Outbox()
         attention = [HashAttention(kv_cache)] if isinstance(model, HashModel) else None
         self.core = make_engine_core(
-            config, model, [kv_cache], self.hasher, vocab_size, self.outbox, grammars, processors, attention, lora
+            config,
+            model,
+            [kv_cache],
+            self.hasher,
+            vocab_size,
+            self.outbox,
+            grammars,
+            processors,
+            attention,
+            lora,
+            ranks=ranks,
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor
-        assert isinstance(executor, SingleDeviceExecutor)
+        assert isinstance(executor, SingleDeviceExecutor | TensorParallelExecutor)
         self.runner = executor.runner
         self.answers: dict[str, Answer] = {}
         """Answers by request; by `request/index` where it has several sequences."""

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.clients.engine_connection import ChildProcess
+from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.clients.engine_core_proc import main
-from pdserve.engine.runner.executor import SingleDeviceExecutor
+from pdserve.engine.executor.executor import SingleDeviceExecutor
 from tests.support.forked_process import ForkedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +22,11 @@ BUG = "a bug in a kernel"
 def start_forked(descriptor: int) -> ChildProcess:
     """In place of `engine_connection.start_program`."""
     return _start(["-m", "pdserve.engine.clients.engine_core_proc", str(descriptor)], descriptor)
+
+
+def start_rank(descriptor: int) -> ChildProcess:
+    """In place of `rank_processes.start_program`."""
+    return _start(["-m", "pdserve.engine.executor.rank_process", str(descriptor)], descriptor)
 
 
 def start_failing(descriptor: int) -> ChildProcess:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pdserve.engine.runner.executor import Executor, StepResult
+from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 
@@ -57,6 +57,9 @@ class LateExecutor:
     @property
     def hidden_size(self) -> int:
         return self._executor.hidden_size
+
+    def check_health(self) -> None:
+        self._executor.check_health()
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         if self.kv_written is not None:

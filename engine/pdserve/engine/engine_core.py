@@ -14,10 +14,10 @@ from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, SchedulerStats, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.lora.lora_runner import Adapters
 from pdserve.engine.request import Request
-from pdserve.engine.runner.executor import Executor, StepResult
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.async_scheduling import living
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
@@ -228,8 +228,9 @@ class EngineCore:
         return outputs
 
     def begin_step(self) -> StepInFlight:
-        """First half of a step: schedule, and start the executor."""
+        """First half of a step: schedule, and start the executor. Raises: WorkerLost when a rank has ended."""
         self.heartbeat.beat()
+        self.executor.check_health()
         started = time.monotonic()
         scheduled = self.scheduler.schedule()
         if not scheduled.num_scheduled_tokens:

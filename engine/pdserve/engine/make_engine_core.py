@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import ConfigError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.executor.executor import Executor, SingleDeviceExecutor
+from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.executor import SingleDeviceExecutor
-from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
-from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 
 
 def make_engine_core(
@@ -34,23 +32,21 @@ def make_engine_core(
     logits_processors: LogitsProcessors | None = None,
     attention: Sequence[AttentionBackend] | None = None,
     lora: LoraRunner | None = None,
+    ranks: OtherRanks | None = None,
 ) -> EngineCore:
     """An engine over one model.
 
     kv_caches: by KV cache group, `[num_blocks, Hkv, L, 2, bs, D]` each. outbox: receives the engine's messages to transfers; None
     without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
-    `config.attention_backend`. lora: None without adapters. Raises: ConfigError if there is no such back end, or no such
-    `config.kernels`.
+    `config.attention_backend`. lora: None without adapters. ranks: the other ranks that share the model; None without any.
+    Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
-    try:
-        if attention is None:
-            attention = [make_attention(config.attention_backend, kv_cache) for kv_cache in kv_caches]
-        ops = make_layer_ops(config.kernels, kv_caches[0].device)
-    except (AttentionBackendError, LayerOpsError) as error:
-        raise ConfigError(str(error)) from error
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
-    runner = ModelRunner(config, model, attention, ops, kv_caches, vocab_size, heartbeat.beat, processors, lora=lora)
-    executor = SingleDeviceExecutor(runner)
+    group = None if ranks is None else ranks.group
+    runner = make_model_runner(
+        config, model, kv_caches, vocab_size, heartbeat.beat, processors, attention, lora=lora, group=group
+    )
+    executor: Executor = SingleDeviceExecutor(runner) if ranks is None else TensorParallelExecutor(runner, ranks)
     adapters = None if lora is None else lora.store
     return EngineCore(config, executor, heartbeat, hasher, vocab_size, outbox, grammars, processors, adapters)

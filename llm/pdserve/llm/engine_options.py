@@ -21,6 +21,8 @@ class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "dummy"]
     quantization: Literal["int8"] | None
+    tensor_parallel_size: int
+    """Processes that share the model; default 1."""
     block_size: int
     """Tokens in a KV block."""
     num_blocks: int | None
@@ -82,7 +84,6 @@ class EngineOptions(TypedDict, total=False):
 
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "tensor_parallel_size": (1,),
         "pipeline_parallel_size": (1,),
         "data_parallel_size": (1,),
         "tokenizer": (None,),

@@ -45,12 +45,16 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     processor only."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
+    tensor_parallel_size: int = 1
+    """Processes that share the model's heads and matrices, each with a part of the weights and of the KV cache; with `cuda` each
+    has a GPU of its own."""
     block_size: int = 16
     """Tokens in a KV block; equal on all workers."""
     num_blocks: int | None = None
     """KV blocks in the pool; default: what `kv_cache_mib` holds."""
     kv_cache_mib: int | None = None
-    """Size of the KV pool; default: 256 on a processor, on a GPU what `gpu_memory_utilization` leaves."""
+    """Size of the KV pool, per rank of `tensor_parallel_size`; default: 256 on a processor, on a GPU what
+    `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that weights, the largest step and the KV pool may take, other processes included."""
     kv_ring_mib: int = 256
@@ -187,6 +191,22 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         host = self.peers_host
         return f"{self.section}-{port}" if is_loopback(host) else f"{self.section}-{host.replace(':', '-')}-{port}"
 
+    def _verify_ranks(self) -> None:
+        if self.tensor_parallel_size > 1 and self.enable_lora:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and enable_lora is true: adapters are not divided among ranks"
+            )
+        if self.tensor_parallel_size > 1 and self.speculative_config is not None:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and speculative_config is set: steps of several ranks have no "
+                "drafts yet"
+            )
+        if self.tensor_parallel_size > 1 and self.section in ("prefill", "decode"):
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}: workers move no KV blocks of several ranks yet; "
+                "1 is supported here, more in LLM and AsyncLLM"
+            )
+
     def verify(self) -> None:
         super().verify()
         if self.connector == "nixl" and self.tls_cert_file is not None and not self.nixl_plaintext:
@@ -205,8 +225,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(
             1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"
         )
-        self._verify_least(1, "num_threads", "grammar_memory_mib", "max_loras")
+        self._verify_least(1, "num_threads", "grammar_memory_mib", "max_loras", "tensor_parallel_size")
         self._verify_lora()
+        self._verify_ranks()
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
         if self.quantization is not None and self.device != "cpu":

@@ -8,15 +8,15 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from pdserve.common.errors import Cancelled, PdServeError, PeerError, WorkerLost, from_code
+from pdserve.engine.child_process import ChildProcess, StartProcess, exit_text, start_module
 from pdserve.engine.clients.frames import (
     EngineDead,
     Loaded,
@@ -25,35 +25,19 @@ from pdserve.engine.clients.frames import (
     UtilityOutput,
     decode_from_engine,
     encode,
-    receive_frame,
-    send_frame,
-    verify_length,
 )
 from pdserve.engine.clients.output_queue import OutputQueue
 from pdserve.engine.engine_info import EngineInfo
+from pdserve.engine.socket_frames import receive_frame, send_frame, verify_length
 
 _MODULE = "pdserve.engine.clients.engine_core_proc"
 _END_S = 5.0
 """Seconds for the process to end after its socket is closed."""
 
 
-class ChildProcess(Protocol):
-    """The part of `subprocess.Popen` that is used."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
-
-
-StartProcess = Callable[[int], ChildProcess]
-"""Starts the engine's program with a descriptor, which it inherits."""
-
-
 def start_program(descriptor: int) -> ChildProcess:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", _MODULE, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=(descriptor,)
-    )
+    """Start the engine's program."""
+    return start_module(_MODULE, descriptor)
 
 
 class EngineConnection:
@@ -163,7 +147,7 @@ class EngineConnection:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return "the engine's process closed its socket"
-        return f"the engine's process ended {f'by signal {-status}' if status < 0 else f'with status {status}'}"
+        return f"the engine's process {exit_text(status)}"
 
     def _has_loaded(self, info: EngineInfo) -> None:
         with self._lock:

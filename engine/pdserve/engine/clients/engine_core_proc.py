@@ -28,7 +28,6 @@ import msgspec
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.engine_types import EngineCoreOutputs
 from pdserve.engine.clients.frames import (
-    MAX_FRAME_BYTES,
     AbortRequests,
     AddRequest,
     EndSequence,
@@ -45,13 +44,12 @@ from pdserve.engine.clients.frames import (
     decode_request,
     decode_to_engine,
     encode,
-    receive_frame,
-    send_frame,
 )
 from pdserve.engine.clients.inproc_client import InprocClient, failure_text
 from pdserve.engine.clients.loaded_engine import LoadedEngine
 from pdserve.engine.output_stream import refused_outputs
 from pdserve.engine.scheduler_output import RequestFailure
+from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
 
 log = logging.getLogger(__name__)
 

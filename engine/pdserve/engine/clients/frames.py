@@ -1,4 +1,4 @@
-"""Messages between `ProcessClient` and the process of its engine: msgpack values behind their length, over a Unix socket pair.
+"""Messages between `ProcessClient` and the process of its engine: msgpack values over a Unix socket pair.
 
 client -> engine   `Load`, once; then `AddRequest`, `ResumeRequest`, `FinishSession`, `AbortRequests`, `EndSequence`, `Utility`
 engine -> client   `Loaded`, once; then `Outputs`, `UtilityOutput`; `EngineDead`, last
@@ -8,21 +8,14 @@ The end of the socket is the end of the peer.
 
 from __future__ import annotations
 
-import socket
-import struct
 from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import PeerError
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.scheduler_output import RequestFailure
-
-MAX_FRAME_BYTES = 1 << 28
-"""Log-probabilities of a prompt of 100,000 tokens with 20 candidates each take 30 MB."""
-_LENGTH = struct.Struct(">I")
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -95,37 +88,3 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 encode = msgspec.msgpack.Encoder().encode
-
-
-def send_frame(peer: socket.socket, payload: bytes) -> None:
-    """Blocks. Raises: OSError; PeerError for a payload that the peer would refuse, of which nothing was sent."""
-    verify_length(len(payload))
-    peer.sendall(_LENGTH.pack(len(payload)))
-    peer.sendall(payload)
-
-
-def receive_frame(peer: socket.socket) -> bytearray | None:
-    """Blocks; None at the end of the socket. Raises: OSError; PeerError for a length beyond the limit."""
-    head = _received(peer, _LENGTH.size)
-    if head is None:
-        return None
-    [length] = _LENGTH.unpack(head)
-    verify_length(length)
-    return _received(peer, length)
-
-
-def verify_length(length: int) -> None:
-    """Raises: PeerError for more bytes than a message may have."""
-    if length > MAX_FRAME_BYTES:
-        raise PeerError(f"a message has {length} bytes, at most {MAX_FRAME_BYTES} can be sent")
-
-
-def _received(peer: socket.socket, length: int) -> bytearray | None:
-    data = bytearray(length)
-    rest = memoryview(data)
-    while rest:
-        count = peer.recv_into(rest)
-        if count == 0:
-            return None
-        rest = rest[count:]
-    return data

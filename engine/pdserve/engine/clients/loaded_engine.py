@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 from pdserve.common.block_hash import BlockHasher
@@ -31,6 +32,7 @@ class LoadedEngine:
         """
         self._settings = settings
         self._model = load_model(folder, settings)
+        weakref.finalize(self, self._model.close)
         self._logits_processors = logits_processors or LogitsProcessors.from_entry_points(settings.logits_processors)
         self._grammars: GrammarCompiler | None = None
         self.info = self._model.engine_info(settings)
@@ -42,7 +44,7 @@ class LoadedEngine:
     def make_core(self) -> EngineCore:
         """An engine with an empty cache over the one pool: the last one made owns it."""
         # the last engine may have left sequences in their grammars
-        self.close()
+        self._close_grammars()
         self._grammars = self._model.grammar_compiler(self._settings)
         return make_engine_core(
             self._model.engine_config(self._settings),
@@ -53,9 +55,14 @@ class LoadedEngine:
             grammars=self._grammars,
             logits_processors=self._logits_processors,
             lora=self._model.lora_runner,
+            ranks=self._model.ranks,
         )
 
     def close(self) -> None:
-        """End what an engine has started beside itself; the engine must have ended. May be called again."""
+        """End what was started beside the engine, which must have ended. May be called again."""
+        self._close_grammars()
+        self._model.close()
+
+    def _close_grammars(self) -> None:
         if self._grammars is not None:
             self._grammars.close()

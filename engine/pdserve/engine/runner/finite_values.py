@@ -19,8 +19,10 @@ from pdserve.common.request.engine_types import LogprobsLists
 def finite_rows(logits: Tensor) -> Tensor:
     """`[N, V]` -> `[N]` bool, on the same device: one pass, since the maximum of a row propagates NaN.
 
-    A row with -infinity in some places is finite: such a token has probability 0.
+    A row with -infinity in some places is finite: such a token has probability 0. A rank without logits has nothing to find.
     """
+    if not logits.shape[1]:
+        return torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     return logits.amax(-1).isfinite()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,19 +17,25 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
+from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.kernels.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
+from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import DEMO, model_folder
+from pdserve.models.read_config import read_config
+from pdserve.models.weights.rank_shard import WHOLE, RankShard
 
 __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
+
+Progress = Callable[[LoadProgress], None]
 
 _DEMO_STRING_CHARS = 64
 
@@ -47,6 +53,8 @@ class LoadedModel:
     folder: Path
     adapters: AdapterStore | None = None
     """None without `enable_lora`."""
+    ranks: RankProcesses | None = None
+    """The other ranks, which end with `close`; None without any."""
 
     @property
     def lora_runner(self) -> LoraRunner | None:
@@ -90,6 +98,11 @@ class LoadedModel:
             max_num_seqs=settings.max_num_seqs,
         )
 
+    def close(self) -> None:
+        """End the other ranks. No engine computes any more. May be called again."""
+        if self.ranks is not None:
+            self.ranks.close()
+
     def engine_config(self, settings: WorkerSettings) -> EngineConfig:
         """The engine's settings, limited by model and pool."""
         return EngineConfig(
@@ -116,28 +129,64 @@ class LoadedModel:
         )
 
 
-def load_model(
-    folder: Path, settings: WorkerSettings, progress: Callable[[LoadProgress], None] | None = None
-) -> LoadedModel:
-    """Read weights and make the pool. progress: called after each weight. Raises: ConfigError, UnsupportedModel."""
-    _check_device(settings.device)
+def load_model(folder: Path, settings: WorkerSettings, progress: Progress | None = None) -> LoadedModel:
+    """Read weights and make the pool, with several ranks in a process each: this one has rank 0.
+
+    progress: called after each weight. Raises: ConfigError, UnsupportedModel; WorkerLost when a rank ended meanwhile.
+    """
+    size = settings.tensor_parallel_size
+    for rank in range(size):
+        _check_device(rank_device(settings.device, rank, size))
+    if size == 1:
+        return _load(folder, settings, None, progress)
+    read_config(folder, settings.dtype).verify_sharding(size, folder)
+    ranks = RankProcesses(folder, settings, torch.device(rank_device(settings.device, 0, size)))
+    try:
+        loaded = ranks.attempt(lambda: _load(folder, settings, ranks.group, progress))
+        ranks.loaded()
+    except BaseException:
+        ranks.close()
+        raise
+    return replace(loaded, ranks=ranks)
+
+
+def load_rank(folder: Path, settings: WorkerSettings, group: RankGroup) -> LoadedModel:
+    """A rank's part of the weights, and its pool. Raises: as `load_model`; RuntimeError when another rank ended."""
+    return _load(folder, settings, group, None)
+
+
+def rank_device(device: str, rank: int, size: int) -> str:
+    """Each rank has a GPU of its own, from the given one on. device: a name that torch may not know."""
+    if size == 1 or not device.startswith("cuda"):
+        return device
+    first = device.removeprefix("cuda").removeprefix(":") or "0"
+    return f"cuda:{int(first) + rank}" if first.isdecimal() else device
+
+
+def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
+    shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
+    device = rank_device(settings.device, shard.rank, shard.size)
     decoder = load_decoder(
-        folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
-        quantization=settings.quantization, progress=progress,
+        folder, dtype=settings.dtype, device=device, load_format=settings.load_format,
+        quantization=settings.quantization, shard=shard, progress=progress,
     )  # fmt: skip
     adapters = None
     if settings.enable_lora:
         decoder, targets = with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)
         adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
-    groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config))
-    block_bytes = sum(group.layout.block_bytes for group in groups)
+    groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard)
+    block_bytes = sum(spec.layout.block_bytes for spec in groups)
     left_bytes = None
     if settings.num_blocks is None and settings.pool_mib is None:
-        device = torch.device(settings.device)
-        left_bytes = _budget(settings, decoder, groups, device, CudaMemory(device)).pool_bytes(settings, block_bytes)
+        place = torch.device(device)
+        left_bytes = _budget(settings, decoder, groups, place, CudaMemory(place)).pool_bytes(settings, block_bytes)
+        if group is not None:
+            left_bytes = group.minimum(left_bytes)
     num_blocks, max_model_len = pool_size(settings, block_bytes, config, left_bytes)
-    kv_caches = tuple(make_kv_cache(group.layout, num_blocks, settings.device) for group in groups)
+    if group is not None:
+        group.minimum(num_blocks)  # all have loaded
+    kv_caches = tuple(make_kv_cache(spec.layout, num_blocks, device) for spec in groups)
     cache = KVCacheConfig(num_blocks, groups)
     return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder, adapters)
 

@@ -31,7 +31,7 @@ from pdserve.engine.runner.step_times import LayerTimes, StepTimes
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
-from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata
+from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata, TokenSampler
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.engine.speculation.drafter import make_drafter
 from pdserve.kernels.attention_backend import AttentionBackend
@@ -103,10 +103,11 @@ class ModelRunner:
         logits_processors: LogitsProcessors | None = None,
         runtime: DeviceRuntime | None = None,
         lora: LoraRunner | None = None,
+        sampler: TokenSampler | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's.
 
-        lora: None without adapters.
+        lora: None without adapters. sampler: default: `Sampler`.
         """
         self._config = config
         self._model = model
@@ -119,7 +120,7 @@ class ModelRunner:
         self._lora = lora
         self._runtime = runtime or make_runtime(self._device)
         self._layer_times = LayerTimes(self._runtime, before_layer) if config.collect_layer_times else None
-        self._sampler = Sampler(ops.sample)
+        self._sampler = sampler or Sampler(ops.sample)
         self._step: _Step | None = None
         self._graphs: StepGraphs | None = None
         self.kv_written: DeviceEvent | None = None

@@ -111,6 +111,8 @@ class LargestSteps:
         """With every stage that needs memory of the vocabulary's size."""
         logits = self.model.compute_logits(hidden)
         count, vocab_size = logits.shape
+        if not vocab_size:  # a rank above 0, which does not sample
+            return
         metadata = SamplingMetadata(
             temperature=np.ones(count, np.float32),
             top_p=np.full(count, 0.9, np.float32),

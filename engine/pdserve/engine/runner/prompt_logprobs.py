@@ -76,6 +76,8 @@ def _of_chunk(
         part = next_tokens[start : start + SLICE]
         rows = LogprobsRows(np.arange(len(part)), np.full(len(part), num_top))
         logits = compute_logits(hidden[start : start + SLICE])
+        if not logits.shape[1]:  # a rank above 0, which takes part in computing them
+            continue
         tensors = RawLogprobs(rows, None, torch.log_softmax(logits, dim=-1, dtype=torch.float32)).of_tokens(
             torch.from_numpy(part).to(logits.device)
         )

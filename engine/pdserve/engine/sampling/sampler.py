@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -115,6 +115,15 @@ class Sampled:
             sampled = np.where(np.isneginf(highest), NO_TOKEN, sampled)
         logprobs = None if self.logprobs is None else self.logprobs.on_host(arrays[1:])
         return SamplerOutput(sampled, logprobs, self.failed)
+
+
+class TokenSampler(Protocol):
+    """Samples the rows of a step: `Sampler`, or the samplers of several ranks."""
+
+    def launch(
+        self, logits: Tensor, metadata: SamplingMetadata, placed: PlacedArrays, rows: PackedRows | None
+    ) -> Sampled:
+        """See `Sampler.launch`."""
 
 
 class Sampler:

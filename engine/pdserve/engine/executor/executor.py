@@ -32,6 +32,9 @@ class Executor(Protocol):
         """On a GPU, the event after which the KV of all steps so far is in the pool; None on a processor, where KV is written at
         once."""
 
+    def check_health(self) -> None:
+        """Raises: WorkerLost when a process that takes part has ended."""
+
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         """Begin a step. `sample_tokens` must follow before the next one."""
 
@@ -62,6 +65,9 @@ class SingleDeviceExecutor:
     @property
     def kv_written(self) -> DeviceEvent | None:
         return self.runner.kv_written
+
+    def check_health(self) -> None:
+        """No effect."""
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
         self.runner.execute_model(scheduled)

@@ -1,0 +1,1 @@
+"""Executors: compute the scheduler's steps, on one device or on several ranks."""

@@ -1,0 +1,107 @@
+"""The process of a rank above 0.
+
+Usage, by `RankProcesses` alone: python -m pdserve.engine.executor.rank_process DESCRIPTOR
+
+DESCRIPTOR is this process's end of a socket pair; the process ends when the other end is closed, by rank 0 or by the end of its
+process. A process that is stopped does not see that, so the kernel kills it together with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from pdserve.common.errors import InternalError, PdServeError, PeerError
+from pdserve.engine.executor.rank_loop import RankLoop
+from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
+from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
+from pdserve.engine.runner.loaded_model import load_rank, rank_device
+from pdserve.engine.runner.make_model_runner import make_model_runner
+from pdserve.engine.scheduler_output import RequestFailure
+from pdserve.engine.socket_frames import receive_frame, send_frame
+
+log = logging.getLogger(__name__)
+
+LAST_STEP_S = 1.0
+"""Seconds that a step may go on after the end of rank 0, without which no step of several ranks ends."""
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_after_rank_0(rank_0: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(rank_0, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(LAST_STEP_S)
+    os._exit(1)
+
+
+def _receive(rank_0: socket.socket) -> ToRank | None:
+    payload = receive_frame(rank_0)
+    return None if payload is None else decode_to_rank(payload)
+
+
+def _serve(rank_0: socket.socket, start: StartRank) -> None:
+    """Until the end of rank 0. Raises: the error that ended this rank."""
+    settings = start.settings
+    torch.set_num_threads(settings.num_threads)
+    _pin(settings.cpu_core, start.rank, settings.num_threads)
+    size = settings.tensor_parallel_size
+    device = torch.device(rank_device(settings.device, start.rank, size))
+    group = ProcessRankGroup(Path(start.store), start.rank, size, device)
+    model = load_rank(Path(start.folder), settings, group)
+    group.limit_waits(start.wait_s)
+    config, decoder = model.engine_config(settings), model.decoder
+    loop = RankLoop(lambda: make_model_runner(config, decoder, model.kv_caches, decoder.config.vocab_size, group=group))
+    gc.collect()
+    gc.freeze()
+    while (message := _receive(rank_0)) is not None:
+        loop.serve(message)
+
+
+def _pin(cpu_core: int | None, rank: int, num_threads: int) -> None:
+    """To the cores after those of the rank before."""
+    if cpu_core is not None:
+        first = cpu_core + rank * num_threads
+        cores = set(range(first, first + num_threads)) & set(range(os.cpu_count() or 1))
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError as error:
+            log.warning("cannot pin rank %d to core %d: %s", rank, first, error)
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # they go to the whole process group, or to all processes of a service; rank 0 decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as rank_0, contextlib.suppress(OSError):
+        threading.Thread(target=_end_after_rank_0, args=(rank_0,), name="rank-0-end", daemon=True).start()
+        start = _receive(rank_0)
+        if not isinstance(start, StartRank):
+            return 0 if start is None else 1
+        try:
+            _serve(rank_0, start)
+        except Exception as error:
+            known = error if isinstance(error, PdServeError) and not isinstance(error, PeerError) else None
+            if known is None:
+                log.exception("rank %d failed", start.rank)
+            text = f"rank {start.rank} failed: {type(error).__name__}: {error}"[:500]
+            send_frame(rank_0, encode(RankFailed(RequestFailure.of(known or InternalError(text)))))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""`TensorParallelExecutor`: rank 0 of a model that several processes share; the others repeat its calls."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Protocol, TypeVar
+
+from pdserve.common.device_event import DeviceEvent
+from pdserve.common.errors import PdServeError
+from pdserve.engine.executor.executor import StepResult
+from pdserve.engine.ranks.rank_messages import ExecuteModel, NewEngine, SampleTokens, ToRank, WarmUp, without_sampling
+from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from pdserve.kernels.rank_group import RankGroup
+
+T = TypeVar("T")
+
+
+class OtherRanks(Protocol):
+    """The ranks above 0: `RankProcesses`, or threads in tests."""
+
+    @property
+    def group(self) -> RankGroup: ...
+
+    def send(self, message: ToRank) -> None:
+        """Send a message to each of them. Raises: WorkerLost."""
+
+    def require_all(self) -> None:
+        """Raises: the error with which one of them ended."""
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Run operations in which all ranks take part. Raises: as `work`; WorkerLost when a rank has ended. None is possible
+        afterwards."""
+
+
+class TensorParallelExecutor:
+    """Implements `Executor`: sends each call to the other ranks, then computes rank 0's part in the calling thread."""
+
+    def __init__(self, runner: ModelRunner, ranks: OtherRanks) -> None:
+        """A new engine over the ranks' pools."""
+        self.runner = runner
+        self._ranks = ranks
+        self._is_unread = False
+        """True if the result of the last sampled step was not waited for."""
+        with suppress(PdServeError):  # `check_health` raises it
+            ranks.send(NewEngine())
+
+    @property
+    def hidden_size(self) -> int:
+        return self.runner.hidden_size
+
+    @property
+    def kv_written(self) -> DeviceEvent | None:
+        """The event of rank 0. Blocks of other ranks are moved by these ranks."""
+        return self.runner.kv_written
+
+    def check_health(self) -> None:
+        self._ranks.require_all()
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        message = ExecuteModel(without_sampling(scheduled), reads_first=not self._is_unread)
+        self._together(message, lambda: self.runner.execute_model(scheduled))
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
+        message = SampleTokens(None if grammar is None else grammar.late_req_ids)
+        pending = self._together(message, lambda: self.runner.sample_tokens(grammar))
+        self._is_unread = True
+        return _RankZeroResult(self, pending)
+
+    def read(self, pending: StepResult) -> ModelRunnerOutput:
+        """Wait for a step."""
+        with _without_interrupts():
+            output = self._ranks.attempt(pending.result)
+            self._is_unread = False
+        return output
+
+    def warm_up(self) -> None:
+        self._together(WarmUp(), self.runner.capture_graphs)
+
+    def close(self) -> None:
+        """No effect: the ranks end with the model, of which later engines may take over the pools."""
+
+    def _together(self, message: ToRank, work: Callable[[], T]) -> T:
+        with _without_interrupts():
+            self._ranks.send(message)
+            return self._ranks.attempt(work)
+
+
+class _RankZeroResult:
+    def __init__(self, executor: TensorParallelExecutor, pending: StepResult) -> None:
+        self._executor = executor
+        self._pending = pending
+
+    def result(self) -> ModelRunnerOutput:
+        return self._executor.read(self._pending)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C takes effect after the block: in the middle of a step it would leave the other ranks waiting for this one."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            signal.raise_signal(signal.SIGINT)

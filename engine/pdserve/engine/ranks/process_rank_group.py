@@ -1,0 +1,93 @@
+"""`ProcessRankGroup`: a `RankGroup` of processes, over torch.distributed: gloo on a processor, NCCL on a GPU."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d
+
+LOADING_S = 3600.0
+"""Seconds that a rank waits for one that is still loading its weights; an ended rank is noticed at once."""
+_LOOPBACK = "lo"
+dist: Any = _distributed_c10d
+"""Its groups can be made without names in a table of the process, but are not in its type stubs."""
+
+
+class ProcessRankGroup:
+    """Not torch's default group, which belongs to the program that uses the engine. Used by one thread at a time."""
+
+    def __init__(self, store: Path, rank: int, size: int, device: torch.device) -> None:
+        """Meet the other ranks. store: a file that does not exist, in a folder of this user alone. Raises: RuntimeError."""
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._wait = timedelta(seconds=LOADING_S)
+        files = dist.FileStore(str(store), size)
+        self._group: Any = self._nccl(files) if device.type == "cuda" else self._gloo(files)
+        self._set_options()
+
+    def _gloo(self, store: Any) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=_LOOPBACK)]
+        options._timeout = self._wait
+        options._threads = 1
+        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def _nccl(self, store: Any) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._wait
+        torch.cuda.set_device(self._device)
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def limit_waits(self, wait_s: float) -> None:
+        """From now on an operation fails when another rank has not arrived after this time."""
+        self._wait = timedelta(seconds=wait_s)
+        self._set_options()
+
+    def _set_options(self) -> None:
+        self._sum, self._least = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._least.reduceOp = dist.ReduceOp.MIN
+        self._gather, self._allgather, self._broadcast = (
+            dist.GatherOptions(),
+            dist.AllgatherOptions(),
+            dist.BroadcastOptions(),
+        )
+        for options in (self._sum, self._least, self._gather, self._allgather, self._broadcast):
+            options.timeout = self._wait
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._device.type == "cuda" or self.size == 2:
+            # of two terms, the order does not matter
+            self._group.allreduce([x], self._sum).wait()
+            return x
+        # gloo's order of the terms depends on a number's place in the tensor; here it is that of the ranks
+        terms = [torch.empty_like(x) for _ in range(self.size)]
+        self._group.allgather([terms], [x], self._allgather).wait()
+        torch.add(terms[0], terms[1], out=x)
+        for term in terms[2:]:
+            x += term
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor] | None:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
+        self._group.gather([] if parts is None else [parts], [x], self._gather).wait()
+        return parts
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        self._group.broadcast([x], self._broadcast).wait()
+        return x
+
+    def minimum(self, value: int) -> int:
+        number = torch.tensor([value], device=self._device)
+        self._group.allreduce([number], self._least).wait()
+        return int(number)
+
+    def abort(self) -> None:
+        """End operations on a GPU that wait for a rank which has ended; gloo notices by itself. Any thread may call it."""
+        if self._device.type == "cuda":
+            self._group.abort()

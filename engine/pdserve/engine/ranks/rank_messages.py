@@ -1,0 +1,81 @@
+"""Messages from rank 0 to the processes of the other ranks, and one back, as msgpack values.
+
+rank 0 -> rank   `StartRank`, once; then per engine `NewEngine`, `WarmUp`, and per step `ExecuteModel` and `SampleTokens`
+rank -> rank 0   `RankFailed`, last
+
+No step is answered: the ranks meet in the operations of a `RankGroup`, and results come from rank 0. The end of the socket is the
+end of the peer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.scheduler_output import RequestFailure, SchedulerOutput
+
+
+class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Load this rank's part of a model."""
+
+    folder: str
+    settings: WorkerSettings
+    rank: int
+    store: str
+    """File through which the ranks find each other."""
+    wait_s: float
+    """Seconds that a step waits for another rank."""
+
+
+class NewEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget the batch: a new engine takes over the pool."""
+
+
+class ExecuteModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Begin a step."""
+
+    scheduled: SchedulerOutput
+    reads_first: bool
+    """True if rank 0 has read the tokens of the step before."""
+
+
+class SampleTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End the step."""
+
+    late_req_ids: list[str] | None
+    """`GrammarOutput.late_req_ids`; None without a grammar."""
+
+
+class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Prepare what later steps replay."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The error that ended a rank."""
+
+    failure: RequestFailure
+
+
+ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | WarmUp
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(RankFailed).decode
+encode = msgspec.msgpack.Encoder().encode
+
+
+def without_sampling(scheduled: SchedulerOutput) -> SchedulerOutput:
+    """The step for a rank that does not sample: of the sampling parameters only those that decide which logits are computed.
+
+    The others stay at rank 0, with functions of the caller among the logits processors.
+    """
+    if not scheduled.scheduled_new_reqs:
+        return scheduled
+    new_reqs = [
+        msgspec.structs.replace(
+            new,
+            sampling_params=SamplingParams(prompt_logprobs=new.sampling_params.prompt_logprobs),
+            eos_token_ids=(),
+        )
+        for new in scheduled.scheduled_new_reqs
+    ]
+    return msgspec.structs.replace(scheduled, scheduled_new_reqs=new_reqs)

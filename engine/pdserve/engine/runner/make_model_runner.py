@@ -1,0 +1,60 @@
+"""`make_model_runner`: a `ModelRunner` with the back ends of its device, and the sampler of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from pdserve.common.errors import ConfigError
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.lora.lora_runner import LoraRunner
+from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.rank_samplers import ReceivingSampler, SharingSampler
+from pdserve.engine.sampling.sampler import Sampler, TokenSampler
+from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
+from pdserve.kernels.rank_group import RankGroup
+
+
+def make_model_runner(
+    config: EngineConfig,
+    model: DecoderModel,
+    kv_caches: Sequence[Tensor],
+    vocab_size: int,
+    before_layer: Callable[[], None] | None = None,
+    logits_processors: LogitsProcessors | None = None,
+    attention: Sequence[AttentionBackend] | None = None,
+    *,
+    lora: LoraRunner | None = None,
+    group: RankGroup | None = None,
+) -> ModelRunner:
+    """A runner with an empty batch.
+
+    attention: default: `config.attention_backend` over each of `kv_caches`. lora: None without adapters. group: the ranks that share
+    the model; None for one. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
+    """
+    try:
+        if attention is None:
+            attention = [make_attention(config.attention_backend, kv_cache) for kv_cache in kv_caches]
+        ops = make_layer_ops(config.kernels, kv_caches[0].device)
+    except (AttentionBackendError, LayerOpsError) as error:
+        raise ConfigError(str(error)) from error
+    sampler: TokenSampler = Sampler(ops.sample)
+    if group is not None:
+        sampler = SharingSampler(sampler, group) if group.rank == 0 else ReceivingSampler(group)
+    return ModelRunner(
+        config,
+        model,
+        attention,
+        ops,
+        kv_caches,
+        vocab_size,
+        before_layer,
+        logits_processors,
+        lora=lora,
+        sampler=sampler,
+    )

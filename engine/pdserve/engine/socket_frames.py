@@ -1,0 +1,46 @@
+"""Messages of a socket between two processes of an engine: bytes behind their length."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+from pdserve.common.errors import PeerError
+
+MAX_FRAME_BYTES = 1 << 28
+"""Log-probabilities of a prompt of 100,000 tokens with 20 candidates each take 30 MB."""
+_LENGTH = struct.Struct(">I")
+
+
+def send_frame(peer: socket.socket, payload: bytes) -> None:
+    """Blocks. Raises: OSError; PeerError for a payload that the peer would refuse, of which nothing was sent."""
+    verify_length(len(payload))
+    peer.sendall(_LENGTH.pack(len(payload)))
+    peer.sendall(payload)
+
+
+def receive_frame(peer: socket.socket) -> bytearray | None:
+    """Blocks; None at the end of the socket. Raises: OSError; PeerError for a length beyond the limit."""
+    head = _received(peer, _LENGTH.size)
+    if head is None:
+        return None
+    [length] = _LENGTH.unpack(head)
+    verify_length(length)
+    return _received(peer, length)
+
+
+def verify_length(length: int) -> None:
+    """Raises: PeerError for more bytes than a message may have."""
+    if length > MAX_FRAME_BYTES:
+        raise PeerError(f"a message has {length} bytes, at most {MAX_FRAME_BYTES} can be sent")
+
+
+def _received(peer: socket.socket, length: int) -> bytearray | None:
+    data = bytearray(length)
+    rest = memoryview(data)
+    while rest:
+        count = peer.recv_into(rest)
+        if count == 0:
+            return None
+        rest = rest[count:]
+    return data

@@ -1,0 +1,199 @@
+"""An engine whose model several ranks share gives the tokens that one rank gives; the other ranks are threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.ranks.rank_messages import SampleTokens
+from pdserve.engine.scheduler_output import GrammarOutput
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.text.tokenization.tokenizer import Tokenizer
+from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.support.engine_harness import Answer, Harness
+from tests.support.oracle import Oracle
+from tests.support.rank_threads import RankThreads
+
+PROMPTS = [[(7 * place + length) % VOCAB_SIZE for place in range(length)] for length in (1, 5, 17, 30)]
+ONE_KV_HEAD: dict[str, Any] = {"num_key_value_heads": 1}
+
+
+class RankedHarness(Harness):
+    """An engine with other ranks."""
+
+    ranks: RankThreads
+
+
+Make = Callable[..., RankedHarness]
+
+
+@pytest.fixture
+def make_ranked(harnesses: list[Harness]) -> Iterator[Make]:
+    """`make_ranked(folder, size, ...)`; after the test all ranks have the same sequences."""
+    made: list[RankedHarness] = []
+
+    def make(folder: Path, size: int = 2, grammars: Any = None, processors: Any = None, **fields: Any) -> RankedHarness:
+        config = EngineConfig(**({"block_size": 4, "num_blocks": 64, "max_model_len": 128} | fields))
+        ranks = RankThreads(folder, config, size)
+        harness = RankedHarness(config, ranks.decoder, ranks.kv_cache, VOCAB_SIZE, grammars, processors, ranks=ranks)
+        harness.ranks = ranks
+        made.append(harness)
+        harnesses.append(harness)
+        return harness
+
+    yield make
+    for harness in made:
+        harness.ranks.close()
+        harness.ranks.check(harness.runner)
+
+
+def values(answer: Answer) -> Any:
+    """What must be equal."""
+    return answer.token_ids, answer.finish_reason, answer.error_code
+
+
+def assert_close(one: Answer, other: Answer) -> None:
+    """The same tokens, and log-probabilities but for their last digits."""
+    assert values(one) == values(other)
+    for ours, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.logprob_token_ids == theirs.logprob_token_ids
+            for row, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert row == pytest.approx(expected, abs=1e-3)
+    if one.pooling_output is not None:
+        assert one.pooling_output == pytest.approx(other.pooling_output, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, ONE_KV_HEAD], ids=["", "one_kv_head"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_i1_two_ranks_give_the_tokens_of_transformers(
+    architecture: str, options: dict[str, Any], tiny_checkpoints: Callable[..., Path], make_ranked: Make
+) -> None:
+    folder = tiny_checkpoints(architecture, **options)
+    engine, oracle = make_ranked(folder, max_num_batched_tokens=24), Oracle(folder)
+    ids = [engine.add(prompt, params={"max_tokens": 8}) for prompt in PROMPTS]
+    answers = engine.run()
+    for request_id, prompt in zip(ids, PROMPTS, strict=True):
+        oracle.check(prompt, answers[request_id].token_ids)
+
+
+MIXED: list[dict[str, Any]] = [
+    {"params": {"temperature": 1.0, "seed": 3, "max_tokens": 12}, "n": 3},
+    {"params": {"repetition_penalty": 1.4, "frequency_penalty": 0.4, "presence_penalty": 0.3, "max_tokens": 12}},
+    {"params": {"logprobs": 3, "prompt_logprobs": 2, "max_tokens": 5}},
+    {"params": {"bad_words_token_ids": ((3, 4), (9,)), "min_tokens": 4, "logit_bias": {7: 5.0}, "max_tokens": 9}},
+    {"params": {"temperature": 0.7, "seed": 1, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "max_tokens": 9}},
+    {"params": {"allowed_token_ids": (5, 6, 7, 8), "max_tokens": 9}},
+    {"pooling_params": PoolingParams(pooling_type="mean"), "params": {}},
+]
+
+
+def run_mixed(engine: Harness) -> dict[str, Answer]:
+    """Requests of every kind; a new one arrives in each step."""
+    for number, fields in enumerate(MIXED * 2):
+        prompt = PROMPTS[number % len(PROMPTS)] + [number]
+        engine.add(prompt, f"r{number}", **fields)
+        engine.step()
+    return engine.run()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"async_scheduling": True}, {"num_blocks": 24, "max_model_len": 64}], ids=["", "ahead", "preempted"]
+)
+def test_requests_of_every_kind_get_the_answers_of_one_rank(
+    fields: dict[str, Any],
+    tiny_checkpoints: Callable[..., Path],
+    make_ranked: Make,
+    make_real_engine: Callable[..., Harness],
+) -> None:
+    folder = tiny_checkpoints("qwen3")
+    given = {"block_size": 4, "num_blocks": 96, "max_model_len": 128, "max_num_batched_tokens": 20} | fields
+    one, two = make_real_engine(folder, **given), make_ranked(folder, **given)
+    expected, answers = run_mixed(one), run_mixed(two)
+    assert answers.keys() == expected.keys()
+    for name, answer in answers.items():
+        assert_close(answer, expected[name])
+    assert two.scheduler.num_preemptions == one.scheduler.num_preemptions
+    assert bool(two.scheduler.num_preemptions) == ("max_model_len" in fields)
+
+
+def test_four_ranks_with_two_kv_heads_have_each_head_twice(
+    tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
+) -> None:
+    folder = tiny_checkpoints("llama")
+    one, four = make_real_engine(folder, block_size=4, num_blocks=64, max_model_len=128), make_ranked(folder, 4)
+    for engine in (one, four):
+        engine.add(PROMPTS[3], "r")
+        engine.run()
+    assert four.answers["r"].token_ids == one.answers["r"].token_ids
+    heads = four.ranks.gathered
+    torch.testing.assert_close(heads[:, [0, 2]], one.kv_cache, atol=1e-4, rtol=0)
+    torch.testing.assert_close(heads[:, [1, 3]], one.kv_cache, atol=1e-4, rtol=0)
+
+
+def test_the_ranks_pools_together_are_the_pool_of_one_rank(
+    tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
+) -> None:
+    folder = tiny_checkpoints("qwen2")
+    one, two = make_real_engine(folder, block_size=4, num_blocks=64, max_model_len=128), make_ranked(folder)
+    for engine in (one, two):
+        run_mixed(engine)
+    torch.testing.assert_close(two.ranks.gathered, one.kv_cache, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_grammar_holds_on_rank_0_alone(tiny_checkpoints: Callable[..., Path], make_ranked: Make) -> None:
+    folder = tiny_checkpoints("llama")
+    compiler = GrammarCompiler(folder, VOCAB_SIZE)
+    try:
+        engine, tokenizer = make_ranked(folder, grammars=compiler), Tokenizer.from_folder(folder)
+        pattern = r"[A-C]{2}-\d{3}(x|yz)?"
+        form = StructuredOutputsParams(regex=pattern)
+        for number in range(3):
+            params = {"temperature": 1.0, "seed": number, "max_tokens": 40, "structured_outputs": form}
+            engine.add(PROMPTS[2], f"r{number}", params=params, eos=(2,))
+            engine.add(PROMPTS[1], f"plain{number}")
+        answers = engine.run()
+        for number in range(3):
+            text = tokenizer.decode(answers[f"r{number}"].token_ids, skip_special_tokens=True)
+            assert re.fullmatch(pattern, text), text
+    finally:
+        compiler.close()
+
+
+def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
+    tiny_checkpoints: Callable[..., Path], make_ranked: Make
+) -> None:
+    """The mask of a sequence is late in some steps: its last token is computed again, on every rank."""
+    engine = make_ranked(tiny_checkpoints("llama"))
+    executor, sent = engine.core.executor, []
+    send = engine.ranks.send
+
+    def watch(message: Any) -> None:
+        sent.append(message)
+        send(message)
+
+    engine.ranks.send = watch  # type: ignore[method-assign]
+    expected = engine.ask(PROMPTS[2]).token_ids
+    sample, calls = executor.sample_tokens, 0
+
+    def late(grammar: GrammarOutput | None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 2 and grammar is None:
+            grammar = GrammarOutput(late_req_ids=list(engine.runner.batch.rows))
+        return sample(grammar)
+
+    executor.sample_tokens = late  # type: ignore[method-assign]
+    engine.scheduler.pool.forget_cached()
+    assert engine.ask(PROMPTS[2]).token_ids == expected
+    assert any(isinstance(message, SampleTokens) and message.late_req_ids for message in sent)

@@ -1,0 +1,119 @@
+"""`LLM` with a model that two processes share: the answers of one rank, and an end with the first of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.common.errors import ConfigError, WorkerLost
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.engine.child_process import ChildProcess
+from pdserve.engine.ranks import rank_processes
+from pdserve.engine.ranks.rank_processes import RankProcesses
+from pdserve.llm import LLM
+from tests.llm.conftest import TINY
+from tests.support.forked_engine import start_rank
+from tests.support.llm_requests import core_of, greedy, prompts_of, sampled
+from tests.support.oracle import Oracle
+from tests.support.waiting import wait_until
+
+DEATH_S = 5.0
+"""Seconds within which the end of a rank ends the engine."""
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "start_program", start_rank)
+
+
+@pytest.fixture
+def shared(folder: Path) -> Iterator[LLM]:
+    """Two ranks, whose processes have ended after the test."""
+    with LLM(folder, tensor_parallel_size=2, **TINY) as llm:
+        processes = ranks_of(llm)._processes
+        yield llm
+    assert all(process.wait(0) is not None for process in processes)
+
+
+def ranks_of(llm: LLM) -> RankProcesses:
+    ranks: Any = core_of(llm).executor
+    assert isinstance(ranks._ranks, RankProcesses)
+    return ranks._ranks
+
+
+def test_i1_answers_are_those_of_transformers_and_of_one_rank(
+    shared: LLM, make_llm: Callable[..., LLM], oracle: Oracle
+) -> None:
+    prompts = [{"prompt_token_ids": prompt} for prompt in ([3, 14, 15], list(range(40)), [9] * 17)]
+    for prompt, answer in zip(prompts, shared.generate(prompts, greedy(ignore_eos=True), use_tqdm=False), strict=True):
+        oracle.check(prompt["prompt_token_ids"], answer.outputs[0].token_ids)
+    params = [sampled(seed=1), greedy(n=2), greedy(logprobs=2, prompt_logprobs=1), greedy(repetition_penalty=1.3)]
+    texts = prompts_of([1, 6, 33, 70])
+    answers = (llm.generate(texts, params, use_tqdm=False) for llm in (shared, make_llm()))
+    for one, other in zip(*answers, strict=True):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
+    core_of(shared).scheduler.check(idle=True)
+
+
+def compute_on(work: Callable[[], object]) -> None:
+    while True:
+        work()
+
+
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "between steps"])
+def test_the_death_of_a_rank_is_the_engines(shared: LLM, is_idle: bool) -> None:
+    engine = shared.llm_engine
+    if not is_idle:
+        engine.add_request("r", {"prompt_token_ids": [1, 2, 3]}, greedy(max_tokens=200, ignore_eos=True))
+        engine.step()
+    [process] = ranks_of(shared).process_ids
+    os.kill(process, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerLost, match="rank 1 ended by signal 9"):
+        compute_on(lambda: shared.generate("x", greedy(max_tokens=50), use_tqdm=False) if is_idle else engine.step())
+    assert time.monotonic() - began < 2 * DEATH_S
+    with pytest.raises(WorkerLost):
+        shared.generate("x", greedy(), use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_engine_after_the_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(folder, tensor_parallel_size=2, **TINY) as llm:
+        ranks = ranks_of(llm)
+        ranks.group.limit_waits(1.0)
+        [process] = ranks.process_ids
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(WorkerLost):
+            llm.generate("x", greedy(), use_tqdm=False)
+    wait_until(lambda: not Path(f"/proc/{process}").exists(), "the end of the stopped rank")
+
+
+@pytest.mark.parametrize("settings", [PrefillSettings, DecodeSettings])
+def test_services_refuse_several_ranks_by_name(settings: Any) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: workers move no KV blocks of several ranks"):
+        settings(tensor_parallel_size=2, model="demo").verify()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size is 3, which does not divide num_attention_heads \(4\)"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"tensor_parallel_size": 2, "enable_lora": True}, "tensor_parallel_size is 2 and enable_lora is true"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_before_a_process_starts(
+    options: dict[str, Any], named: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(descriptor: int) -> ChildProcess:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(rank_processes, "start_program", start)
+    with pytest.raises(ConfigError, match=named):
+        LLM(folder, **(TINY | options))
