@@ -50,9 +50,9 @@ def ranks_of(llm: LLM) -> RankProcesses:
 def test_i1_answers_are_those_of_transformers_and_of_one_rank(
     shared: LLM, make_llm: Callable[..., LLM], oracle: Oracle
 ) -> None:
-    prompts = [{"prompt_token_ids": prompt} for prompt in ([3, 14, 15], list(range(40)), [9] * 17)]
+    prompts = [[3, 14, 15], list(range(40)), [9] * 17]
     for prompt, answer in zip(prompts, shared.generate(prompts, greedy(ignore_eos=True), use_tqdm=False), strict=True):
-        oracle.check(prompt["prompt_token_ids"], answer.outputs[0].token_ids)
+        oracle.check(prompt, answer.outputs[0].token_ids)
     params = [sampled(seed=1), greedy(n=2), greedy(logprobs=2, prompt_logprobs=1), greedy(repetition_penalty=1.3)]
     texts = prompts_of([1, 6, 33, 70])
     answers = (llm.generate(texts, params, use_tqdm=False) for llm in (shared, make_llm()))

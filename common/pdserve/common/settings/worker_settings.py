@@ -198,8 +198,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if self.tensor_parallel_size > 1 and self.speculative_config is not None:
             raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and speculative_config is set: steps of several ranks have no "
-                "drafts yet"
+                f"tensor_parallel_size is {self.tensor_parallel_size} and speculative_config is set: steps of several ranks "
+                "have no drafts yet"
             )
         if self.tensor_parallel_size > 1 and self.section in ("prefill", "decode"):
             raise ConfigError(

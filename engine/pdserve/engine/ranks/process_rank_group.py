@@ -14,7 +14,7 @@ LOADING_S = 3600.0
 """Seconds that a rank waits for one that is still loading its weights; an ended rank is noticed at once."""
 _LOOPBACK = "lo"
 dist: Any = _distributed_c10d
-"""Its groups can be made without names in a table of the process, but are not in its type stubs."""
+"""Groups made here stand in no table of the process; type stubs lack them."""
 
 
 class ProcessRankGroup:

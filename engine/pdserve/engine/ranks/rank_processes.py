@@ -81,7 +81,7 @@ class RankProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """By rank, from 1 on."""
+        """Process ids by rank, from 1 on."""
         return [process.pid for process in self._processes]
 
     def send(self, message: ToRank) -> None:

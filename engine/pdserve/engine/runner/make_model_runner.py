@@ -34,8 +34,8 @@ def make_model_runner(
 ) -> ModelRunner:
     """A runner with an empty batch.
 
-    attention: default: `config.attention_backend` over each of `kv_caches`. lora: None without adapters. group: the ranks that share
-    the model; None for one. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
+    attention: default: `config.attention_backend` over each of `kv_caches`. lora: None without adapters. group: the ranks that
+    share the model; None for one. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
     try:
         if attention is None:
