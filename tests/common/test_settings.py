@@ -106,6 +106,7 @@ NAN, INF = float("nan"), float("inf")
         ),
         (PrefillSettings, {"max_num_batched_tokens": -1}),
         (PrefillSettings, {"num_blocks": 1}),
+        (PrefillSettings, {"kv_host_mib": -1}),
         *((PrefillSettings, {"run_ahead_share": value}) for value in (0.0, 1.1, -1.0, NAN)),
         *((DecodeSettings, {"lease_grace_s": value}) for value in (-1.0, NAN, INF)),
         (DecodeSettings, {"attach_timeout_s": NAN}),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.support.engine_harness import Answer, Harness, MakeEngine
@@ -50,6 +51,12 @@ class WatchedExecutor:
         self.calls.append(("sample", self._sampled))
         self._sampled += 1
         return _WatchedResult(self, self._sampled - 1, self._executor.sample_tokens(grammar))
+
+    def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
+        return self._executor.copy_blocks(scheduled)
+
+    def finished_loads(self, timeout_s: float) -> list[int]:
+        return self._executor.finished_loads(timeout_s)
 
     def warm_up(self) -> None:
         self._executor.warm_up()

@@ -24,7 +24,7 @@ class ScriptedCore:
         self.num_steps = self.num_checks = 0
         self.in_step: Callable[[], None] = lambda: None
         self.outputs: list[EngineCoreOutput] = []
-        self.has_work = self.has_computed = False
+        self.has_work = self.has_computed = self.is_loading = False
         self.scheduler = SimpleNamespace(
             requests={}, grammars=SimpleNamespace(), check=self._check, outputs=SimpleNamespace(take=list)
         )

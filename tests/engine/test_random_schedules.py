@@ -4,7 +4,8 @@ What may happen: remote and local requests of any priority, with one or several 
 with a grammar that comes late, in any order, after the request's end, or cannot be compiled, sessions, aborts, sequences
 that end elsewhere, sources that give up, transfers wanted late or never, events late and twice, holds that come back in
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
-known, and in every third seed drafts, right and wrong ones.
+known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
+any order.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -76,6 +77,9 @@ class Life:
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
+        self.has_tiers = seed % 4 > 0
+        self.tier_draw = random.Random(seed)
+        self.num_loads = 0
         self.num_early_kv = 0
         """Steps before which KV had landed for a sequence whose grammar had not come."""
         self.p = self._engine(
@@ -106,18 +110,24 @@ class Life:
 
     def _engine(self, make_engine: MakeEngine, **fields: Any) -> Harness:
         budget, places = self.draw.choice([3, 7, 16, 64]), self.draw.choice([2, 4, 16])
+        if self.has_tiers:
+            fields["num_host_blocks"] = self.tier_draw.choice([1, 5, 20, 60])
         grammars = LateCompiler()
         self.compilers.append(grammars)
         engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places, grammars=grammars)
         if engine.config.speculative_config is not None:
             use_drafter(engine, greedy_drafter(right=0.7, seed=self.draw.randrange(2**32)))
         engine.grammar_wait_s = 0.0  # nobody but the life itself brings them
+        held = engine.hold_loads() if self.has_tiers else None
         invariants = StepInvariants(engine)
         step = engine.step
 
         def checked_step() -> None:
             self.num_early_kv += engine.scheduler.grammars.num_landed > 0
             self._compile(grammars)
+            if held is not None:
+                held.release([load_id for load_id in held.held if self.tier_draw.random() < 0.3])
+                self.num_loads += held.take_num_begun()
             invariants.before()
             step()
             invariants.after()
@@ -285,17 +295,19 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int) -> Life:
 
 @pytest.mark.parametrize("part", range(4))
 def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
-    num_preemptions = num_early_kv = num_evictions = num_accepted = 0
+    num_preemptions = num_early_kv = num_evictions = num_accepted = num_loads = 0
     for seed in range(part * 50, part * 50 + 50):
         life = live(make_engine, seed, 3 + seed % 50 // 6)
         num_preemptions += life.p.scheduler.num_preemptions + life.d.scheduler.num_preemptions
         num_early_kv += life.num_early_kv
         if (stats := life.d.scheduler.drafts.stats) is not None:
             num_accepted += stats.num_accepted_tokens
+        num_loads += life.num_loads
         num_evictions += sum(len(attempts) - 1 for attempts in life.pair.attempts.values())
         harnesses.clear()
     assert num_preemptions > 10, "too roomy to show anything"
     assert num_preemptions + num_evictions > 20, "too roomy to show anything"
+    assert num_loads > 10, "too roomy to show anything"
     assert num_early_kv > 20, "grammars come too early to show anything"
     assert num_accepted > 100, "too few drafts to show anything"
 

@@ -57,8 +57,8 @@ def _late_steps_over_a_device() -> None:
         served.append(pool)
         return pool
 
-    def make_engine_core(config: Any, model: Any, kv_caches: Sequence[Tensor], *arguments: Any) -> Any:
-        core = make(config, model, kv_caches, *arguments)
+    def make_engine_core(config: Any, model: Any, kv_caches: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
+        core = make(config, model, kv_caches, *arguments, **options)
         core.executor = LateExecutor(core.executor, kv_caches[0], *served)
         return core
 

@@ -24,9 +24,11 @@ from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
+from tests.support.held_loads import HeldLoads
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 
@@ -106,6 +108,9 @@ class Harness:
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
         attention = [HashAttention(kv_cache)] if isinstance(model, HashModel) else None
+        host_caches = make_host_caches([kv_cache], config.num_host_blocks) if config.num_host_blocks else None
+        self.host_cache = None if host_caches is None else host_caches[0]
+        """Slots of the host-memory tier."""
         self.core = make_engine_core(
             config,
             model,
@@ -118,6 +123,7 @@ class Harness:
             attention,
             lora,
             ranks=ranks,
+            host_caches=host_caches,
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor
@@ -227,6 +233,12 @@ class Harness:
         answers = self.run()
         return [answers[self.key(request_id, index)] for index in range(n)]
 
+    def hold_loads(self) -> HeldLoads:
+        """From now on, loads from the host-memory tier end when the test releases them."""
+        held = HeldLoads(self.core.executor, self.kv_cache, self.host_cache)
+        self.core.executor = held
+        return held
+
     def running(self) -> list[str]:
         return list(self.scheduler.running)
 
@@ -242,6 +254,7 @@ def harnesses() -> Iterator[list[Harness]]:
     for harness in made:
         harness.collect()
         harness.scheduler.check(idle=harness.must_be_idle)
+        harness.core.executor.close()
 
 
 @pytest.fixture

@@ -24,11 +24,18 @@ class CacheContents:
             self._expected[block_hash] = [position * 1024 + token_ids[position] for position in positions]
 
     def check(self, engine: Harness) -> None:
-        """Every block that the prefix cache knows holds what its hash says (I3, I13)."""
+        """Every block that the prefix cache or the tier has holds what its hash says (I3, I13)."""
         cache = engine.kv_cache.tolist()
         for block in engine.scheduler.pool.blocks:
             if block.block_hash is not None:
                 assert cache[block.block_id] == self._expected[block.block_hash], f"{block} holds something else"
+        tier = engine.scheduler.pool.tier
+        if tier is None or engine.host_cache is None:
+            return
+        slots = engine.host_cache.tolist()
+        for block_hash, slot in tier._slots.items():
+            if slot not in tier._stores:
+                assert slots[slot] == self._expected[block_hash], f"slot {slot} of the tier holds something else"
 
 
 class StepInvariants:
@@ -81,7 +88,9 @@ class StepInvariants:
             RequestStatus.PREEMPTED: len(waits) == 1 and scheduler.kv.num_blocks(request) == 0,
             RequestStatus.WAITING_FOR_STREAMING_REQ: not waits and request.core.resumable,
             RequestStatus.RUNNING: not waits and request.request_id in scheduler.running,
-            RequestStatus.WAITING_FOR_REMOTE_KVS: not waits and self._is_received(request),
+            RequestStatus.WAITING_FOR_REMOTE_KVS: not waits
+            and self._is_received(request) == (Wait.REMOTE_KV in request.waits_for)
+            and (scheduler.loads.is_waited_for(request) or Wait.REMOTE_KV in request.waits_for),
             # its KV may be here already
             RequestStatus.WAITING_FOR_FSM: not waits
             and (request in scheduler.grammars._waiting or request in scheduler.grammars._compiling)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.kv_transfer.memory.device_pool import DevicePool
@@ -71,6 +72,15 @@ class LateExecutor:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
         return self._executor.sample_tokens(grammar)
+
+    def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
+        """Stores run after the steps before, as everything else on a GPU; loads arrive between steps."""
+        if self.kv_written is not None:
+            self.kv_written.synchronize()
+        return self._executor.copy_blocks(scheduled)
+
+    def finished_loads(self, timeout_s: float) -> list[int]:
+        return self._executor.finished_loads(timeout_s)
 
     def warm_up(self) -> None:
         self._executor.warm_up()

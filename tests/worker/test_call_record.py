@@ -27,6 +27,7 @@ from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
 from pdserve.engine.request import Request
+from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.call_spans import trace_call
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
@@ -48,9 +49,11 @@ class Transfer:
 
 STATS = SchedulerStats(
     num_blocks_total=15, num_blocks_free=4, num_blocks_cached=5, num_blocks_in_use=6, num_blocks_quarantined=2,
-    num_preemptions=9, prefix_cache_queries=64, prefix_cache_hits=32,
+    num_preemptions=9, prefix_cache_queries=64, external_prefix_cache_hits=48,
+    num_host_blocks_used=3,
+    prefix_cache_hits=32,
 )  # fmt: skip
-ENGINE = SimpleNamespace(stats=STATS, tick=12, tick_age_s=0.25, draining=False)
+ENGINE = SimpleNamespace(stats=STATS, step_totals=StepTotals(), tick=12, tick_age_s=0.25, draining=False)
 IDENTITY = SimpleNamespace(worker_id="decode-1", role_name="decode", layout=LAYOUT, connectors=("tcp",))
 
 
@@ -219,6 +222,8 @@ def test_metrics_count_what_the_records_say() -> None:
     assert value("pdserve_kv_blocks_pinned") == 2
     assert value("pdserve_preemptions_total") == 9
     assert value("pdserve_prefix_hit_tokens_total") == 32
+    assert value("pdserve_kv_host_bytes") == 3 * LAYOUT.block_bytes
+    assert value("pdserve_external_prefix_hit_tokens_total") == 48
     assert value("pdserve_engine_tick_age_seconds") == 0.25
     assert value("pdserve_open_transfers") == 3
     assert value("pdserve_kv_transfer_fallbacks_total") == 1

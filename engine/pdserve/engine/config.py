@@ -19,6 +19,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
     enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
+    """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: order of arrival alone."""
     long_prefill_token_threshold: int = 0
@@ -58,6 +60,8 @@ class EngineConfig:
             raise ValueError(
                 f"max_model_len {self.max_model_len} exceeds the pool of {self.num_blocks} blocks of {self.block_size} tokens"
             )
+        if self.num_host_blocks and not self.enable_prefix_caching:
+            raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

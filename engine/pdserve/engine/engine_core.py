@@ -28,6 +28,9 @@ from pdserve.engine.stats.step_profile import StepProfile
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import MASK_WAIT_S
 
+LOAD_WAIT_S = 0.005
+"""Seconds that a step without tokens waits for a load from the host-memory tier."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
@@ -218,6 +221,7 @@ class EngineCore:
         result of a step is awaited before the step after the next is launched, no more than one is ahead.
         """
         step, self._ahead = self._ahead, None
+        self._take_loads(0.0)
         if step is None:
             step = self.begin_step()
         ahead = self._launch_ahead(step)
@@ -233,11 +237,30 @@ class EngineCore:
         self.executor.check_health()
         started = time.monotonic()
         scheduled = self.scheduler.schedule()
+        self._copy_blocks(scheduled)
         if not scheduled.num_scheduled_tokens:
             return StepInFlight(scheduled, {}, None, 0.0)
         step = self._launch(scheduled, time.monotonic() - started)
         grammar = self.scheduler.get_grammar_bitmask(scheduled)
         return replace(step, result=self.executor.sample_tokens(grammar))
+
+    def _copy_blocks(self, scheduled: SchedulerOutput) -> None:
+        """Queue the copies between pool and host-memory tier; then transfers may write into the blocks reserved for them."""
+        has_copies = scheduled.kv_stores or scheduled.kv_loads
+        self.scheduler.receives.send_reserved(self.executor.copy_blocks(scheduled) if has_copies else None)
+
+    def _take_loads(self, timeout_s: float) -> bool:
+        """Apply loads that have ended. timeout_s: seconds to wait for the first. True if there are any."""
+        if not self.is_loading:
+            return False
+        finished = self.executor.finished_loads(timeout_s)
+        self.scheduler.loads_finished(finished)
+        return bool(finished)
+
+    @property
+    def is_loading(self) -> bool:
+        """True if a load from the host-memory tier is under way; a step ends it."""
+        return len(self.scheduler.loads) > 0
 
     def _launch(self, scheduled: SchedulerOutput, scheduling_s: float) -> StepInFlight:
         self.executor.execute_model(scheduled)
@@ -256,6 +279,7 @@ class EngineCore:
         if scheduled is None:
             return None
         self.heartbeat.beat()
+        self._copy_blocks(scheduled)
         return self._launch(scheduled, time.monotonic() - started)
 
     def finish_step(self, step: StepInFlight) -> EngineCoreOutputs:
@@ -274,6 +298,7 @@ class EngineCore:
         else:
             self.scheduler.requeue_finished_ids(step.scheduled)
             self.scheduler.grammars.hosts.wait(MASK_WAIT_S)
+            self._take_loads(LOAD_WAIT_S)
         stored, removed = self.scheduler.pool.take_changes()
         outputs = self.scheduler.outputs.take()
         if computed is not None and computed.stats is not None:

@@ -117,7 +117,7 @@ class EngineThread:
                     self.call_soon(callback)
             if ends:
                 return
-            if outputs.outputs or self.core.has_computed:
+            if outputs.outputs or self.core.has_computed or self.core.is_loading:
                 wait_s, checked = None, False
             else:
                 wait_s = BLOCKED_S if self.core.has_work else IDLE_BEAT_S

@@ -14,6 +14,7 @@ from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorP
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.host_blocks import HostBlocks, make_host_caches
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
@@ -33,6 +34,7 @@ def make_engine_core(
     attention: Sequence[AttentionBackend] | None = None,
     lora: LoraRunner | None = None,
     ranks: OtherRanks | None = None,
+    host_caches: Sequence[Tensor] | None = None,
 ) -> EngineCore:
     """An engine over one model.
 
@@ -40,13 +42,23 @@ def make_engine_core(
     without transfers. grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors:
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
     `config.attention_backend`. lora: None without adapters. ranks: the other ranks that share the model; None without any.
-    Raises: ConfigError if there is no such back end, or no such `config.kernels`.
+    host_caches: the host-memory tier's slots, as `make_host_caches` makes them; default: made here, if `config.num_host_blocks` is
+    not 0. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
     group = None if ranks is None else ranks.group
     runner = make_model_runner(
         config, model, kv_caches, vocab_size, heartbeat.beat, processors, attention, lora=lora, group=group
     )
-    executor: Executor = SingleDeviceExecutor(runner) if ranks is None else TensorParallelExecutor(runner, ranks)
+    host_blocks = None
+    if config.num_host_blocks:
+        host_blocks = HostBlocks(kv_caches, host_caches or make_host_caches(kv_caches, config.num_host_blocks))
+    executor: Executor
+    if ranks is None:
+        executor = SingleDeviceExecutor(runner, host_blocks)
+    elif host_blocks is None:
+        executor = TensorParallelExecutor(runner, ranks)
+    else:
+        raise ValueError(f"num_host_blocks is {config.num_host_blocks}, and several ranks share the model")
     adapters = None if lora is None else lora.store
     return EngineCore(config, executor, heartbeat, hasher, vocab_size, outbox, grammars, processors, adapters)

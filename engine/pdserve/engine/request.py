@@ -45,12 +45,12 @@ class RequestStatus(enum.Enum):
 FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED"))
 
 LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING},
+    RequestStatus.WAITING: FINISHED | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS},
     RequestStatus.WAITING_FOR_FSM: FINISHED | {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING},
     RequestStatus.WAITING_FOR_REMOTE_KVS: FINISHED | {RequestStatus.WAITING},
     RequestStatus.WAITING_FOR_STREAMING_REQ: FINISHED | {RequestStatus.WAITING_FOR_FSM, RequestStatus.WAITING},
     RequestStatus.RUNNING: FINISHED | {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_STREAMING_REQ},
-    RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING},
+    RequestStatus.PREEMPTED: FINISHED | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS},
     **{status: frozenset() for status in FINISHED},
 }
 

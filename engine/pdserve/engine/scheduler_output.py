@@ -69,8 +69,13 @@ class SchedulerOutput(msgspec.Struct):
     block_copies: list[list[tuple[int, int]]] = []
     """(from, to) block ids, per KV cache group: copied before the step computes, for sequences that begin within a block;
     empty when there are none."""
-
     lora_loads: list[LoraLoad] = []
+    kv_stores: list[list[tuple[int, int]]] = []
+    """(block id, slot of the host-memory tier), per KV cache group: copied before anything else of the step, and before `kv_loads`;
+    empty when there are none."""
+    kv_loads: dict[int, list[list[tuple[int, int]]]] = {}
+    """Load id -> per KV cache group, (slot, block id): copied beside this step and later ones. No step touches these blocks before
+    the executor has reported the id."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:

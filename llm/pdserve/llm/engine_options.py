@@ -28,6 +28,8 @@ class EngineOptions(TypedDict, total=False):
     num_blocks: int | None
     """KV blocks in the pool; default: what `kv_cache_mib` holds."""
     kv_cache_mib: int
+    kv_host_mib: int
+    """Main memory for cached blocks that the pool reuses, MiB; default 0. vLLM's `kv_offloading_size` is in GiB."""
     max_model_len: int | None
     """Tokens of prompt and output together; default: the model's own limit, or what the pool holds."""
     max_num_seqs: int

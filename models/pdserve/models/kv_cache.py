@@ -38,8 +38,13 @@ def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device 
     dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
     if torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device).zero_()
-    memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return make_host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)
+
+
+def make_host_memory(num_bytes: int) -> Tensor:
+    """`[num_bytes]` uint8 zeros in main memory, in huge pages where the kernel has some. Writes every page."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # one head's keys of one block are a few kilobytes: with small pages each is another entry of the TLB
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape).zero_()
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -118,6 +118,7 @@ class Worker:
             outbox,
             model.grammar_compiler(settings),
             LogitsProcessors.from_entry_points(settings.logits_processors),
+            host_caches=model.host_caches,
         )
         loggers = load_stat_loggers(settings.stat_loggers, model.engine_info(settings))
         self.engine = EngineClient(

@@ -33,7 +33,8 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
     if free is None:
         yield warning("this system does not report its free memory", f"see to {_mib(needs.host)}")
     else:
-        on_host = on_host | {"the process, about": needs.process}
+        tier = {"the host-memory tier": needs.host_tier} if needs.host_tier else {}
+        on_host = on_host | tier | {"the process, about": needs.process}
         yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
     if needs.on_gpu:
         yield _on_gpu(settings.device, on_device, needs.device)
@@ -52,7 +53,7 @@ def _on_gpu(device: str, parts: dict[str, int], num_bytes: int) -> Finding:
 
 def _fit(where: str, parts: dict[str, int], num_bytes: int, free_bytes: int, limited_by: str) -> Finding:
     shown = f"{where}: {_needed(parts, num_bytes)}, free {_mib(free_bytes)} by {limited_by}"
-    advice = "set a smaller kv_cache_mib (or num_blocks), a smaller dtype or model, or free memory"
+    advice = "set a smaller kv_cache_mib (or num_blocks) or kv_host_mib, a smaller dtype or model, or free memory"
     if num_bytes > free_bytes:
         return failed(shown, advice)
     if num_bytes > TIGHT_SHARE * free_bytes:

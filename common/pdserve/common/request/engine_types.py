@@ -268,6 +268,19 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Late, repeated and unknown events and requests, since start; they have no other effect."""
     spec_decoding_stats: SpecDecodingStats | None = None
     """None without speculation."""
+    external_prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the host-memory tier since start: those that the pool did not have."""
+    external_prefix_cache_hits: int = 0
+    """The part of them that the tier had."""
+    num_host_blocks_total: int = 0
+    """Blocks that the tier holds; 0 without one."""
+    num_host_blocks_used: int = 0
+    num_host_blocks_stored: int = 0
+    """Blocks copied into the tier since start."""
+    num_host_blocks_loaded: int = 0
+    """Blocks copied back."""
+    num_host_blocks_evicted: int = 0
+    """Blocks that lost their place in the tier to others."""
 
     @property
     def num_capacity_reqs(self) -> int:

@@ -57,6 +57,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that weights, the largest step and the KV pool may take, other processes included."""
+    kv_host_mib: int = 0
+    """Main memory for cached blocks that the KV pool reuses, from which they are loaded when they are needed again; 0: none."""
     kv_ring_mib: int = 256
     """On a GPU: memory per connector in which received blocks are verified, before they are moved into the pool."""
     max_model_len: int | None = None
@@ -201,6 +203,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"tensor_parallel_size is {self.tensor_parallel_size} and speculative_config is set: steps of several ranks "
                 "have no drafts yet"
             )
+        if self.tensor_parallel_size > 1 and self.kv_host_mib:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and kv_host_mib is {self.kv_host_mib}: blocks of "
+                "several ranks are not kept in main memory yet"
+            )
         if self.tensor_parallel_size > 1 and self.section in ("prefill", "decode"):
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}: workers move no KV blocks of several ranks yet; "
@@ -230,6 +237,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_ranks()
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(f"num_blocks is {self.num_blocks}, at least 2 are needed")
+        if self.kv_host_mib and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_host_mib is {self.kv_host_mib} and enable_prefix_caching is false: without it no block is found again"
+            )
         if self.quantization is not None and self.device != "cpu":
             raise ConfigError(
                 f"quantization is {self.quantization!r}, which runs on a processor only, and device is {self.device!r}"
@@ -250,7 +261,12 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.speculative_config is not None:
             self.speculative_config.verify()
         self._verify_least(
-            0, "profile_steps", "long_prefill_token_threshold", "grammar_whitespace_chars", "grammar_string_chars"
+            0,
+            "kv_host_mib",
+            "profile_steps",
+            "long_prefill_token_threshold",
+            "grammar_whitespace_chars",
+            "grammar_string_chars",
         )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(

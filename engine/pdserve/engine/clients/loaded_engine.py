@@ -35,6 +35,7 @@ class LoadedEngine:
         weakref.finalize(self, self._model.close)
         self._logits_processors = logits_processors or LogitsProcessors.from_entry_points(settings.logits_processors)
         self._grammars: GrammarCompiler | None = None
+        self._core: EngineCore | None = None
         self.info = self._model.engine_info(settings)
 
     @property
@@ -43,10 +44,10 @@ class LoadedEngine:
 
     def make_core(self) -> EngineCore:
         """An engine with an empty cache over the one pool: the last one made owns it."""
-        # the last engine may have left sequences in their grammars
-        self._close_grammars()
+        # the last engine may have left sequences in their grammars, and loads that write into the pool
+        self._close_core()
         self._grammars = self._model.grammar_compiler(self._settings)
-        return make_engine_core(
+        self._core = make_engine_core(
             self._model.engine_config(self._settings),
             self._model.decoder,
             self._model.kv_caches,
@@ -56,13 +57,17 @@ class LoadedEngine:
             logits_processors=self._logits_processors,
             lora=self._model.lora_runner,
             ranks=self._model.ranks,
+            host_caches=self._model.host_caches,
         )
+        return self._core
 
     def close(self) -> None:
         """End what was started beside the engine, which must have ended. May be called again."""
-        self._close_grammars()
+        self._close_core()
         self._model.close()
 
-    def _close_grammars(self) -> None:
+    def _close_core(self) -> None:
+        if self._core is not None:
+            self._core.executor.close()
         if self._grammars is not None:
             self._grammars.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.common.device_event import DeviceEvent
+from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -45,6 +46,18 @@ class Executor(Protocol):
         `sample_tokens`.
         """
 
+    def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
+        """Copy `kv_stores`, and begin to copy `kv_loads`, before `execute_model` of the step, if it follows.
+
+        Returns on a GPU the event after which the stores have ended; None on a processor, where they have.
+        """
+
+    def finished_loads(self, timeout_s: float) -> list[int]:
+        """Ids of loads that have ended since the last call; waits at most `timeout_s` seconds for the first.
+
+        Raises: the exception of a load.
+        """
+
     def warm_up(self) -> None:
         """Prepare what later steps replay. Called once, before the first request and after steps of every kind."""
 
@@ -55,8 +68,10 @@ class Executor(Protocol):
 class SingleDeviceExecutor:
     """Runs one model on one device, in the calling thread."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, host_blocks: HostBlocks | None = None) -> None:
+        """host_blocks: the host-memory tier's bytes, if there is one."""
         self.runner = runner
+        self._host_blocks = host_blocks
 
     @property
     def hidden_size(self) -> int:
@@ -75,8 +90,17 @@ class SingleDeviceExecutor:
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:
         return self.runner.sample_tokens(grammar)
 
+    def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
+        if self._host_blocks is None:
+            raise RuntimeError("copies to a host-memory tier, and there is none")
+        return self._host_blocks.copy(scheduled)
+
+    def finished_loads(self, timeout_s: float) -> list[int]:
+        return [] if self._host_blocks is None else self._host_blocks.finished(timeout_s)
+
     def warm_up(self) -> None:
         self.runner.capture_graphs()
 
     def close(self) -> None:
-        """No effect."""
+        if self._host_blocks is not None:
+            self._host_blocks.close()

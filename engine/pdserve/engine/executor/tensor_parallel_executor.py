@@ -78,6 +78,12 @@ class TensorParallelExecutor:
             self._is_unread = False
         return output
 
+    def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
+        raise RuntimeError("copies to a host-memory tier, which ranks do not have")
+
+    def finished_loads(self, timeout_s: float) -> list[int]:
+        return []
+
     def warm_up(self) -> None:
         self._together(WarmUp(), self.runner.capture_graphs)
 

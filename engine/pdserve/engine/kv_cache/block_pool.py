@@ -6,13 +6,15 @@ A block is, at any time, exactly one of
     cached    no references, content known by its hash: found again, or reused when free ones run out (least recent first)
     in use    at least one sequence or hold refers to it
 
-and free + cached + in use == total (I2).
+and free + cached + in use == total (I2). With a `HostTier`, the content of a cached block that is reused is kept there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+
+from pdserve.engine.kv_cache.host_tier import HostTier
 
 
 class PoolCorrupt(RuntimeError):
@@ -62,8 +64,10 @@ class PinnedBlocks:
 class BlockPool:
     """Hands out blocks and finds them again by hash."""
 
-    def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
-        """enable_caching: False for a pool that finds no block again."""
+    def __init__(self, num_blocks: int, *, enable_caching: bool = True, num_host_blocks: int = 0) -> None:
+        """enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier; 0: there is none."""
+        self.tier = HostTier(num_host_blocks) if num_host_blocks else None
+        """Keeps cached blocks that are reused."""
         self._enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
@@ -99,7 +103,7 @@ class BlockPool:
         for _ in range(count):
             _, block = self._unused.popitem(last=False)
             self.num_cached -= block.block_hash is not None
-            self._forget(block)
+            self._give_up(block)
             block.ref_cnt = 1
             block.life += 1
             taken.append(block)
@@ -143,22 +147,34 @@ class BlockPool:
         if self._enable_caching and block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
-            self._change(block_hash, True)
+            if self.tier is None or block_hash not in self.tier:
+                self._change(block_hash, True)
 
     def forget_cached(self) -> int:
-        """Make cached blocks free; returns their number."""
+        """Make cached blocks free, and forget those of the tier; returns the number of the former."""
         unused = [block for block in self._by_hash.values() if block.ref_cnt == 0]
+        forgotten = dict.fromkeys(() if self.tier is None else self.tier.forget())
         for block in unused:
-            self._forget(block)
+            assert block.block_hash is not None
+            forgotten[block.block_hash] = None
+            del self._by_hash[block.block_hash]
+            block.block_hash = None
             self.num_cached -= 1
             self._unused.move_to_end(block.block_id, last=False)
+        for block_hash in forgotten:
+            if block_hash not in self._by_hash:
+                self._change(block_hash, False)
         return len(unused)
 
-    def _forget(self, block: KVCacheBlock) -> None:
-        if block.block_hash is not None:
-            del self._by_hash[block.block_hash]
-            self._change(block.block_hash, False)
-            block.block_hash = None
+    def _give_up(self, block: KVCacheBlock) -> None:
+        """Forget a block that is reused; the tier keeps its content."""
+        if (block_hash := block.block_hash) is None:
+            return
+        del self._by_hash[block_hash]
+        block.block_hash = None
+        unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.block_id)
+        if unknown is not None and unknown not in self._by_hash:
+            self._change(unknown, False)
 
     def _change(self, block_hash: bytes, known: bool) -> None:
         if self._changes.get(block_hash) is (not known):
@@ -167,7 +183,7 @@ class BlockPool:
             self._changes[block_hash] = known
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed): hashes that `find` finds since the last call, and hashes that it no longer finds."""
+        """(stored, removed): hashes that pool or tier has since the last call, and hashes that neither has any more."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}

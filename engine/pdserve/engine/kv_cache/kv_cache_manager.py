@@ -207,11 +207,14 @@ class KVCacheManager:
 
     def remember_received(self, request: Request, num_blocks: int) -> None:
         """Add the first `num_blocks` blocks, full ones only, to the prefix cache: their bytes are verified (I3)."""
-        full = min(num_blocks, request.num_given_tokens // self.block_size)
+        self.remember_loaded(request, min(num_blocks, request.num_given_tokens // self.block_size))
+
+    def remember_loaded(self, request: Request, num_full_blocks: int) -> None:
+        """Add the first `num_full_blocks` blocks, whose hashes are known and whose bytes are there, to the prefix cache."""
         table = self._tables[request.request_id]
-        for index in range(self._num_remembered[request.request_id], full):
+        for index in range(self._num_remembered[request.request_id], num_full_blocks):
             self.pool.remember(table[index], request.block_hashes[index])
-        self._num_remembered[request.request_id] = max(self._num_remembered[request.request_id], full)
+        self._num_remembered[request.request_id] = max(self._num_remembered[request.request_id], num_full_blocks)
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         known = len(request.block_hashes)

@@ -40,6 +40,9 @@ class DeviceRuntime(Protocol):
     def event(self) -> StepEvent:
         """An event after all work queued so far."""
 
+    def copy_beside(self, after: StepEvent, copies: Callable[[], None]) -> None:
+        """Run copies that steps do not wait for, after an event; returns when they have ended. Called by a thread of its own."""
+
     def host_memory(self, num_bytes: int) -> Tensor:
         """`[num_bytes]` uint8 in main memory, pinned where a device copies from it and to it."""
 
@@ -70,6 +73,10 @@ class ProcessorRuntime:
     def event(self) -> ClockEvent:
         return ClockEvent()
 
+    def copy_beside(self, after: StepEvent, copies: Callable[[], None]) -> None:
+        after.synchronize()
+        copies()
+
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -85,6 +92,10 @@ class CudaEvent:
     def synchronize(self) -> None:
         self._event.synchronize()
 
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Let work that is queued later in a stream wait for this event."""
+        stream.wait_event(self._event)
+
     def seconds_since(self, earlier: StepEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) / 1000
@@ -99,6 +110,7 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graph_memory: Any = None
+        self._copy_stream: torch.cuda.Stream | None = None
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -110,6 +122,16 @@ class CudaRuntime:
 
     def event(self) -> CudaEvent:
         return CudaEvent(self._device)
+
+    def copy_beside(self, after: StepEvent, copies: Callable[[], None]) -> None:
+        assert isinstance(after, CudaEvent)
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copy_stream):
+            after.precede(self._copy_stream)
+            copies()
+            ended = self.event()
+        ended.synchronize()
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -18,6 +18,7 @@ from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.ranks.rank_processes import RankProcesses
+from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -53,6 +54,8 @@ class LoadedModel:
     folder: Path
     adapters: AdapterStore | None = None
     """None without `enable_lora`."""
+    host_caches: tuple[Tensor, ...] = ()
+    """Slots of the host-memory tier, one tensor per KV cache group; empty without `kv_host_mib`."""
     ranks: RankProcesses | None = None
     """The other ranks, which end with `close`; None without any."""
 
@@ -108,6 +111,7 @@ class LoadedModel:
         return EngineConfig(
             block_size=settings.block_size,
             num_blocks=self.num_blocks,
+            num_host_blocks=len(self.host_caches[0]) if self.host_caches else 0,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
@@ -187,8 +191,25 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     if group is not None:
         group.minimum(num_blocks)  # all have loaded
     kv_caches = tuple(make_kv_cache(spec.layout, num_blocks, device) for spec in groups)
-    cache = KVCacheConfig(num_blocks, groups)
-    return LoadedModel(decoder, cache, kv_caches, max_model_len, tokenizer_fingerprint(folder), folder, adapters)
+    host_caches = make_host_caches(kv_caches, host_slots(settings, block_bytes)) if settings.kv_host_mib else ()
+    return LoadedModel(
+        decoder=decoder,
+        kv_cache_config=KVCacheConfig(num_blocks, groups),
+        kv_caches=kv_caches,
+        max_model_len=max_model_len,
+        tokenizer_fingerprint=tokenizer_fingerprint(folder),
+        folder=folder,
+        adapters=adapters,
+        host_caches=host_caches,
+    )
+
+
+def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
+    """Blocks of the host-memory tier. block_bytes: of one block in every KV cache group. Raises: ConfigError if it holds none."""
+    num_slots = (settings.kv_host_mib << 20) // block_bytes
+    if num_slots < 1:
+        raise ConfigError(f"kv_host_mib is {settings.kv_host_mib}, one block has {block_bytes} bytes")
+    return num_slots
 
 
 def _budget(

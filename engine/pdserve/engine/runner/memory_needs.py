@@ -34,12 +34,14 @@ class MemoryNeeds:
     process: int
     transfers: int
     """With a GPU: memory beside the pool through which blocks pass, on each side."""
+    host_tier: int
+    """Main memory for blocks that the pool reuses."""
     on_gpu: bool
 
     @property
     def host(self) -> int:
         """Bytes of main memory."""
-        return self.process + (self.transfers if self.on_gpu else self.weights + self.pool + self.step)
+        return self.process + self.host_tier + (self.transfers if self.on_gpu else self.weights + self.pool + self.step)
 
     @property
     def device(self) -> int:
@@ -96,5 +98,6 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
         transfers=(settings.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
+        host_tier=settings.kv_host_mib << 20,
         on_gpu=on_gpu,
     )

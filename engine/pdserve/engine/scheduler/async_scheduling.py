@@ -17,6 +17,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
+from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
@@ -43,6 +44,7 @@ class AsyncScheduling:
     _running: RunningBatch
     _waiting: WaitingQueues
     _receives: RemoteKvQueue
+    _loads: HostLoads
     _grammars: StructuredOutputManager
     _drafts: DraftScheduling
     _refused: _Refused | None = field(default=None, init=False)
@@ -83,6 +85,7 @@ class AsyncScheduling:
             step.num_scheduled_tokens[request.request_id] = 1
             if missing and (added := self._kv.allocate_slots(request, room)):
                 step.scheduled_cached_reqs.new_block_ids[request.request_id] = [added]
+        self._loads.fill(step)
         return step
 
     def _may_admit(self) -> bool:

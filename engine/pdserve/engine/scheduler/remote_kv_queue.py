@@ -1,16 +1,17 @@
 """`RemoteKvQueue`: sequences whose KV comes from another worker, from reservation to the moment they can run.
 
-    unreserved --reserve--> receiving --landed, finished, holds back--> ready
+    unreserved --reserve--> receiving --landed, finished, holds back, loaded--> ready
         |                       |
         +------- stop ----------+------- fail
 
-Sequences in this queue cost a step nothing, since only events change them.
+Blocks that the host-memory tier has are loaded from there instead of received. Sequences in this queue cost a step nothing, since
+only events change them.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
@@ -18,6 +19,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
+from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.kv_messages import (
     KvOutbox,
     Landed,
@@ -40,7 +42,7 @@ class Receive:
 
     request: Request
     first_index: int
-    """Blocks before it were in this engine's prefix cache."""
+    """Blocks before it were in this engine's prefix cache, or are loaded from the host-memory tier."""
     num_blocks: int
     """Blocks to receive, the partial last one included."""
     held: set[int]
@@ -63,14 +65,18 @@ class RemoteKvQueue:
         holds: PinTracker,
         connector: KvOutbox,
         starvation: StarvationGuard,
+        loads: HostLoads,
     ) -> None:
         self._config = config
         self._kv = kv
         self._holds = holds
         self._connector = connector
         self._starvation = starvation
+        self._loads = loads
         self._unreserved = starvation.watch(RequestQueue())
         self._receiving: dict[str, Receive] = {}
+        self._unsent: dict[str, ReceiveInto] = {}
+        """Reserved in this step: their blocks may still be copied to the host-memory tier."""
         self.num_parked = 0
         """Number of sequences that hold blocks in this queue; each will need further blocks."""
         self.launched_event: DeviceEvent | None = None
@@ -102,20 +108,35 @@ class RemoteKvQueue:
             if self._starvation.must_wait(request):
                 continue
             computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
+            in_host = self._loads.find(request, len(computed), request.num_given_tokens)
+            if self._loads.is_loading(in_host):
+                continue
+            first = len(computed) + len(in_host)
             keep_free = num_growing + self.num_parked
             keep_free += request.num_forks if keep_free else 0
-            room = self._kv.allocate_slots(request, request.num_given_tokens, computed, keep_free)
+            room = self._loads.allocate_slots(request, request.num_given_tokens, computed, keep_free, in_host)
             if room is None:
                 continue
             self._unreserved.remove(request)
             self._starvation.placed(request)
-            self._kv.count_lookup(request.num_given_tokens, len(computed) * self._config.block_size)
-            request.num_cached_tokens = len(computed) * self._config.block_size
+            num_in_pool = len(computed) * self._config.block_size
+            self._kv.count_lookup(request.num_given_tokens, num_in_pool)
+            self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
+            request.num_cached_tokens = first * self._config.block_size
             request.mark("kv_reserved")
-            hold = self._holds.out(self._kv.hold(request, len(computed), len(room)))
-            self._receiving[request.request_id] = Receive(request, len(computed), len(hold), set(hold.block_ids))
+            hold = self._holds.out(self._kv.hold(request, first, len(room)))
+            self._receiving[request.request_id] = Receive(request, first, len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
-            self._connector.send(ReceiveInto(request.request_id, len(computed), hold, self.launched_event))
+            self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
+
+    def send_reserved(self, copied: DeviceEvent | None) -> None:
+        """Let the transfer side write into the blocks that `reserve` has reserved, once copies of their former content are queued.
+
+        copied: on a GPU, the event after these, if there are any.
+        """
+        for message in self._unsent.values():
+            self._connector.send(message if copied is None else replace(message, device_event=copied))
+        self._unsent.clear()
 
     @property
     def returns_room(self) -> bool:
@@ -178,6 +199,10 @@ class RemoteKvQueue:
         receive.held.difference_update(block_ids)
         return self._ready(receive)
 
+    def loaded(self, request: Request) -> Ready | None:
+        """Apply the end of a sequence's load; returns the request if that completes it."""
+        return self._ready(self._receiving[request.request_id])
+
     def stop(self, request: Request, cause: Exception | None = None) -> None:
         """End a waiting request. Its verified full blocks enter the cache, unless the request digests differed."""
         receive = self._receiving.pop(request.request_id, None)
@@ -186,15 +211,19 @@ class RemoteKvQueue:
             self._starvation.ended(request)
         else:
             self.num_parked -= request.num_sequences
-            self._holds.quarantine(receive.held)
-            if isinstance(cause, Evicted | TransferFailed) and not isinstance(cause, DigestMismatch):
+            if (unsent := self._unsent.pop(request.request_id, None)) is not None:
+                self._holds.back(unsent.hold)
+            else:
+                self._holds.quarantine(receive.held)
+            is_verified = isinstance(cause, Evicted | TransferFailed) and not isinstance(cause, DigestMismatch)
+            if is_verified and not self._loads.is_waited_for(request):
                 self._kv.remember_received(request, receive.first_index + receive.num_landed)
         self._connector.send(StopReceiving(request.request_id))
 
     def _ready(self, receive: Receive) -> Ready | None:
-        if not receive.is_complete or receive.finished is None:
-            return None
         request = receive.request
+        if not receive.is_complete or receive.finished is None or self._loads.is_waited_for(request):
+            return None
         del self._receiving[request.request_id]
         self.num_parked -= request.num_sequences
         request.mark("kv_landed")

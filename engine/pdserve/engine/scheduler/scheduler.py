@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import Evicted, InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.request.engine_types import (
-    EngineCoreEventType,
-    EngineCoreRequest,
-)
+from pdserve.common.request.engine_types import EngineCoreEventType, EngineCoreRequest
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import BlockPool, PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.async_scheduling import AsyncScheduling
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
+from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
@@ -41,28 +39,27 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        hasher: BlockHasher,
-        connector: KvOutbox,
-        compiler: GrammarCompiler | None = None,
+        self, config: EngineConfig, hasher: BlockHasher, connector: KvOutbox, compiler: GrammarCompiler | None = None
     ) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks, enable_caching=config.enable_prefix_caching)
+        self.pool = BlockPool(
+            config.num_blocks, enable_caching=config.enable_prefix_caching, num_host_blocks=config.num_host_blocks
+        )
         self.kv = KVCacheManager(self.pool, hasher)
         self.holds = PinTracker(self.pool)
         self.starvation = StarvationGuard(config.max_overtakes)
-        self.receives = RemoteKvQueue(config, self.kv, self.holds, connector, self.starvation)
+        self.loads = HostLoads(self.kv, self.holds)
+        self.receives = RemoteKvQueue(config, self.kv, self.holds, connector, self.starvation, self.loads)
         self.sources = KvSendTracker(self.kv, self.holds, connector)
         self.grammars = StructuredOutputManager(compiler, config.grammar_timeout_s)
-        self.waiting = WaitingQueues(config, self.kv, self.starvation)
+        self.waiting = WaitingQueues(config, self.kv, self.starvation, self.loads)
         self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
         """Unfinished sequences, by `Request.request_id`."""
         self.running = RunningBatch(config.max_loras)
         self.preemption = Preemption(self.kv, self.running, self.waiting, self._evict)
         self.group = SequenceGroup(config, self.requests, self.kv, self.waiting, self.preemption)
-        self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.grammars, self.outputs)
+        self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.loads, self.grammars, self.outputs)
         self.finisher = FinishRequest(
             self.requests,
             self.kv,
@@ -70,6 +67,7 @@ class Scheduler:
             self.waiting,
             self.grammars,
             self.receives,
+            self.loads,
             self.group,
             self.outputs,
         )
@@ -87,7 +85,7 @@ class Scheduler:
         )
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
         self.async_scheduling = AsyncScheduling(
-            config, self.kv, self.running, self.waiting, self.receives, self.grammars, self.drafts
+            config, self.kv, self.running, self.waiting, self.receives, self.loads, self.grammars, self.drafts
         )
         self.session_commands = SessionCommands(self.requests, self.sessions, self.finisher, self.events)
         self.prefill_s = 0.0
@@ -170,8 +168,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a step may have work, now or after a grammar arrives. Remote KV arrives as an event, not by steps."""
-        return self.has_tokens_to_compute or len(self.grammars) > 0
+        """True if a step may have work, now or after a grammar or a load. Remote KV arrives as an event, not by steps."""
+        return self.has_tokens_to_compute or len(self.grammars) > 0 or len(self.loads) > 0
 
     @property
     def has_tokens_to_compute(self) -> bool:
@@ -187,6 +185,15 @@ class Scheduler:
             self.finisher.finish(outcome.request, outcome.status, cause=outcome.cause)
         else:
             self._run_if_ready(outcome)
+
+    def loads_finished(self, load_ids: Sequence[int]) -> None:
+        """Continue the sequences whose blocks have come from the host-memory tier."""
+        for request in self.loads.finished(load_ids):
+            if Wait.REMOTE_KV in request.waits_for:
+                self._run_if_ready(self.receives.loaded(request))
+            else:
+                request.move_to(RequestStatus.WAITING)
+                self.waiting.add_ready(request)
 
     def _run_if_ready(self, ready: Ready | None) -> None:
         if ready is None:
@@ -263,6 +270,7 @@ class Scheduler:
             step.output.lora_loads = self.running.lora_slots.take_loads()
             copies = self.kv.take_copies()
             step.output.block_copies = [copies] if copies else []
+        self.loads.fill(step.output)
         self.async_scheduling.scheduled()
         return step.output
 
@@ -385,5 +393,6 @@ class Scheduler:
         for block, count in self.holds.references().items():
             references[block] = references.get(block, 0) + count
         self.pool.check(references)
+        self.loads.check()
         if idle and (self.requests or self.pool.num_in_use):
             raise RuntimeError(f"idle with {len(self.requests)} requests and {self.pool.num_in_use} blocks in use")

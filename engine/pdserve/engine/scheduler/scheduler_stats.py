@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.engine.kv_cache.host_tier import HostTier
 from pdserve.engine.stats.step_profile import StepProfile
 
 if TYPE_CHECKING:
@@ -13,13 +14,13 @@ if TYPE_CHECKING:
 
 def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
     """Current statistics; the cost is proportional to the running sequences."""
-    pool, waiting = scheduler.pool, scheduler.waiting
+    pool, waiting, tier = scheduler.pool, scheduler.waiting, scheduler.pool.tier or HostTier(0)
     return SchedulerStats(
         num_running_reqs=len(scheduler.running),
         num_added_reqs=scheduler.num_added,
         num_waiting_reqs=len(waiting) + len(scheduler.grammars),
         num_grammar_reqs=len(scheduler.grammars),
-        num_remote_kv_reqs=len(scheduler.receives),
+        num_remote_kv_reqs=len(scheduler.receives) + scheduler.loads.num_local,
         num_idle_sessions=len(waiting.idle_sessions),
         num_blocks_total=pool.num_total,
         num_blocks_free=pool.num_available - pool.num_cached,
@@ -38,4 +39,11 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         update_s=profile.update_s,
         num_dropped_events=scheduler.num_dropped_events,
         spec_decoding_stats=scheduler.drafts.stats,
+        external_prefix_cache_queries=tier.num_queried_tokens,
+        external_prefix_cache_hits=tier.num_hit_tokens,
+        num_host_blocks_total=tier.num_slots,
+        num_host_blocks_used=len(tier),
+        num_host_blocks_stored=tier.num_stored,
+        num_host_blocks_loaded=tier.num_loaded,
+        num_host_blocks_evicted=tier.num_evicted,
     )

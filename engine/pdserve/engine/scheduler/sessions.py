@@ -14,6 +14,7 @@ from pdserve.common.request.engine_types import LogprobsLists, StreamingUpdate
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
+from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting_queues import WaitingQueues
@@ -28,6 +29,7 @@ class Sessions:
     _kv: KVCacheManager
     _running: RunningBatch
     _waiting: WaitingQueues
+    _loads: HostLoads
     _grammars: StructuredOutputManager
     _outputs: OutputCollector
 
@@ -53,8 +55,12 @@ class Sessions:
         if request.grammar is not None:
             request.grammar.close()
             request.grammar = None
+        if self._loads.stop(request):
+            self._kv.free(request)
+            request.num_computed_tokens = 0
+            request.move_to(RequestStatus.WAITING)
         if request.status is not RequestStatus.RUNNING:
-            # it was preempted: between two turns it has no blocks, as one whose blocks were taken
+            # it was preempted: between two turns it has no blocks, as one whose blocks were taken, or those that were loaded
             request.move_to(RequestStatus.RUNNING)
         self._kv.idle(request)
         request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)

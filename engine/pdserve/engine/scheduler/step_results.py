@@ -11,6 +11,7 @@ from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
+from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
@@ -33,6 +34,7 @@ class FinishRequest:
     _waiting: WaitingQueues
     _grammars: StructuredOutputManager
     _receives: RemoteKvQueue
+    _loads: HostLoads
     _group: SequenceGroup
     _outputs: OutputCollector
 
@@ -69,6 +71,7 @@ class FinishRequest:
         if request.grammar is not None:
             request.grammar.close()
         self._running.leave(request)
+        self._loads.stop(request)
         self._kv.free(request)
         del self._requests[request.request_id]
         if request.core.n > 1:

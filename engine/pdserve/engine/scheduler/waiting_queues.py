@@ -13,6 +13,7 @@ from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
 
@@ -21,15 +22,17 @@ class Refusal(enum.Enum):
     NO_ROOM = "no blocks"
     OTHERS_FIRST = "others have the next room"
     NO_LORA_SLOT = "other adapters have all slots"
+    LOADING = "its blocks are being loaded from the host-memory tier"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
 
 
 class WaitingQueues:
     """The scheduler's queues of sequences that do not run."""
 
-    def __init__(self, config: EngineConfig, kv: KVCacheManager, starvation: StarvationGuard) -> None:
+    def __init__(self, config: EngineConfig, kv: KVCacheManager, starvation: StarvationGuard, loads: HostLoads) -> None:
         self._config = config
         self._kv = kv
+        self._loads = loads
         self._starvation = starvation
         self._preempted = starvation.preempted
         self._ready = RequestQueue()
@@ -51,8 +54,8 @@ class WaitingQueues:
 
     @property
     def num_ready(self) -> int:
-        """Number of ready sequences, which hold blocks and will need further ones."""
-        return len(self._ready)
+        """Number of ready sequences and of those that wait for a load: they hold blocks and will need further ones."""
+        return len(self._ready) + self._loads.num_parked
 
     @property
     def num_preempted(self) -> int:
@@ -113,7 +116,8 @@ class WaitingQueues:
 
         num_growing: number of sequences that run or are being received. One block stays free for each of them, and for each ready
         one; if there are any, a prompt of n sequences is admitted only together with n - 1 further blocks. Returns the number of
-        tokens to compute in this step, or the reason why it cannot enter, or the error that ends it.
+        tokens to compute in this step, or the reason why it cannot enter, or the error that ends it. A sequence with blocks in the
+        tier gets all blocks of its tokens and waits until the tier's are loaded; then it is ready.
         """
         if not running.lora_slots.fits(request.core.lora_fingerprint):
             return Refusal.NO_LORA_SLOT
@@ -121,8 +125,10 @@ class WaitingQueues:
             return self._admit_ready(request, budget)
         if request not in self._preempted and self._kept_waiting_by_others(request):
             return Refusal.OTHERS_FIRST
-        computed, cached = self._cached(request)
-        uncached = request.num_tokens - cached
+        computed, cached, in_host = self._cached(request)
+        if self._loads.is_loading(in_host):
+            return Refusal.LOADING
+        uncached = request.num_tokens - cached - len(in_host) * self._config.block_size
         if self._too_long_for_here(request, uncached):
             if request.status is RequestStatus.WAITING:
                 refusal = NeedsPrefill(f"{uncached} tokens of the prompt are not cached here")
@@ -131,33 +137,43 @@ class WaitingQueues:
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
         num_tokens = self._config.chunk(uncached, budget)
-        room = request.num_tokens if self._config.reserve_whole_prompt else cached + num_tokens
+        whole = self._config.reserve_whole_prompt or in_host
+        room = request.num_tokens if whole else cached + num_tokens
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
         keep_free += request.num_forks if keep_free else 0
-        if self._kv.allocate_slots(request, room, computed, keep_free) is None:
+        if self._loads.allocate_slots(request, room, computed, keep_free, in_host) is None:
             return Refusal.NO_ROOM
         self.remove(request)
         self._starvation.placed(request)
         request.num_computed_tokens = cached
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = cached
+            request.num_cached_tokens = request.num_tokens - uncached
             self._kv.count_lookup(request.num_given_tokens, cached)
+            self._loads.count_lookup(request.num_given_tokens - cached, len(in_host))
+        if in_host:
+            request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
+            return Refusal.LOADING
         return num_tokens
 
     def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
         if self._kv.allocate_slots(request, request.num_tokens) is None:
             return Refusal.NO_ROOM
         self.remove(request)
-        return min(request.num_uncomputed_tokens, budget)
+        return self._config.chunk(request.num_uncomputed_tokens, budget)
 
-    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """(blocks to share from the cache, tokens that are computed already); a session may have kept its own blocks."""
+    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int, tuple[bytes, ...]]:
+        """(blocks to share from the cache, tokens that are computed already, hashes of the blocks after them in the tier).
+
+        A session may have kept its own blocks.
+        """
         if self._kv.num_blocks(request):
-            return NO_BLOCKS, request.num_computed_tokens
-        computed = self._kv.get_computed_blocks(request, request.num_tokens - 1)
-        return computed, len(computed) * self._config.block_size
+            return NO_BLOCKS, request.num_computed_tokens, ()
+        limit = request.num_tokens - 1
+        computed = self._kv.get_computed_blocks(request, limit)
+        in_host = self._loads.find(request, len(computed), limit)
+        return computed, len(computed) * self._config.block_size, in_host
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """True if the sequence must wait for a preempted or overdue one, or for a source with `Want` of at least its priority."""
@@ -185,10 +201,13 @@ class WaitingQueues:
         limit = request.core.local_prefill_tokens
         if limit is None or request.sampling_params.prompt_logprobs is not None:
             return False
-        cached = len(self._kv.get_computed_blocks(request, request.num_given_tokens - 1)) * self._config.block_size
+        computed, _, in_host = self._cached(request)
+        cached = (len(computed) + len(in_host)) * self._config.block_size
         uncached = request.num_given_tokens - cached
         return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
     def _may_run_ahead(self, request: Request, room: int, running: RunningBatch) -> bool:
-        used = sum(self._kv.num_blocks(other) for other in running.unwanted_sources())
+        loaded = [*self._loads.requests, *self._ready.first(self._config.max_num_seqs)]
+        others = [*running.unwanted_sources(), *(other for other in loaded if other.is_unwanted_source)]
+        used = sum(map(self._kv.num_blocks, others))
         return used + self._config.blocks_for(room) <= self._config.run_ahead_share * self._config.num_blocks

@@ -114,6 +114,8 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
          stats.num_blocks_quarantined),
         ("pdserve_kv_blocks_pinned", "Blocks in use that transfers keep for their receivers.",
          transfers.num_pinned),
+        ("pdserve_kv_host_bytes", "Host memory in use for blocks that left the pool.",
+         stats.num_host_blocks_used * identity.layout.block_bytes),
         ("pdserve_waiting_prompt_tokens", "Prompt tokens still to compute.", stats.num_waiting_tokens),
         ("pdserve_open_transfers", "Active KV transfers, as source or receiver.", transfers.num_open),
         ("pdserve_draining", "1 while the worker accepts no new requests.", int(engine.draining)),
@@ -130,6 +132,14 @@ def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransfer
         ("pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.",
          stats.prefix_cache_queries),
         ("pdserve_prefix_hit_tokens", "The part of the queried tokens that were cached.", stats.prefix_cache_hits),
+        ("pdserve_external_prefix_queried_tokens", "Prompt tokens looked up in host memory, since the pool lacked them.",
+         stats.external_prefix_cache_queries),
+        ("pdserve_external_prefix_hit_tokens", "The part of these tokens that was in host memory.",
+         stats.external_prefix_cache_hits),
+        ("pdserve_kv_host_blocks_stored", "KV blocks copied to host memory.", stats.num_host_blocks_stored),
+        ("pdserve_kv_host_blocks_loaded", "KV blocks loaded from host memory.", stats.num_host_blocks_loaded),
+        ("pdserve_kv_host_blocks_evicted", "KV blocks that others displaced from host memory.",
+         stats.num_host_blocks_evicted),
         ("pdserve_kv_transfer_fallbacks", "Transfers that continued over another connector.", transfers.num_fallbacks),
     ):  # fmt: skip
         yield CounterMetricFamily(name, meaning, value=count)

@@ -1,0 +1,175 @@
+"""`HostLoads`: loads of blocks from the host-memory tier into the pool, from the search for them to their end.
+
+    WAITING, PREEMPTED --allocate_slots--> WAITING_FOR_REMOTE_KVS --finished--> WAITING, with its blocks
+
+A load is a copy that the executor makes beside the steps of other sequences. It always ends by itself. Until then its blocks are
+pinned, and so are the slots that it reads: if its sequence ends or loses its blocks before, they are in quarantine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker
+from pdserve.engine.kv_cache.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from pdserve.engine.request import Request, Wait
+from pdserve.engine.scheduler_output import SchedulerOutput
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks of one sequence on their way from the tier."""
+
+    load_id: int
+    request: Request | None
+    """None after its sequence ended, or lost its blocks."""
+    num_blocks: int
+    """Blocks of the sequence, from its first, that the pool has when the load has ended."""
+    hold: PinnedBlocks
+    hashes: tuple[bytes, ...]
+    slots: list[int]
+
+
+@dataclass(eq=False)
+class HostLoads:
+    """One scheduler's."""
+
+    _kv: KVCacheManager
+    _holds: PinTracker
+    _loads: dict[int, Load] = field(default_factory=dict, init=False)
+    """Under way, by `Load.load_id`."""
+    _by_request: dict[str, Load] = field(default_factory=dict, init=False)
+    _begun: list[Load] = field(default_factory=list, init=False)
+    """Not yet in a `SchedulerOutput`."""
+    _hashes: Counter[bytes] = field(default_factory=Counter, init=False)
+    """Hashes of blocks that are loaded for sequences that wait for them."""
+    _num_begun: int = field(default=0, init=False)
+    num_parked: int = field(default=0, init=False)
+    """Number of sequences that wait for a load alone, with those that will be forked from them; each will need further blocks."""
+
+    def __post_init__(self) -> None:
+        self._tier = self._kv.pool.tier
+
+    def __len__(self) -> int:
+        """Loads under way, those whose sequence is gone included."""
+        return len(self._loads)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Sequences that wait for a load."""
+        return [load.request for load in self._by_request.values() if load.request is not None]
+
+    @property
+    def num_local(self) -> int:
+        """Number of sequences that wait for a load alone, not also for remote KV."""
+        return sum(Wait.REMOTE_KV not in request.waits_for for request in self.requests)
+
+    def find(self, request: Request, num_blocks: int, limit_tokens: int) -> tuple[bytes, ...]:
+        """Hashes of the longest run of blocks after a sequence's first `num_blocks` that the tier has, over at most `limit_tokens`
+        tokens. One block is worth a load: it takes less time than to compute the block's tokens again."""
+        if self._tier is None or request.skip_reading_prefix_cache:
+            return ()
+        hashes = request.block_hashes[num_blocks : limit_tokens // self._kv.block_size]
+        num_found = next((place for place, known in enumerate(hashes) if known not in self._tier), len(hashes))
+        return tuple(hashes[:num_found])
+
+    def is_loading(self, hashes: Iterable[bytes]) -> bool:
+        """True if another sequence loads one of these blocks: it is soon in the pool, for all."""
+        return any(block_hash in self._hashes for block_hash in hashes)
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed: KVCacheBlocks, keep_free: int, in_host: tuple[bytes, ...]
+    ) -> list[int] | None:
+        """As `KVCacheManager.allocate_slots`; begins to load the blocks after `computed`, if there are any.
+
+        in_host: the result of `find`, in this step.
+        """
+        if self._tier is None or not in_host:
+            return self._kv.allocate_slots(request, num_tokens, computed, keep_free)
+        slots = self._tier.pin(in_host)  # blocks that are given up for this sequence need slots themselves
+        added = self._kv.allocate_slots(request, num_tokens, computed, keep_free)
+        if added is None:
+            self._tier.unpin(slots)
+            return None
+        first, end = len(computed), len(computed) + len(in_host)
+        self._num_begun += 1
+        hold = self._holds.out(self._kv.hold(request, first, end))
+        load = Load(self._num_begun, request, end, hold, in_host, slots)
+        self._loads[load.load_id] = self._by_request[request.request_id] = load
+        self._begun.append(load)
+        self._hashes.update(in_host)
+        self.num_parked += _num_parked(request)
+        return added
+
+    def count_lookup(self, num_queried_tokens: int, num_hit_blocks: int) -> None:
+        """Statistics of the tier, once per admission. num_queried_tokens: those that the pool did not have."""
+        if self._tier is not None:
+            self._tier.num_queried_tokens += num_queried_tokens
+            self._tier.num_hit_tokens += num_hit_blocks * self._kv.block_size
+
+    def fill(self, output: SchedulerOutput) -> None:
+        """Add the copies to and from the tier that precede a step."""
+        if self._tier is None:
+            return
+        if stores := self._tier.take_stores():
+            output.kv_stores = [stores]
+        for load in self._begun:
+            output.kv_loads[load.load_id] = [list(zip(load.slots, load.hold.block_ids, strict=True))]
+            self._tier.num_loaded += len(load.slots)
+        self._begun.clear()
+
+    def finished(self, load_ids: Iterable[int]) -> list[Request]:
+        """Apply the end of loads; returns the sequences that waited for them, whose blocks are now in the prefix cache."""
+        waited = []
+        for load_id in load_ids:
+            load = self._loads[load_id]
+            request = load.request
+            self._end(load)
+            if request is not None:
+                self._forget(request)
+                self._kv.remember_loaded(request, load.num_blocks)
+                request.num_computed_tokens = load.num_blocks * self._kv.block_size
+                waited.append(request)
+        return waited
+
+    def is_waited_for(self, request: Request) -> bool:
+        """True if a load for this sequence is under way."""
+        return request.request_id in self._by_request
+
+    def stop(self, request: Request) -> bool:
+        """Forget a sequence that ends or loses its blocks; its blocks are in quarantine until the load has ended. False, with no
+        effect, if it waits for no load."""
+        if not self.is_waited_for(request):
+            return False
+        load = self._forget(request)
+        if load in self._begun:
+            self._begun.remove(load)
+            self._end(load)
+        else:
+            load.request = None
+            self._holds.quarantine(set(load.hold.block_ids))
+        return True
+
+    def _forget(self, request: Request) -> Load:
+        load = self._by_request.pop(request.request_id)
+        self.num_parked -= _num_parked(request)
+        self._hashes -= Counter(load.hashes)
+        return load
+
+    def _end(self, load: Load) -> None:
+        del self._loads[load.load_id]
+        self._holds.back(load.hold)
+        if self._tier is not None:
+            self._tier.unpin(load.slots)
+
+    def check(self) -> None:
+        """Check the tier's books against the loads under way. Raises: TierCorrupt."""
+        if self._tier is not None:
+            self._tier.check(Counter(slot for load in self._loads.values() for slot in load.slots))
+
+
+def _num_parked(request: Request) -> int:
+    # one that also receives is counted there
+    return 0 if Wait.REMOTE_KV in request.waits_for else request.num_forks + 1
