@@ -20,6 +20,7 @@ from pdserve.common.errors import Cancelled, ConfigError, InternalError, Invalid
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine import socket_frames
 from pdserve.engine.clients import engine_connection, frames
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
 from pdserve.engine.clients.frames import Load, encode
@@ -332,7 +333,7 @@ def test_frames_are_bounded_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> No
         ours.sendall(b"\xff\xff\xff\xff")
         with pytest.raises(PeerError, match=f"4294967295 bytes, at most {MAX_FRAME_BYTES}"):
             receive_frame(theirs)
-        monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 10)
+        monkeypatch.setattr(socket_frames, "MAX_FRAME_BYTES", 10)
         with pytest.raises(PeerError, match="11 bytes, at most 10"):
             send_frame(ours, b"12345678901")
         send_frame(ours, b"1234567890")
