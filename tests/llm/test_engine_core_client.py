@@ -349,7 +349,7 @@ def test_a_failing_utility_is_an_error_of_the_call_alone(
     client = make_client(InprocClient)
     assert isinstance(client, InprocClient)
     with monkeypatch.context() as patched:
-        patched.setattr(client.core.scheduler, "stats", lambda: 1 // 0)
+        patched.setattr(client.core, "stats", lambda: 1 // 0)
         with pytest.raises(InternalError, match="get_stats failed: ZeroDivisionError"):
             client.utility("get_stats")
     client.add_request(request("r", [5, 6]))
