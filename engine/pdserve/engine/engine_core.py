@@ -18,6 +18,7 @@ from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.lora.lora_runner import Adapters
 from pdserve.engine.request import Request
+from pdserve.engine.request_verifier import RequestVerifier
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.async_scheduling import living
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox, NoTransfers, ReceiveFailed, SourceFinished
@@ -73,60 +74,23 @@ class EngineCore:
         self.has_computed = False
         """True if the last step computed something; running sequences may all wait for blocks."""
         self.scheduler = Scheduler(config, hasher, connector or NoTransfers(), grammars)
-        self._logits_processors = logits_processors or LogitsProcessors()
         self.adapters = adapters
         self.profile = StepProfile(config.profile_interval_s, config.profile_steps)
+        self.verifier = RequestVerifier(
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=vocab_size,
+            hidden_size=executor.hidden_size,
+            has_grammars=self.scheduler.grammars.is_possible,
+            logits_processors=logits_processors or LogitsProcessors(),
+            knows_adapter=None if adapters is None else adapters.has,
+        )
         self._ahead: StepInFlight | None = None
         """A step that was launched while the one before was awaited."""
 
     def verify(self, request: EngineCoreRequest) -> None:
-        """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
-        request.verify_supported()
-        num_tokens = len(request.prompt_token_ids)
-        num_to_come = 0 if request.pooling_params is not None else 1
-        if request.pooling_params is not None:
-            request.pooling_params.verify(self.executor.hidden_size)
-        else:
-            self._verify_sampling(request.sampling_params)
-        if num_tokens == 0:
-            raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
-        self._verify_resumed(request)
-        self._verify_lora(request)
-        if num_tokens + num_to_come > self.config.max_model_len:
-            room = ", and one more must fit" if num_to_come else ""
-            raise InvalidRequest(
-                f"prompt_token_ids has {num_tokens} tokens; the model's length is {self.config.max_model_len}{room}",
-                "prompt_token_ids",
-            )
-        verify_token_ids("prompt_token_ids", request.prompt_token_ids, self.vocab_size)
-        if request.n > self.config.max_num_seqs and not request.transfer_source:
-            raise InvalidRequest(
-                f"n is {request.n}, at most {self.config.max_num_seqs} sequences run here at a time (max_num_seqs)", "n"
-            )
-
-    def _verify_resumed(self, request: EngineCoreRequest) -> None:
-        num_output, max_tokens = len(request.output_token_ids), request.sampling_params.output_limit
-        if not num_output:
-            return
-        room = min(max_tokens, self.config.max_model_len - len(request.prompt_token_ids))
-        if num_output >= room:
-            raise InvalidRequest(
-                f"output_token_ids has {num_output} tokens, at most {room - 1} leave room for one more",
-                "output_token_ids",
-            )
-        verify_token_ids("output_token_ids", request.output_token_ids, self.vocab_size)
-
-    def _verify_lora(self, request: EngineCoreRequest) -> None:
-        fingerprint = request.lora_fingerprint
-        if not fingerprint:
-            return
-        if self.adapters is None:
-            raise InvalidRequest("lora_request is given, and this engine was made without enable_lora", "lora_request")
-        if not self.adapters.has(fingerprint):
-            raise InvalidRequest(
-                f"lora_request names {request.lora_name[:128]!r} with the fingerprint {fingerprint[:32]}, which is not known here",
-                "lora_request",
-            )
+        """As `RequestVerifier.verify`."""
+        self.verifier.verify(request)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request that `verify` accepted.
@@ -151,17 +115,8 @@ class EngineCore:
         return None
 
     def verify_update(self, update: StreamingUpdate) -> None:
-        """Raise `InvalidRequest` naming the field, its value and the limit. Safe from any thread."""
-        self._verify_sampling(update.sampling_params)
-        if not update.prompt_token_ids:
-            raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
-        verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)
-
-    def _verify_sampling(self, params: SamplingParams) -> None:
-        params.verify(self.vocab_size, max_logprobs=self.vocab_size)
-        if params.structured_outputs is not None and not self.scheduler.grammars.is_possible:
-            raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
-        self._logits_processors.verify(params.logits_processors, self.vocab_size)
+        """As `RequestVerifier.verify_update`."""
+        self.verifier.verify_update(update)
 
     def resume_request(self, update: StreamingUpdate) -> None:
         """Begin the next turn of a session, after `verify_update`. Ids are checked as in `add_request`."""
