@@ -36,7 +36,7 @@ FLOORS = {
         {"placement"}, {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
-        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor"}, {"runner"},
+        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
         {"ranks", "sampling", "scheduler", "speculation"}, {"kv_cache", "lora", "stats", "structured_outputs"},
         {"arrays", "child_process", "config", "engine_info", "heartbeat", "output_stream", "request", "scheduler_output",
          "socket_frames"},
@@ -50,8 +50,8 @@ FLOORS = {
         {"block_digest", "event_thread", "totals"},
     ),
     "worker": (
-        {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"}, {"kv_transfer_manager"},
-        {"engine_client", "redis_publisher"},
+        {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"},
+        {"engine_client", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager"},
         {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
          "step_totals"},
     ),

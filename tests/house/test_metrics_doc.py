@@ -21,6 +21,7 @@ from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.key_metrics import KeyMetrics
+from pdserve.worker.engine_host.engine_host import TransferCounts
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 
@@ -84,9 +85,11 @@ def worker_registry() -> CollectorRegistry:
     identity = SimpleNamespace(worker_id="w", role_name="decode", layout=layout, connectors=("tcp",))
     totals = StepTotals()
     totals.add(ModelRunnerStats(layer_s=[0.0]))
-    engine = SimpleNamespace(stats=SchedulerStats(), step_totals=totals, tick=0, tick_age_s=0.0, draining=False)
-    transfers = SimpleNamespace(num_open=0, num_pinned=0, num_fallbacks=0, num_ended=TransferLog().num_ended)
-    WorkerMetrics(registry, identity, engine, transfers)  # type: ignore[arg-type]
+    transfers = TransferCounts(num_ended=TransferLog().num_ended)
+    engine = SimpleNamespace(
+        stats=SchedulerStats(), step_totals=totals, tick=0, tick_age_s=0.0, draining=False, transfer_counts=transfers
+    )
+    WorkerMetrics(registry, identity, engine)  # type: ignore[arg-type]
     LoopLag(registry)
     registry.register(Families(lambda: tls_families({"services": 0.0})))
     registry.register(redis_collector())

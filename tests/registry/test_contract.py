@@ -55,7 +55,7 @@ async def test_prefill_and_decode_meet_when_they_are_found(either: World) -> Non
     prefill = await either.worker("prefill-0", WorkerRole.PREFILL)
     router = await either.router()
     await router.joined(decode, prefill)
-    await eventually(lambda: prefill.address in decode.peers._kept and decode.address in prefill.peers._kept)
+    await eventually(lambda: prefill.address in decode.engine.met and decode.address in prefill.engine.met)
 
 
 async def test_a_worker_that_leaves_takes_its_blocks_with_it(either: World) -> None:

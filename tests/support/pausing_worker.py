@@ -97,11 +97,11 @@ def install(pauses: Pauses) -> None:
             if request.num_output_tokens == NUM_STREAMED:
                 pauses.reach("streaming")
 
-    def before_digest(adapter: KvTransferManager, message: Any, *_: Any) -> None:
+    def before_digest(manager: Any, message: Any, *_: Any) -> None:
         if not pauses.are_armed:
             return
         deadline = time.monotonic() + LONGEST_S
-        while _computes(adapter.engine.core.scheduler.requests.get(message.request_id)):
+        while _computes(manager.engine.core.scheduler.requests.get(message.request_id)):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.001)

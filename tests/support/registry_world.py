@@ -15,7 +15,7 @@ from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.engine_types import SchedulerStats
 from pdserve.common.security.call_guard import CallGuard
-from pdserve.common.security.call_proof import CallSigner, CallVerifier
+from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import WorkerSettings
@@ -26,8 +26,9 @@ from pdserve.router.workers.kv_event_subscription import FeedSource
 from pdserve.router.workers.redis_discovery import RedisDirectory, make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from pdserve.worker.engine_host.engine_host import TransferCounts
 from pdserve.worker.kv_event_publisher import KvEventPublisher
-from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
 from pdserve.worker.worker_servicer import WorkerServicer
 from tests.support.redis_server import RedisServer
@@ -55,7 +56,13 @@ class StandIn:
         self.draining = False
         self.prefill_tokens_per_s = 0.0
         self.num_sessions = self.max_sessions = self.max_waiting = 0
+        self.transfer_counts = TransferCounts()
+        self.met: set[str] = set()
+        """Addresses of peers."""
         self._tick = 0
+
+    def meet(self, worker_id: str, epoch: int, address: str) -> None:
+        self.met.add(address)
 
     @property
     def tick(self) -> int:
@@ -68,7 +75,6 @@ class Worker:
 
     def __init__(self, world: World, worker_id: str, role: WorkerRole, port: int, publishes: bool, host: str) -> None:
         self.engine = StandIn()
-        self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
         guard = CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: self.key))
         self._server: grpc.aio.Server = make_server(guard)
         self.port = bind(self._server, "127.0.0.1", port)
@@ -89,7 +95,7 @@ class Worker:
             hidden_size=8,
             sampler_version=2,
         )
-        self.servicer = WorkerServicer(self.identity, self.engine, self.peers, lambda: 0, DEVELOPMENT_KEY)  # type: ignore[arg-type]
+        self.servicer = WorkerServicer(self.identity, self.engine, PeerRule(False, False), DEVELOPMENT_KEY)  # type: ignore[arg-type]
         add_WorkerServiceServicer_to_server(self.servicer, self._server)
         self._publisher: RedisPublisher | None = None
         if world.has_redis and publishes:
@@ -128,7 +134,6 @@ class Worker:
         """End as a killed process does, without deleting anything."""
         await self.stop_publishing()
         await self._server.stop(None)
-        await self.peers.close()
 
     async def leave(self) -> None:
         """End as a drained process does."""

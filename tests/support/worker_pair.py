@@ -26,6 +26,9 @@ from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import request_pb2
+from pdserve.worker.engine_host.host_transfers import HostTransfers
+from pdserve.worker.engine_host.inproc_host import InprocHost
+from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
@@ -33,6 +36,19 @@ from tests.support.waiting import HANG_S
 KEY = DeploymentKey(b"the key of this deployment")
 PROMPT = list(range(3, 43))
 BLOCK_SIZE = 16
+
+
+def host_of(worker: Worker) -> InprocHost:
+    """The engine of a worker, in this process."""
+    assert isinstance(worker.host, InprocHost)
+    return worker.host
+
+
+def transfers_of(worker: Worker) -> HostTransfers:
+    """The transfers of a worker, in this process."""
+    transfers = host_of(worker).kv_transfers
+    assert transfers is not None
+    return transfers
 
 
 class Pair:
@@ -61,7 +77,8 @@ async def running_pair(
         (DecodeSettings(**fields, **(decode or {})), WorkerRole.DECODE, decode_service),
     ):
         model = load_model(folder, settings, None)
-        workers.append(Worker(settings, role, model, make_connectors(settings), key, service.add_servicers))
+        host = make_inproc_host(settings, model, make_connectors(settings), key)
+        workers.append(Worker(settings, role, host, key, service.add_servicers))
     try:
         for worker in workers:
             await worker.start()
@@ -87,7 +104,7 @@ def generation_request(
     """A greedy request of 4 tokens. changes: fields of `GenerationRequest`."""
     prompt = prompt or PROMPT
     hasher = BlockHasher(key, BLOCK_SIZE)
-    root = hasher.root(worker.model.layout.model_fingerprint)
+    root = hasher.root(worker.identity.layout.model_fingerprint)
     hashes = hasher.extend(root, prompt)
     fields: dict[str, Any] = {
         "request_id": secrets.token_hex(4),

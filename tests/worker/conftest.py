@@ -21,7 +21,6 @@ from pdserve.common.security.deployment_key import DATA_PLANE, DEVELOPMENT_KEY
 from pdserve.common.security.role_guard import CallerRoles
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.output_stream import OutputStream
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
@@ -35,7 +34,8 @@ from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
-from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_client import EngineClient, RequestStream
+from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
@@ -92,13 +92,14 @@ class Node:
         )
         if late:
             self.core.executor = LateExecutor(self.core.executor, self.cache, self.device_pool)
-        self.engine = EngineClient(self.core)
+        self.host = InprocHost(self.core)
+        self.engine = EngineClient(self.host)
         self.peer = PeerId(name, secrets.randbits(64))
         receiving = ReceiverInfo(
             self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, HANG_S, grace_s, DIGESTS
         )
         self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
-        self.adapter = KvTransferManager(self.engine, outbox, self.connectors, pool, self.peers, receiving)
+        self.adapter = KvTransferManager(self.host, outbox, self.connectors, pool, self.peers, receiving)
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(HANG_S, grace_s, 2 * HANG_S), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(
@@ -120,7 +121,7 @@ class Node:
         return RingConnector(connector, self.device_pool, ring, host_pool(ring), HANG_S)
 
     async def start(self) -> None:
-        self.engine.start()
+        self.host.start_thread()
         assert self.server is not None
         await self.server.start()
 
@@ -130,7 +131,7 @@ class Node:
         self.adapter.close()
         await self.peers.close()
         await asyncio.to_thread(self.connectors.close)
-        await asyncio.to_thread(self.engine.stop)
+        await self.host.close()
         self.core.scheduler.check(idle=self.must_be_idle)
 
     async def idle(self) -> None:
@@ -150,8 +151,8 @@ class Asked:
     """A request through P and D."""
 
     prompt: list[int]
-    prefill: OutputStream
-    decode: OutputStream
+    prefill: RequestStream
+    decode: RequestStream
     transfer: SourceTransfer
     landed: asyncio.Future[ReceiverTransfer]
     tokens: list[int] = field(default_factory=list)

@@ -27,6 +27,7 @@ from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
 from pdserve.engine.request import Request
+from pdserve.worker.engine_host.engine_host import AbortedRequest, ReceivedBlocks, RequestEnd
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.call_spans import trace_call
 from pdserve.worker.telemetry.call_stats import Call, CallStats
@@ -38,13 +39,7 @@ REMOTE = {"queued": 10.0, "kv_reserved": 11.0, "kv_first_landed": 12.0, "kv_land
 LAYOUT = make_layout()
 
 
-class Transfer:
-    """What a record reads of a `ReceiverTransfer`."""
-
-    connector_name = "local"
-    num_blocks = 3
-    num_landed = 2
-    given_up = frozenset({"nixl"})
+RECEIVED = ReceivedBlocks(connector_name="local", num_blocks=3, num_landed=2, given_up=["nixl"])
 
 
 STATS = SchedulerStats(
@@ -71,7 +66,7 @@ def make_record(
     closed: list[CallStats] = []
     record = CallStats(call, request, {TRACEPARENT: PARENT}, closed.append)
     if call == "decode" and remote:
-        record.transfer = Transfer()  # type: ignore[assignment]
+        record.transfer = RECEIVED
     return record, closed
 
 
@@ -94,7 +89,7 @@ def test_a_decode_call_that_went_well() -> None:
             moments=REMOTE | {"first_token": 14.0, "finished": 20.0}, num_preemptions=2,
         )  # fmt: skip
         record.take(last)
-    record.close(None)
+    record.close(RequestEnd(received=RECEIVED))
     assert closed == [record]
     assert record.outcome == "ok"
     assert (record.num_output_tokens, record.num_preemptions) == (3, 2)
@@ -114,7 +109,7 @@ def test_a_transfer_that_failed_is_where_the_cause_stands() -> None:
     record.take(EngineCoreOutput(request_id="r", moments=moments, error_code=error.code, error_message="x"))
     with pytest.raises(TransferFailed), record:
         raise error
-    record.close(None)
+    record.close(RequestEnd(received=RECEIVED))
     assert record.outcome == "transfer_failed"
     assert stages_of(record) == [
         ("decode.reserve", 10.0, 11.0, None),
@@ -130,7 +125,7 @@ def test_a_call_that_the_router_ended_has_what_the_engine_knew(error: BaseExcept
     aborted = Request(record.request)
     aborted.moments |= {"scheduled": 11.0, "finished": time.monotonic() + 5}
     aborted.prefill_chunks = [(12.0, 4)]
-    record.close(aborted)
+    record.close(RequestEnd(AbortedRequest.of(aborted)))
     assert record.outcome == "cancelled"
     queue, compute = record.stages()
     assert (queue.name, queue.cause) == ("prefill.queue", None)
@@ -145,7 +140,7 @@ def test_a_router_that_found_a_stop_string_is_no_failure() -> None:
     record.take(EngineCoreOutput(request_id="r", new_token_ids=[5], moments=REMOTE | {"first_token": 14.0}))
     with pytest.raises(asyncio.CancelledError), record:
         raise asyncio.CancelledError
-    record.close(None)
+    record.close(RequestEnd(received=RECEIVED))
     assert record.outcome == "ok"
     assert all(stage.cause is None for stage in record.stages())
 
@@ -199,7 +194,8 @@ def closed_records() -> list[CallStats]:
 def test_metrics_count_what_the_records_say() -> None:
     registry = CollectorRegistry()
     transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1, num_ended={("source", "expired"): 2})
-    metrics = WorkerMetrics(registry, IDENTITY, ENGINE, transfers)  # type: ignore[arg-type]
+    engine = SimpleNamespace(**vars(ENGINE), transfer_counts=transfers)
+    metrics = WorkerMetrics(registry, IDENTITY, engine)  # type: ignore[arg-type]
     for record in closed_records():
         metrics.call(record)
 

@@ -28,9 +28,11 @@ from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
+from tests.support.worker_pair import host_of, transfers_of
 
 PROMPT = list(range(40))
 
@@ -55,8 +57,8 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
         (DecodeSettings(**fields), WorkerRole.DECODE, decode_service),
     ):
         model = load_model(tiny_checkpoints("llama"), settings, None)
-        connectors = make_connectors(settings)
-        workers.append(Worker(settings, role, model, connectors, DEVELOPMENT_KEY, service.add_servicers))
+        host = make_inproc_host(settings, model, make_connectors(settings), DEVELOPMENT_KEY)
+        workers.append(Worker(settings, role, host, DEVELOPMENT_KEY, service.add_servicers))
     try:
         for worker in workers:
             await worker.start()
@@ -91,14 +93,14 @@ async def end_of(call: grpc.aio.UnaryStreamCall[Any, Any]) -> str | None:
 async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer_id, message = secrets.token_bytes(16), prepared(two.p.model.layout)
+    transfer_id, message = secrets.token_bytes(16), prepared(two.p.identity.layout)
     go_on = threading.Event()
 
     def fail(*_: object) -> None:
         go_on.wait(HANG_S)
         raise ValueError("a bug in a kernel")
 
-    monkeypatch.setattr(two.p.engine.core.executor, "execute_model", fail)
+    monkeypatch.setattr(host_of(two.p).core.executor, "execute_model", fail)
 
     async with (
         make_channel(two.p.identity.address) as p_channel,
@@ -119,7 +121,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         decode: Any = to_d.unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
         for call in (prefill, decode):
             assert (await call.read()).HasField("admitted")
-        transfer = two.d.adapter.transfer("r.0.0")
+        transfer = transfers_of(two.d).manager.transfer("r.0.0")
         assert transfer is not None
         while transfer.state is ReceiverState.ATTACHING:  # noqa: ASYNC110 - a transfer tells its engine alone
             await asyncio.sleep(0.005)
@@ -133,13 +135,13 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
     async with make_channel(two.p.identity.address) as channel, asyncio.timeout(HANG_S):
         to_p = signed(channel, two.p.identity.key)
         receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
-        message = prepared(two.p.model.layout)
+        message = prepared(two.p.identity.layout)
         call: Any = to_p.unary_stream(
             PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=secrets.token_bytes(16), receiver=receiver)
         )
         assert (await call.read()).HasField("admitted")
         assert (await call.read()).HasField("computed")
-        two.p.transfers.revoke_all(Draining("the source is draining"))
+        two.p.host.revoke_transfers(Draining("the source is draining"))
         assert (await call.read()).ended.how == prefill_pb2.Ended.REVOKED
         await call.code()
     counts = (

@@ -33,7 +33,15 @@ def pinned_metric(node: Any) -> float:
     registry = CollectorRegistry()
     names = {"worker_id": node.peer.worker_id, "role_name": "prefill", "connectors": node.connectors.names}
     identity = SimpleNamespace(layout=LAYOUT, **names)
-    WorkerMetrics(registry, identity, node.engine, node.adapter)  # type: ignore[arg-type]
+    engine = SimpleNamespace(
+        stats=node.engine.stats,
+        step_totals=node.engine.step_totals,
+        transfer_counts=node.adapter,
+        draining=False,
+        tick=node.engine.tick,
+        tick_age_s=0.0,
+    )
+    WorkerMetrics(registry, identity, engine)  # type: ignore[arg-type]
     found = re.search(r"^pdserve_kv_blocks_pinned (\S+)$", generate_latest(registry).decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])

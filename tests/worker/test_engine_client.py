@@ -24,7 +24,8 @@ from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.engine.stats.iteration_stats import IterationStats
 from pdserve.engine.stats.stat_recorder import StatRecorder
-from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_client import EngineClient, RequestStream
+from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.request_reader import engine_request_id
 from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.hash_model import greedy_answer
@@ -37,15 +38,17 @@ class ClientHarness(Harness):
     """With the client that workers use."""
 
     client: EngineClient
+    host: InprocHost
 
 
 @pytest.fixture
 async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # noqa: F811
     harness = cast(ClientHarness, make_engine(max_num_batched_tokens=8, max_local_prefill_tokens=40))
-    harness.client = EngineClient(harness.core)
-    harness.client.start()
+    harness.host = InprocHost(harness.core)
+    harness.client = EngineClient(harness.host)
+    harness.host.start_thread()
     yield harness
-    await asyncio.to_thread(harness.client.stop)
+    await harness.host.close()
 
 
 async def read(stream: OutputStream) -> list[int]:
@@ -252,7 +255,7 @@ async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(eng
     client.release(parked)
     for message in engine.outbox.take():
         if isinstance(message, ReceiveInto):
-            client.apply(HoldReturned(message.request_id, message.hold))
+            engine.host.apply(HoldReturned(message.request_id, message.hold))
 
 
 async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: ClientHarness) -> None:
@@ -267,10 +270,11 @@ async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: Cli
 
 async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) -> None:  # noqa: F811
     harness = make_engine(max_num_batched_tokens=8, max_num_seqs=2)
-    client = EngineClient(harness.core, max_waiting=3)
-    client.start()
+    host = InprocHost(harness.core)
+    client = EngineClient(host, max_waiting=3)
+    host.start_thread()
     try:
-        streams: list[OutputStream] = []
+        streams: list[RequestStream] = []
 
         def fill() -> None:
             # the engine may take two of them while the others come
@@ -287,7 +291,7 @@ async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) 
         assert await read(again) == greedy_answer(PROMPT, 3)
         client.release(again)
     finally:
-        await asyncio.to_thread(client.stop)
+        await host.close()
 
 
 async def test_statistics_are_summed_and_reach_the_loggers(make_engine: MakeEngine) -> None:  # noqa: F811
@@ -303,13 +307,14 @@ async def test_statistics_are_summed_and_reach_the_loggers(make_engine: MakeEngi
 
     logger, ended = Logger(), list[int]()
     harness = make_engine(max_num_batched_tokens=8, collect_layer_times=True)
-    client = EngineClient(harness.core, recorder=StatRecorder([logger]))  # type: ignore[list-item]
-    client.start()
+    host = InprocHost(harness.core)
+    client = EngineClient(host, recorder=StatRecorder([logger]))  # type: ignore[list-item]
+    host.start_thread()
     stream = client.submit(harness.request(PROMPT))
     assert await read(stream) == greedy_answer(PROMPT, 4)
     client.release(stream)
     await eventually(lambda: client.stats.num_running_reqs == 0)
-    await asyncio.to_thread(client.stop)
+    await client.close()
     assert client.stats.num_steps == logger.num_steps == 6
     assert (client.stats.num_scheduled_tokens, ended, logger.num_logs) == (len(PROMPT) + 3, [4], 1)
     totals = client.step_totals

@@ -14,7 +14,7 @@ from tests.support.waiting import HANG_S
 
 HANGS = """
 import ctypes, sys, threading, time
-from pdserve.worker.engine_watchdog import EngineWatchdog
+from pdserve.worker.engine_watchdog import EngineWatchdog, dump_stacks
 
 def hang_with_the_interpreters_lock():
     ctypes.PyDLL(None).sleep(86400)
@@ -22,7 +22,7 @@ def hang_with_the_interpreters_lock():
 def hang_without_it():
     time.sleep(86400)
 
-EngineWatchdog(lambda: 7, 1.0).start()
+EngineWatchdog(lambda: 7, 1.0, dump_stacks).start()
 thread = threading.Thread(target=globals()[sys.argv[1]], daemon=True)
 thread.start()
 thread.join()
@@ -49,7 +49,7 @@ def test_an_engine_that_moves_is_left_alone() -> None:
             looked.set()
         return number
 
-    watchdog = EngineWatchdog(tick, 0.05, statuses.append)
+    watchdog = EngineWatchdog(tick, 0.05, lambda: None, statuses.append)
     watchdog.start()
     assert looked.wait(HANG_S)
     watchdog.stop()
@@ -65,7 +65,7 @@ def test_one_that_stops_moving_is_not() -> None:
         ended.append(status)
         over.set()
 
-    watchdog = EngineWatchdog(lambda: 3, 0.2, end)
+    watchdog = EngineWatchdog(lambda: 3, 0.2, lambda: None, end)
     watchdog.start()
     assert over.wait(HANG_S)
     watchdog.stop()
@@ -73,4 +73,4 @@ def test_one_that_stops_moving_is_not() -> None:
 
 
 def test_one_that_was_never_started_can_be_stopped() -> None:
-    EngineWatchdog(lambda: 0, 1.0).stop()
+    EngineWatchdog(lambda: 0, 1.0, lambda: None).stop()

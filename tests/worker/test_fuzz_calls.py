@@ -35,7 +35,7 @@ from pdserve.worker.worker import TICK_STILL_S, Worker
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.message_changes import MessageChanges, fields_named
-from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
+from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, host_of, prepared, running_pair, transfers_of
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
@@ -385,7 +385,7 @@ class Relay:
             return changed
         if not event.HasField("accepted") or hostile.draw.random() < 0.2:
             return changed
-        digests, accepted = hostile.pair.p.digests, event.accepted
+        digests, accepted = transfers_of(hostile.pair.p).manager._receiving.digests, event.accepted
         accepted.proof = digests.answer_proof(opened.transfer_id, opened.source_epoch, answer_parts(accepted))
         return event.SerializeToString()
 
@@ -464,15 +464,15 @@ class Oracle:
                 while (  # noqa: ASYNC110 - five counters in two threads
                     worker.engine.num_streams
                     or worker.engine.num_sessions
-                    or worker.adapter.num_open
-                    or len(worker.transfers)
-                    or worker.engine.core.scheduler.requests
+                    or host_of(worker).counts.num_open
+                    or host_of(worker).counts.num_expected
+                    or host_of(worker).core.scheduler.requests
                 ):
                     await asyncio.sleep(0.02)
         except TimeoutError:
             engine = worker.engine
-            left = engine.num_streams, engine.num_sessions, worker.adapter.num_open, len(worker.transfers)
-            raise AssertionError(f"{worker.identity}: {left}, {engine.core.scheduler.requests}") from None
+            left = engine.num_streams, engine.num_sessions, host_of(worker).counts
+            raise AssertionError(f"{worker.identity}: {left}, {host_of(worker).core.scheduler.requests}") from None
 
     async def _patient_answers(self) -> list[list[int]]:
         """A connection breaks where the machine gives this process nothing for seconds; that is no fault of a worker's."""
@@ -534,7 +534,7 @@ async def _check_pool(worker: Worker) -> None:
         else:
             loop.call_soon_threadsafe(checked.set_result, None)
 
-    worker.engine.call(check)
+    host_of(worker).call(check)
     await checked
 
 

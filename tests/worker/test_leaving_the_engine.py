@@ -9,8 +9,9 @@ from typing import cast
 import pytest
 
 from pdserve.common.request.engine_types import EngineCoreOutput
-from pdserve.engine.request import Request
 from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_host.engine_host import RequestEnd
+from pdserve.worker.engine_host.inproc_host import InprocHost
 from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.waiting import HANG_S
 
@@ -21,24 +22,26 @@ class ClientHarness(Harness):
     """With the client that workers use."""
 
     client: EngineClient
+    host: InprocHost
 
 
 @pytest.fixture
 async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # noqa: F811
     harness = cast(ClientHarness, make_engine(max_num_batched_tokens=8))
-    harness.client = EngineClient(harness.core)
-    harness.client.start()
+    harness.host = InprocHost(harness.core)
+    harness.client = EngineClient(harness.host)
+    harness.host.start_thread()
     yield harness
-    await asyncio.to_thread(harness.client.stop)
+    await harness.host.close()
 
 
 class Told:
     """Hears how requests ended."""
 
     def __init__(self) -> None:
-        self.requests: asyncio.Queue[Request | None] = asyncio.Queue()
+        self.requests: asyncio.Queue[RequestEnd] = asyncio.Queue()
 
-    async def next(self) -> Request | None:
+    async def next(self) -> RequestEnd:
         return await asyncio.wait_for(self.requests.get(), HANG_S)
 
 
@@ -48,7 +51,7 @@ async def test_an_aborted_request_is_told_with_its_moments_and_chunks(engine: Cl
     await asyncio.wait_for(stream.get(), HANG_S)
     engine.client.release(stream, told.requests.put_nowait)
     engine.client.release(stream, told.requests.put_nowait)
-    request = await told.next()
+    request = (await told.next()).aborted
     assert request is not None
     moments = request.moments
     assert moments["queued"] <= moments["scheduled"] <= moments["first_token"] <= moments["finished"]
@@ -63,7 +66,7 @@ async def test_a_request_that_had_ended_is_told_as_such(engine: ClientHarness) -
     stream = engine.client.submit(engine.request(PROMPT, params={"max_tokens": 2}))
     _ = [output async for output in stream]
     engine.client.release(stream, told.requests.put_nowait)
-    assert await told.next() is None
+    assert await told.next() == RequestEnd()
 
 
 async def test_a_dead_engine_keeps_nobody_waiting(engine: ClientHarness) -> None:
@@ -77,7 +80,7 @@ async def test_a_dead_engine_keeps_nobody_waiting(engine: ClientHarness) -> None
     await asyncio.wait_for(engine.client.died.wait(), HANG_S)
     engine.client.release(late, told.requests.put_nowait)
     await told.next()
-    assert await told.next() is None
+    assert await told.next() == RequestEnd()
 
 
 async def test_the_age_of_a_tick_is_small_while_the_loop_turns(engine: ClientHarness) -> None:

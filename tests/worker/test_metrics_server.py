@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
-from pdserve.kv_transfer.control.transfer_view import TransferLog
+from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from tests.support.transfer_fakes import make_view
 from tests.support.waiting import HANG_S
@@ -22,10 +22,13 @@ class Served:
 
     def __init__(self) -> None:
         self.health = Health(ok=True, status="ok", engine_tick=7, engine_tick_age_s=0.1)
-        self.server = MetricsServer(self.metrics, lambda: self.health, lambda: TransferLog().page([make_view()]))
+        self.server = MetricsServer(self.metrics, lambda: self.health, self.transfers)
 
     async def metrics(self) -> bytes:
         return b"pdserve_up 1\n"
+
+    async def transfers(self) -> TransfersPage:
+        return TransferLog().page([make_view()])
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server.port}{path}"

@@ -25,7 +25,7 @@ from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, prepared, running_pair
+from tests.support.worker_pair import Pair, host_of, prepared, running_pair, transfers_of
 
 LIMIT = max_request_bytes(64, 320)
 LONG = "w" * 129
@@ -41,9 +41,9 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
     async with running_pair(folder, num_blocks=32, max_model_len=64, lease_grace_s=0.3) as made:
         yield made
         for worker in (made.p, made.d):
-            pool, adapter = worker.engine.core.scheduler.pool, worker.adapter
-            await eventually(lambda pool=pool, adapter=adapter: not (pool.num_in_use or adapter.num_open))  # type: ignore[misc]
-            worker.engine.core.scheduler.check(idle=True)
+            scheduler, manager = host_of(worker).core.scheduler, transfers_of(worker).manager
+            await eventually(lambda pool=scheduler.pool, manager=manager: not (pool.num_in_use or manager.num_open))  # type: ignore[misc]
+            scheduler.check(idle=True)
 
 
 def long(number: int, content: bytes) -> bytes:
@@ -137,7 +137,7 @@ async def test_ids_and_counts_are_verified(pair: Pair, method: Any, message: Any
     error = await refusal(pair, method, message)
     assert isinstance(error, InvalidRequest), error
     assert (error.field, field in error.message) == (field, True)
-    assert not pair.d.peers._kept
+    assert not transfers_of(pair.d).peers._kept
 
 
 async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
@@ -154,7 +154,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
         error = await refusal(pair, method, message)
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-    assert not len(pair.p.transfers)
+    assert not host_of(pair.p).counts.num_expected
 
 
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])
@@ -200,7 +200,7 @@ async def _read(call: Any) -> list[Any]:
 def _busy(worker: Worker) -> Iterator[None]:
     """Hold the engine, so that requests submitted meanwhile meet in it."""
     go_on = threading.Event()
-    worker.engine.call(lambda core: go_on.wait(HANG_S))
+    host_of(worker).call(lambda core: go_on.wait(HANG_S))
     try:
         yield
     finally:

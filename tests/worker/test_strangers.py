@@ -33,7 +33,7 @@ from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 from tests.support.waiting import HANG_S
-from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair
+from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair, transfers_of
 
 OTHER = DeploymentKey(b"the key of another one")
 OF_PREFILL = (PREFILL, EMBED, ATTACH, MEET)
@@ -89,7 +89,13 @@ def untouched(worker: Worker) -> bool:
     """Whether the worker has computed nothing, keeps nothing and knows no peer."""
     stats = worker.engine.stats
     nothing_ran = not stats.num_computed_prompt_tokens and not stats.num_blocks_in_use and not worker.engine.num_streams
-    return nothing_ran and not len(worker.transfers) and not worker.adapter.num_open and not worker.peers._kept
+    transfers = transfers_of(worker)
+    return (
+        nothing_ran
+        and not transfers.counts.num_expected
+        and not transfers.counts.num_open
+        and not transfers.peers._kept
+    )
 
 
 async def test_no_method_of_a_worker_answers_a_stranger(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +188,7 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
     """The three attacks with hashes: even a caller that has the key cannot name blocks by anything but their tokens."""
     victim, _ = await answer(pair, PROMPT)
     hasher = BlockHasher(KEY, BLOCK_SIZE)
-    root = hasher.root(pair.d.model.layout.model_fingerprint)
+    root = hasher.root(pair.d.identity.layout.model_fingerprint)
     full = hasher.extend(root, PROMPT)
     published = [placement_hash(block_hash) for block_hash in full]
     assert set(published) <= pair.d.engine.cached_blocks.hashes
@@ -235,7 +241,7 @@ async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) ->
     raw = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
     for metadata in ((), CallSigner(OTHER).metadata(ATTACH.path, pair.p.identity.key, raw)):
         assert (await end_of(pair.channel(pair.p), ATTACH, raw, metadata))[1] == "key_mismatch"
-    [transfer] = pair.p.transfers._transfers.values()
+    [transfer] = transfers_of(pair.p).source_transfers._transfers.values()
     assert not transfer.has_ended
     call.cancel()
 

@@ -18,6 +18,7 @@ from pdserve.decode.service import add_servicers
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker import worker as worker_module
+from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
 from pdserve.worker.worker import Worker
 from tests.support.waiting import HANG_S
 
@@ -30,7 +31,8 @@ async def test_health_follows_the_engine(
     monkeypatch.setattr(worker_module, "TICK_STILL_S", 0.6)
     settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp", drain_s=0.0)
     model = load_model(tiny_checkpoints("llama"), settings, None)
-    worker = Worker(settings, WorkerRole.DECODE, model, make_connectors(settings), DEVELOPMENT_KEY, add_servicers)
+    host = make_inproc_host(settings, model, make_connectors(settings), DEVELOPMENT_KEY)
+    worker = Worker(settings, WorkerRole.DECODE, host, DEVELOPMENT_KEY, add_servicers)
     go_on = threading.Event()
     try:
         await worker.start()
@@ -44,7 +46,7 @@ async def test_health_follows_the_engine(
                 raise AssertionError("the watch ended")
 
             await told(STATES.SERVING)
-            worker.engine.call(lambda _: go_on.wait(HANG_S))
+            host.call(lambda _: go_on.wait(HANG_S))
             await told(STATES.NOT_SERVING)
             assert worker.health().status == "stuck"
             stub = health_pb2_grpc.HealthStub(channel)

@@ -20,8 +20,6 @@ from pdserve.common.errors import (
     InvalidRequest,
     NeedsPrefill,
     Overloaded,
-    TransferFailed,
-    WorkerLost,
 )
 from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
@@ -32,12 +30,10 @@ from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.tasks.first_done import first_of
-from pdserve.engine.output_stream import OutputStream
-from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
+from pdserve.kv_transfer.control.receiver_transfer import SourceRef
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
-from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.kv_transfer_manager import KvTransferManager
+from pdserve.worker.engine_client import EngineClient, Landing, RequestStream
 from pdserve.worker.request_reader import RequestReader, engine_request_id
 from pdserve.worker.telemetry.call_stats import CallStats
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
@@ -68,7 +64,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     settings: DecodeSettings
     reader: RequestReader
     engine: EngineClient
-    kv_transfers: KvTransferManager
     telemetry: WorkerTelemetry
     block_bytes: int
     """Bytes of a KV block."""
@@ -85,7 +80,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 "(max_sessions)"
             )
         engine.num_sessions += 1
-        session = _Session(settings, self.reader, engine, self.kv_transfers, self.telemetry, metadata_of(context))
+        session = _Session(settings, self.reader, engine, self.telemetry, metadata_of(context))
         try:
             async for event in session.serve(request_iterator):
                 yield event
@@ -109,27 +104,23 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         self.engine.verify(engine_request)
-        self.kv_transfers.verify_new(engine_request.request_id)
         record = self.telemetry.call("decode", engine_request, metadata_of(context))
-        landed = self._receive(request.source, engine_request) if remote else None
-        record.transfer = self.kv_transfers.transfer(engine_request.request_id)
+        source = self._source(request.source, engine_request) if remote else None
         stream = None
         try:
-            with record, _speaking_for_itself(record.transfer):
-                stream = self.engine.submit(engine_request, record.take, self.settings.stream_interval)
+            with record:
+                stream = self.engine.submit(engine_request, record.take, self.settings.stream_interval, source)
                 moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
                 yield decode_pb2.DecodeEvent(
                     admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
                 )
                 names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
-                async for event in _events(stream, landed, self.block_bytes, names):
+                async for event in _events(stream, stream.landed if remote else None, self.block_bytes, names):
                     yield event
         except NeedsPrefill as refusal:
             needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
             yield decode_pb2.DecodeEvent(needs_prefill=needs)
         finally:
-            if stream is None:
-                self.kv_transfers.stop_receiving(engine_request.request_id)
             self.engine.release(stream, record.close)
 
     async def EndSequences(
@@ -144,9 +135,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self.engine.end_sequence(request_id, index, turn)
         return decode_pb2.EndSequencesResponse()
 
-    def _receive(
-        self, source: decode_pb2.Source, engine_request: EngineCoreRequest
-    ) -> asyncio.Future[ReceiverTransfer]:
+    def _source(self, source: decode_pb2.Source, engine_request: EngineCoreRequest) -> SourceRef:
+        """Raises: InvalidRequest."""
         if len(source.transfer_id) != TRANSFER_ID_BYTES:
             raise InvalidRequest(
                 f"source.transfer_id has {len(source.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "source.transfer_id"
@@ -157,10 +147,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(
                 f"source.address {source.address!r} cannot be reached from a worker on loopback", "source.address"
             )
-        ref = SourceRef(
+        return SourceRef(
             source.worker_id, source.epoch, source.address, source.transfer_id, engine_request.request_digest
         )
-        return self.kv_transfers.receive(engine_request.request_id, ref)
 
 
 @dataclass(eq=False)
@@ -170,12 +159,11 @@ class _Session:
     settings: DecodeSettings
     reader: RequestReader
     engine: EngineClient
-    kv_transfers: KvTransferManager
     telemetry: WorkerTelemetry
     metadata: Mapping[str, str]
     """The call's."""
     _request: EngineCoreRequest | None = field(default=None, init=False)
-    _stream: OutputStream | None = field(default=None, init=False)
+    _stream: RequestStream | None = field(default=None, init=False)
     _record: CallStats | None = field(default=None, init=False)
     """Stats of the running turn."""
 
@@ -217,7 +205,7 @@ class _Session:
 
     def _read(
         self, turn: decode_pb2.DecodeTurn
-    ) -> tuple[EngineCoreRequest, Callable[[], OutputStream], Mapping[str, str]]:
+    ) -> tuple[EngineCoreRequest, Callable[[], RequestStream], Mapping[str, str]]:
         """The next turn's request, a function that submits it, and its trace context. Raises: InvalidRequest."""
         if turn.WhichOneof("turn") not in ("generation_request", "open" if self._request is None else "next"):
             raise InvalidRequest("a session's first message is `open`, and every later one is `next`", "turn")
@@ -225,7 +213,6 @@ class _Session:
         if self._request is None or stream is None:
             request = self._request = self.reader.request(turn, prefill_here=True, resumable=True)
             engine.verify(request)
-            self.kv_transfers.verify_new(request.request_id)
             interval = self.settings.stream_interval
             return request, lambda: engine.submit(request, self._take, interval), self.metadata
         said = self.reader.turn(turn)
@@ -236,7 +223,7 @@ class _Session:
             arrival_time=time.monotonic(),
             num_kept_output_tokens=said.num_kept_output_tokens,
         )
-        engine.core.verify_update(update)
+        engine.verify_update(update)
         # for the turn's record alone: the engine has the sequence
         request = msgspec.structs.replace(
             self._request,
@@ -245,7 +232,7 @@ class _Session:
             arrival_time=update.arrival_time,
         )
 
-        def resume() -> OutputStream:
+        def resume() -> RequestStream:
             engine.resume(update)
             return stream
 
@@ -260,7 +247,7 @@ async def _next_turn(turns: _Turns) -> decode_pb2.DecodeTurn | None:
     return await anext(turns, None)
 
 
-async def _end(stream: OutputStream | None) -> None:
+async def _end(stream: RequestStream | None) -> None:
     """Between two turns an engine reports only the session's end. Raises: that; waits forever without a stream."""
     if stream is None:
         await asyncio.Event().wait()
@@ -269,20 +256,9 @@ async def _end(stream: OutputStream | None) -> None:
         raise InternalError("the engine went on with a session that awaited input")
 
 
-@contextlib.contextmanager
-def _speaking_for_itself(transfer: ReceiverTransfer | None) -> Iterator[None]:
-    """Raise the source's `WorkerLost` or `Draining` as `TransferFailed`; else the router would blame this worker."""
-    try:
-        yield
-    except (WorkerLost, Draining) as error:
-        if transfer is None or type(error) is not type(transfer.cause):
-            raise
-        raise TransferFailed(f"source {transfer.source.worker_id}: {error.message}") from error
-
-
 async def _events(
-    stream: OutputStream,
-    landed: asyncio.Future[ReceiverTransfer] | None,
+    stream: RequestStream,
+    landed: asyncio.Future[Landing] | None,
     block_bytes: int,
     names: Mapping[str, tuple[str, ...]],
 ) -> AsyncIterator[decode_pb2.DecodeEvent]:
@@ -317,9 +293,6 @@ def _spoken(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> I
     yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
 
 
-def _landed(transfer: ReceiverTransfer, block_bytes: int) -> decode_pb2.Landed:
-    return decode_pb2.Landed(
-        num_blocks=transfer.num_blocks,
-        transfer_bytes=transfer.num_blocks * block_bytes,
-        connector=transfer.connector_name,
-    )
+def _landed(landing: Landing, block_bytes: int) -> decode_pb2.Landed:
+    num_blocks, connector = landing
+    return decode_pb2.Landed(num_blocks=num_blocks, transfer_bytes=num_blocks * block_bytes, connector=connector)

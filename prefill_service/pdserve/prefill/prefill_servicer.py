@@ -12,12 +12,11 @@ from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
-from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
-from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES, SourceTransfers
+from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
+from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 
@@ -40,10 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     reader: RequestReader
     engine: EngineClient
-    kv_transfers: KvTransferManager
     telemetry: WorkerTelemetry
-    source_transfers: SourceTransfers
-    """Transfers that receivers may attach to."""
     block_size: int
     """Tokens per KV block."""
 
@@ -60,13 +56,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if request.transfer_id:
             verify_worker_id("receiver.worker_id", request.receiver.worker_id)
         self.engine.verify(engine_request)
-        self.kv_transfers.verify_new(engine_request.request_id)
         record = self.telemetry.call("prefill", engine_request, metadata_of(context))
-        transfer = self._expect(request, engine_request) if request.transfer_id else None
+        transfer = self._expected(request, engine_request) if request.transfer_id else None
         stream = None
         try:
             with record:
-                stream = self.engine.submit(engine_request, record.take)
+                stream = self.engine.submit(engine_request, record.take, transfer=transfer)
                 yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
                 outputs = [await stream.get() for _ in range(engine_request.n)]
                 for piece in prompt_logprobs_to_wire(outputs[0].prompt_logprobs):
@@ -74,24 +69,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 if outputs[0].new_token_ids:
                     yield prefill_pb2.PrefillEvent(computed=_computed(engine_request, outputs))
                 if transfer is not None:
-                    state = await transfer.over
-                    if transfer.cause is not None and state not in _ENDED:
-                        raise transfer.cause
-                    record.lease_lost = transfer.cause
-                    cause = transfer.cause.message if transfer.cause is not None else ""
+                    state, cause = await stream.source_ended
+                    if cause is not None and state not in _ENDED:
+                        raise cause
+                    record.lease_lost = cause
                     how = _ENDED.get(state, prefill_pb2.Ended.HOW_UNSPECIFIED)
-                    yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=cause))
+                    told = cause.message if cause is not None else ""
+                    yield prefill_pb2.PrefillEvent(ended=prefill_pb2.Ended(how=how, cause=told))
         finally:
             self.engine.release(stream, record.close)
-            if transfer is not None:
-                transfer.cancel()
 
     async def Embed(self, request: prefill_pb2.PoolingRequest, context: Context) -> prefill_pb2.PoolingResponse:
         engine_request = self.reader.request(request, request.attempt.number, prefill_here=True)
         if engine_request.pooling_params is None:
             raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
         self.engine.verify(engine_request)
-        self.kv_transfers.verify_new(engine_request.request_id)
         record = self.telemetry.call("prefill", engine_request, metadata_of(context))
         stream = None
         try:
@@ -108,8 +100,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             self.engine.release(stream, record.close)
 
-    def _expect(self, request: prefill_pb2.PrefillRequest, engine_request: EngineCoreRequest) -> SourceTransfer:
-        expected = ExpectedTransfer(
+    def _expected(self, request: prefill_pb2.PrefillRequest, engine_request: EngineCoreRequest) -> ExpectedTransfer:
+        return ExpectedTransfer(
             transfer_id=request.transfer_id,
             request_id=engine_request.request_id,
             receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
@@ -117,9 +109,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             lease_s=engine_request.remaining_s,
             num_blocks=-(-len(engine_request.given_token_ids) // self.block_size),
         )
-        transfer = self.source_transfers.expect(expected)
-        self.kv_transfers.source(engine_request, transfer)
-        return transfer
 
 
 def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:

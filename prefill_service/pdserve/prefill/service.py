@@ -11,8 +11,6 @@ from pdserve.worker.worker import Worker
 
 def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     """Register what makes a worker a prefill worker; returns the service names."""
-    servicer = PrefillServicer(
-        worker.reader, worker.engine, worker.adapter, worker.telemetry, worker.transfers, worker.settings.block_size
-    )
+    servicer = PrefillServicer(worker.reader, worker.engine, worker.telemetry, worker.settings.block_size)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
     return ["pdserve.v1.PrefillService", worker.serve_source()]

@@ -21,13 +21,26 @@ LOCKED_FACTOR = 2
 process."""
 
 
+def dump_stacks() -> None:
+    """Write the stacks of all threads of this process to standard error."""
+    sys.stderr.flush()
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+
+
 class EngineWatchdog:
     """A thread that checks the engine's tick. Time in which this process was suspended does not count."""
 
-    def __init__(self, tick: Callable[[], int], stuck_exit_s: float, end: Callable[[int], None] | None = None) -> None:
-        """stuck_exit_s: above 0. end: called with the exit status; default `os._exit`."""
+    def __init__(
+        self,
+        tick: Callable[[], int],
+        stuck_exit_s: float,
+        kill: Callable[[], None],
+        end: Callable[[int], None] | None = None,
+    ) -> None:
+        """stuck_exit_s: above 0. kill: `EngineHost.kill`. end: called last, with the exit status; default `os._exit`."""
         self._tick = tick
         self._stuck_exit_s = stuck_exit_s
+        self._kill = kill
         self._end = end or os._exit
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -66,6 +79,5 @@ class EngineWatchdog:
             "and the worker ends with status 1",
             still_s,
         )
-        sys.stderr.flush()
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        self._kill()
         self._end(1)

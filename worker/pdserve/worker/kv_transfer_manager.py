@@ -7,17 +7,19 @@ between them, in the asyncio thread. It keeps holds from the moment the engine s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
-from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.errors import Draining, InternalError, InvalidRequest, PdServeError, TransferFailed, WorkerLost
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, SchedulerStats
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
+    IntoEngine,
     Landed,
     Missed,
     OutOfEngine,
@@ -37,7 +39,6 @@ from pdserve.kv_transfer.control.source_transfer import SourceResult, SourceTran
 from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.digest import block_digests
-from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.peer_channels import PeerChannels
 
@@ -47,6 +48,22 @@ QUARANTINE_MAX_SHARE = 0.1
 """Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
 DIGEST_HERE_BYTES = 4 << 20
 """Bytes that are digested in the asyncio thread, at most: this takes 0.5 ms, as long as handing them to another thread."""
+
+
+class TransferEngine(Protocol):
+    """The part of an engine that its transfers use, in the asyncio thread."""
+
+    @property
+    def stats(self) -> SchedulerStats: ...
+
+    def apply(self, event: IntoEngine) -> None:
+        """Pass an event on."""
+
+    def submit_quietly(self, request: EngineCoreRequest) -> None:
+        """Queue a request of the transfers' own."""
+
+    def observe(self, on_output: Callable[[EngineCoreOutput], None]) -> None:
+        """Call `on_output` with every output."""
 
 
 class _Source:
@@ -83,7 +100,7 @@ class KvTransferManager:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: TransferEngine,
         outbox: EngineOutbox,
         connectors: ConnectorSet,
         pool: PoolMemory,
@@ -95,7 +112,7 @@ class KvTransferManager:
         """
         self.engine = engine
         outbox.subscribe(self._on_message)
-        engine.subscribe(self._on_output)
+        engine.observe(self._on_output)
         self._connectors = connectors
         self._pool = pool
         self._peers = peers
@@ -322,6 +339,9 @@ class KvTransferManager:
         self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
+        if isinstance(cause, WorkerLost | Draining):
+            # else the request's router would blame this worker
+            cause = TransferFailed(f"source {transfer.source.worker_id}: {cause.message}")
         self.engine.apply(ReceiveFailed(transfer.request_id, cause))
 
     def fenced(self, transfer: ReceiverTransfer) -> None:

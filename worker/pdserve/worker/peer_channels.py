@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import grpc
 
@@ -43,6 +44,26 @@ class BorrowedChannel:
             peers._give_back(self._address)
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRule:
+    """The rule by which a worker connects to a peer."""
+
+    has_tls: bool
+    insecure: bool
+    """Connect to peers beyond loopback without TLS."""
+
+    def verify(self, address: str) -> None:
+        """Raises: InvalidRequest for anything but host:port, and for a peer beyond loopback that would be called without encryption
+        although `insecure` is not set."""
+        verify_peer_address("address", address)
+        if not self.has_tls and not self.insecure and not is_loopback(address):
+            raise InvalidRequest(
+                f"the peer's address {address} is not loopback, and this worker has no TLS: "
+                "tls_cert_file with tls_key_file and tls_ca_file is needed here, or --insecure",
+                "address",
+            )
+
+
 class PeerChannels:
     """Channels by peer, used in the asyncio thread. Above `MAX_IDLE_PEERS`, the least recently used idle channel is closed."""
 
@@ -50,7 +71,7 @@ class PeerChannels:
         """insecure: connect to peers beyond loopback without TLS."""
         self._signer = signer
         self._tls = tls
-        self._insecure = insecure
+        self._rule = PeerRule(tls is not None, insecure)
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -62,22 +83,12 @@ class PeerChannels:
     def borrow(self, address: str, peer: WorkerKey) -> BorrowedChannel:
         """The channel to a peer, made if necessary; the caller gives it back. peer: the epoch for which calls are signed.
 
-        Raises: InvalidRequest for anything but host:port, and for a peer beyond loopback that would be called without encryption
-        although `insecure` is not set.
+        Raises: InvalidRequest as `PeerRule.verify`.
         """
         kept = self._keep(address)
         kept.num_uses += 1
         self._close_idle()
         return BorrowedChannel(self, address, ServiceChannel(kept.channel, self._signer, peer))
-
-    def _verify(self, address: str) -> None:
-        verify_peer_address("address", address)
-        if self._tls is None and not self._insecure and not is_loopback(address):
-            raise InvalidRequest(
-                f"the peer's address {address} is not loopback, and this worker has no TLS: "
-                "tls_cert_file with tls_key_file and tls_ca_file is needed here, or --insecure",
-                "address",
-            )
 
     async def close(self) -> None:
         """Close all channels, including those in use."""
@@ -88,7 +99,7 @@ class PeerChannels:
     def _keep(self, address: str) -> _Kept:
         kept = self._kept.get(address)
         if kept is None:
-            self._verify(address)
+            self._rule.verify(address)
             kept = self._kept[address] = _Kept(make_channel(address, self._tls, max_received_bytes=MAX_RECEIVED_BYTES))
         self._kept.move_to_end(address)
         return kept

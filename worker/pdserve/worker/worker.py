@@ -1,4 +1,4 @@
-"""`Worker`: engine, transfers, connector and gRPC server of one process, started and stopped together.
+"""`Worker`: an engine with its transfers and the gRPC server before it, started and stopped together.
 
 A role adds its servicers and a few engine settings; nothing in here asks which role it is.
 """
@@ -24,34 +24,23 @@ from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.call_guard import CallGuard
-from pdserve.common.security.call_proof import CallSigner, CallVerifier
-from pdserve.common.security.deployment_key import DATA_PLANE, DeploymentKey
+from pdserve.common.security.call_proof import CallVerifier
+from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
-from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
-from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.loaded_model import LoadedModel
-from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.sampler import SAMPLER_VERSION
 from pdserve.engine.stats.stat_logger import load_stat_loggers
 from pdserve.engine.stats.stat_recorder import StatRecorder
-from pdserve.kv_transfer.connector_set import ConnectorSet
-from pdserve.kv_transfer.control.attach_client import ReceiverInfo
-from pdserve.kv_transfer.control.attach_servicer import AttachServicer
-from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
-from pdserve.kv_transfer.control.source_transfers import SourceTransfers
-from pdserve.kv_transfer.make_connectors import serve_pool
-from pdserve.kv_transfer.pull.digest_rule import DigestRule
-from pdserve.v1 import kv_source_pb2_grpc, worker_pb2_grpc
+from pdserve.kv_transfer.control.source_transfer import PeerId
+from pdserve.v1 import worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.engine_outbox import EngineOutbox
+from pdserve.worker.engine_host.engine_host import EngineHost
 from pdserve.worker.engine_watchdog import EngineWatchdog
-from pdserve.worker.kv_transfer_manager import KvTransferManager
-from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
@@ -79,77 +68,47 @@ class Worker:
         self,
         settings: WorkerSettings,
         role: WorkerRole,
-        model: LoadedModel,
-        connectors: ConnectorSet,
+        host: EngineHost,
         deployment_key: DeploymentKey,
         add_servicers: AddServicers,
         tls: TlsIdentity | None = None,
     ) -> None:
+        """host: the engine with its transfers, not started yet."""
         self.settings = settings
-        self.model = model
-        self.connectors = connectors
+        self.host = host
+        info = host.info
         self._callers = CallerRoles(tls.server if tls is not None else None)
         calls = CallVerifier(deployment_key, lambda: self.identity.key)
         self.server = make_server(
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
-            max_received_bytes=max_request_bytes(model.max_model_len, model.decoder.config.vocab_size),
+            max_received_bytes=max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
-        client_tls = tls.client if tls is not None else None
-        self.peers = PeerChannels(CallSigner(deployment_key), client_tls, insecure=settings.insecure)
-        self._is_source = False
-        [kv_cache] = model.kv_caches  # transfers move blocks of one group
-        pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
-        self.digests = DigestRule(
-            settings.kv_digest,
-            lambda context: deployment_key.derive(DATA_PLANE, context),
-            clear=tls is None or any(name != "tcp" for name in connectors.names),
+        self.reader = RequestReader(
+            BlockHasher(deployment_key, settings.block_size), info.engine.max_model_len, info.engine.vocab_size
         )
-        outbox = EngineOutbox()
-        hasher = BlockHasher(deployment_key, settings.block_size)
-        self.reader = RequestReader(hasher, model.max_model_len, model.decoder.config.vocab_size)
-        core = make_engine_core(
-            model.engine_config(settings),
-            model.decoder,
-            model.kv_caches,
-            hasher,
-            model.decoder.config.vocab_size,
-            outbox,
-            model.grammar_compiler(settings),
-            LogitsProcessors.from_entry_points(settings.logits_processors),
-            host_caches=model.host_caches,
-        )
-        loggers = load_stat_loggers(settings.stat_loggers, model.engine_info(settings))
-        self.engine = EngineClient(
-            core,
-            settings.num_threads,
-            settings.cpu_core,
-            settings.waiting_limit,
-            settings.session_limit,
-            StatRecorder(loggers) if loggers else None,
-        )
+        loggers = load_stat_loggers(settings.stat_loggers, info.engine)
+        recorder = StatRecorder(loggers) if loggers else None
+        self.engine = EngineClient(host, settings.waiting_limit, settings.session_limit, recorder)
         self.identity = self._identity(role)
-        self.adapter = KvTransferManager(self.engine, outbox, connectors, pool, self.peers, self._receiving())
+        host.begin_transfers(PeerId(*self.identity.key))
         self._watchdog: EngineWatchdog | None = None
-        limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
-        self.transfers = SourceTransfers(connectors, limits, self.adapter)
         self._health = health.aio.HealthServicer()
-        self.telemetry = WorkerTelemetry(settings, self.identity, self.engine, self.adapter)
-        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.adapter.transfers)
+        self.telemetry = WorkerTelemetry(settings, self.identity, self.engine)
+        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, host.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
         self._reporting_health: asyncio.Task[None] | None = None
         self._watching_loop: asyncio.Task[None] | None = None
-        self._watch = WorkerServicer(
-            self.identity, self.engine, self.peers, lambda: self.adapter.num_open, deployment_key, self._met
-        )
+        peers = PeerRule(tls is not None, settings.insecure)
+        self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
         self._add_servicers(add_servicers)
 
     def _identity(self, role: WorkerRole) -> WorkerIdentity:
-        settings, model = self.settings, self.model
+        settings, info = self.settings, self.host.info
         host = settings.peers_host
         address = host_and_port(host, self.port)
         return WorkerIdentity(
@@ -158,28 +117,17 @@ class Worker:
             protocol_version=PROTOCOL_VERSION,
             role=role,
             address=address,
-            layout=model.layout,
-            tokenizer_fingerprint=model.tokenizer_fingerprint,
-            max_model_len=model.max_model_len,
-            vocab_size=model.decoder.config.vocab_size,
-            num_blocks=model.num_blocks,
-            connectors=self.connectors.names,
+            layout=info.layout,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            max_model_len=info.engine.max_model_len,
+            vocab_size=info.engine.vocab_size,
+            num_blocks=info.engine.num_blocks,
+            connectors=info.connectors,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
-            hidden_size=model.decoder.hidden_size,
+            hidden_size=info.engine.hidden_size,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,
-        )
-
-    def _receiving(self) -> ReceiverInfo:
-        return ReceiverInfo(
-            identity=PeerId(*self.identity.key),
-            layout=self.model.layout,
-            connectors=self.connectors.names,
-            engine_tick=lambda: self.engine.tick,
-            attach_timeout_s=self.settings.attach_timeout_s,
-            grace_s=self.settings.lease_grace_s,
-            digests=self.digests,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:
@@ -191,37 +139,17 @@ class Worker:
 
     def serve_source(self) -> str:
         """Add `KvSourceService`, for roles whose blocks others read; returns its name."""
-        self._is_source = True
-        servicer = AttachServicer(
-            self.transfers,
-            self.connectors,
-            self.model.layout,
-            self.identity.epoch,
-            lambda: self.engine.tick,
-            self.digests,
-            self._callers,
-        )
-        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
+        self.host.add_attach(self.server, self._callers)
         return "pdserve.v1.KvSourceService"
-
-    def _met(self, worker_id: str, epoch: int) -> None:
-        """A peer has started: prepare to read from it, unless this worker is the source."""
-        if not self._is_source:
-            self.connectors.meet(worker_id, epoch)
 
     async def start(self) -> None:
         """Warm the engine up, then answer."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.engine.start()
-        warmed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self.engine.call(lambda core: core.warm_up())
-        self.engine.call(lambda _: loop.call_soon_threadsafe(warmed.set))
-        await first_done(warmed.wait(), self.engine.died.wait())
+        await self.host.start()
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
         if self.settings.engine_stuck_exit_s:
-            self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s)
+            self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s, self.host.kill)
             self._watchdog.start()
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
@@ -232,10 +160,15 @@ class Worker:
             self._publishing = background_task("publisher", self.publisher.run)
         log.info(
             "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
-            self.identity.worker_id, self.identity.address, self.model.num_blocks, self.model.layout.block_size,
-            self.model.max_model_len, ", ".join(self.connectors.names),
+            self.identity.worker_id, self.identity.address, self.identity.num_blocks, self.identity.layout.block_size,
+            self.identity.max_model_len, ", ".join(self.identity.connectors),
             host_and_port(host, self.metrics_server.port),
         )  # fmt: skip
+
+    @property
+    def num_open(self) -> int:
+        """Requests and transfers that a drain waits for."""
+        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected)
 
     def health(self) -> Health:
         """True if the engine makes progress and work is taken."""
@@ -247,7 +180,7 @@ class Worker:
             status = "draining"
         elif age_s >= TICK_STILL_S:
             status = "stuck"
-        elif self.adapter.is_quarantine_full:
+        elif engine.transfer_counts.is_quarantine_full:
             status = "quarantined"
         return Health(ok=status == "ok", status=status, engine_tick=engine.tick, engine_tick_age_s=round(age_s, 3))
 
@@ -268,15 +201,15 @@ class Worker:
         """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
         self.engine.draining = True
         self._watch.announce()
-        self.engine.call(lambda core: core.fail_idle_sessions(Draining("the worker is draining")))
+        self.host.fail_idle_sessions(Draining("the worker is draining"))
         deadline = time.monotonic() + self.settings.drain_s
         # two counters and a clock end this, not one event
-        while (self.engine.num_streams or len(self.transfers)) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self.num_open and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        self.transfers.revoke_all(Draining("the source is draining"))
+        self.host.revoke_transfers(Draining("the source is draining"))
         if self.engine.num_streams:
             # their routers get the cause, and place them elsewhere
-            self.engine.call(lambda core: core.fail_all(Draining("the worker has drained for as long as it may")))
+            self.host.fail_requests(Draining("the worker has drained for as long as it may"))
             await asyncio.sleep(LAST_WORDS_S)
 
     async def stop(self) -> None:
@@ -293,13 +226,9 @@ class Worker:
             if task is not None:
                 task.cancel()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
-        self.transfers.revoke_all(Draining("the source is leaving"))
-        self.adapter.close()
-        await self.peers.close()
-        await asyncio.to_thread(self.connectors.close)
         if self._watchdog is not None:
             self._watchdog.stop()
-        await asyncio.to_thread(self.engine.stop)
+        await self.engine.close()
         await self.metrics_server.stop()
         await self.telemetry.close()
         log.info("%s has stopped; %d threads left", self.identity.worker_id, threading.active_count())

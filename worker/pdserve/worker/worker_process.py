@@ -17,6 +17,7 @@ from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.engine.runner.loaded_model import LoadProgress, load_model
 from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
 from pdserve.worker.worker import AddServicers, Worker
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ async def run_worker(
     tls = settings.tls()
     role = WorkerRole(settings.section)
     model = await asyncio.to_thread(load_model, model_folder, settings, progress)
-    worker = Worker(settings, role, model, make_connectors(settings, tls=tls), key, add_servicers, tls)
+    host = make_inproc_host(settings, model, make_connectors(settings, tls=tls), key, tls)
+    worker = Worker(settings, role, host, key, add_servicers, tls)
     renewal = TlsRenewal(settings, tls)
     renewal.log_expiry()
     worker.telemetry.watch_tls(renewal.expiries)
@@ -56,7 +58,7 @@ async def run_worker(
                 on_ready(worker.identity)
             await first_done(shutdown.stop.wait(), worker.engine.died.wait())
             if not worker.engine.died.is_set():
-                shutdown.announce_drain(max(worker.engine.num_streams, len(worker.transfers)), settings.drain_s)
+                shutdown.announce_drain(worker.num_open, settings.drain_s)
                 await first_done(worker.drain(), shutdown.hurry.wait())
         finally:
             renewing.cancel()

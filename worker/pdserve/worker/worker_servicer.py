@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
@@ -21,7 +21,7 @@ from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.kv_event_publisher import KvEventSubscriber
-from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.peer_channels import PeerRule
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     _identity: WorkerIdentity
     _engine: EngineClient
-    _peers: PeerChannels
-    _num_transfers: Callable[[], int]
+    _peers: PeerRule
+    """The rule by which this worker connects to a peer."""
     _key: DeploymentKey
-    _on_meet: Callable[[str, int], None] = lambda worker_id, epoch: None
     _warnings: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log), init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -92,8 +91,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Meet(self, request: worker_pb2.MeetRequest, context: Context) -> worker_pb2.MeetResponse:
         verify_worker_id("worker_id", request.worker_id)
-        self._peers.meet(request.address)
-        self._on_meet(request.worker_id, request.epoch)
+        self._peers.verify(request.address)
+        self._engine.meet(request.worker_id, request.epoch, request.address)
         return worker_pb2.MeetResponse()
 
     def _identity_message(self) -> worker_pb2.Identity:
@@ -120,7 +119,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_preemptions=stats.num_preemptions,
             prompt_tokens_computed=stats.num_computed_prompt_tokens,
             prefill_tokens_per_s=self._engine.prefill_tokens_per_s,
-            open_transfers=self._num_transfers(),
+            open_transfers=self._engine.transfer_counts.num_open,
             num_sessions=self._engine.num_sessions,
             max_sessions=self._engine.max_sessions,
             max_waiting=self._engine.max_waiting or 0,

@@ -53,7 +53,7 @@ def _describe_transfer(
     if (transfer := record.transfer) is not None:
         attributes["pdserve.kv.connector"] = transfer.connector_name
         if transfer.given_up:  # failed in this transfer, or with this source shortly before
-            attributes["pdserve.kv.fallbacks"] = sorted(transfer.given_up)
+            attributes["pdserve.kv.fallbacks"] = transfer.given_up
         attributes["pdserve.kv.blocks_wanted"] = transfer.num_blocks
         attributes["pdserve.kv.blocks"] = transfer.num_landed
         attributes["pdserve.kv.bytes"] = transfer.num_landed * block_bytes

@@ -17,8 +17,7 @@ from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
 )
-from pdserve.engine.request import Request
-from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
+from pdserve.worker.engine_host.engine_host import NOTHING_MORE, ReceivedBlocks, RequestEnd
 
 Call = Literal["prefill", "decode"]
 
@@ -68,8 +67,8 @@ class CallStats:
         self.call = call
         self.request = request
         self.trace_headers = trace_headers
-        self.transfer: ReceiverTransfer | None = None
-        """The transfer of a decode call whose KV comes from another worker; else None."""
+        self.transfer: ReceivedBlocks | None = None
+        """The transfer of a decode call whose KV comes from another worker, once it is closed; else None."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}
         self.prefill_chunks: list[tuple[float, int]] = []
         self.num_output_tokens = 0
@@ -110,9 +109,10 @@ class CallStats:
         self.prefills_locally |= output.prefills_locally
         self._note(output.events)
 
-    def close(self, aborted: Request | None = None) -> None:
-        """Complete the record after the engine has removed the request. aborted: the request, if the end of the call aborted it."""
-        if aborted is not None:
+    def close(self, end: RequestEnd = NOTHING_MORE) -> None:
+        """Complete the record after the engine has removed the request."""
+        self.transfer = end.received
+        if (aborted := end.aborted) is not None:
             self.moments.update(aborted.moments)
             self.moments.pop("finished", None)
             self.prefill_chunks = aborted.prefill_chunks

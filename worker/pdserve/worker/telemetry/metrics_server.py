@@ -37,7 +37,7 @@ class MetricsServer:
         self,
         metrics: Callable[[], Awaitable[bytes]],
         health: Callable[[], Health],
-        transfers: Callable[[], TransfersPage],
+        transfers: Callable[[], Awaitable[TransfersPage]],
     ) -> None:
         self._health = health
         self._transfers = transfers
@@ -76,4 +76,4 @@ class MetricsServer:
         client = request.client
         if client is None or not is_loopback(client.host.removeprefix(_V4_IN_V6)):
             return Response("only clients on this machine are answered here\n", 403, media_type="text/plain")
-        return Response(msgspec.json.encode(self._transfers()), media_type="application/json")
+        return Response(msgspec.json.encode(await self._transfers()), media_type="application/json")

@@ -13,7 +13,6 @@ from pdserve.common.request.engine_types import SpecDecodingStats
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, Families, by_label
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.telemetry.call_stats import CallStats
 
 KNOWN_CONNECTORS = ("nixl", "tcp")
@@ -27,7 +26,6 @@ class WorkerMetrics:
         registry: CollectorRegistry,
         identity: WorkerIdentity,
         engine: EngineClient,
-        transfers: KvTransferManager,
     ) -> None:
         def seconds(name: str, meaning: str, *labels: str) -> Histogram:
             return Histogram(name, meaning, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -51,7 +49,7 @@ class WorkerMetrics:
         self._output_tokens = count("pdserve_sampled_tokens_total", "Tokens sampled for routers.")
         self._calls = count("pdserve_calls_total", "Calls of routers, by outcome.", "call", "outcome")
         self._errors = count("pdserve_call_errors_total", "Calls of routers that failed, by cause.", "code")
-        registry.register(Families(partial(_state, identity, engine, transfers)))
+        registry.register(Families(partial(_state, identity, engine)))
 
     def call(self, record: CallStats) -> None:
         """Count an ended call."""
@@ -71,9 +69,9 @@ class WorkerMetrics:
                     self._transfer.labels(connector).observe(stage.end - stage.start)
 
 
-def _state(identity: WorkerIdentity, engine: EngineClient, transfers: KvTransferManager) -> Iterable[Metric]:
+def _state(identity: WorkerIdentity, engine: EngineClient) -> Iterable[Metric]:
     """Current states, read at each scrape."""
-    stats = engine.stats
+    stats, transfers = engine.stats, engine.transfer_counts
     labels = ["worker", "role", "model_fingerprint"]
     worker = (identity.worker_id, identity.role_name, identity.layout.model_fingerprint)
     yield by_label(

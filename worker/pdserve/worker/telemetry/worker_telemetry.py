@@ -11,7 +11,6 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 
@@ -26,12 +25,11 @@ class WorkerTelemetry(ServiceTelemetry):
         settings: WorkerSettings,
         identity: WorkerIdentity,
         engine: EngineClient,
-        transfers: KvTransferManager,
     ) -> None:
         """Raises: ConfigError for an invalid collector."""
         super().__init__(settings, identity.role_name, identity.worker_id)
         self._identity = identity
-        self._metrics = WorkerMetrics(self._registry, identity, engine, transfers)
+        self._metrics = WorkerMetrics(self._registry, identity, engine)
 
     def call(self, call: Call, request: EngineCoreRequest, metadata: Mapping[str, str]) -> CallStats:
         """Begin the record of a call. metadata: the call's metadata, names in lower case."""
