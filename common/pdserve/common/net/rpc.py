@@ -176,6 +176,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
             return errors.PeerError(f"{error.code().name}: {message}")
 
 
+def hides_status(error: grpc.aio.AioRpcError) -> bool:
+    """True if the channel's own status has replaced that of the server: the call ended during a write of this side.
+
+    grpc.aio reports such a write before the status that the server has sent, and drops the latter.
+    """
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
+
+
 def failed_to_shake_hands(message: str) -> bool:
     """True if a call that never reached its server failed at TLS, judged by gRPC's text, since no status shows it.
 

@@ -25,7 +25,7 @@ from pdserve.common.errors import (
     WrongWorker,
 )
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.net.rpc import from_rpc_error
+from pdserve.common.net.rpc import from_rpc_error, hides_status
 from pdserve.common.net.service_channel import ATTACH, ServiceChannel, readable
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
@@ -115,17 +115,20 @@ async def attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: S
 
 async def _attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: ServiceChannel) -> None:
     broken_since: float | None = None
+    is_hidden = False
     ticks = TickWatch()
     loop = asyncio.get_running_loop()
     while True:
         before = (ticks.tick, receiving.engine_tick())
         why: PdServeError | None = None
+        was_hidden, is_hidden = is_hidden, False
         try:
             await _one_stream(transfer, receiving, channel, ticks)
         except (WorkerLost, PeerError) as error:
             why = error
         except grpc.aio.AioRpcError as error:
             why = from_rpc_error(error)
+            is_hidden = hides_status(error)
         except grpc.aio.UsageError as error:
             why = WorkerLost(f"its channel is closed: {error}")
         if transfer.is_ending:
@@ -143,7 +146,8 @@ async def _attach(transfer: ReceiverTransfer, receiving: ReceiverInfo, channel: 
             broken_since = None  # both engines ran meanwhile, so this is a new break with its own grace
         is_new = broken_since is None
         broken_since = broken_since or loop.time()
-        if loop.time() - broken_since > receiving.grace_s:
+        # another stream has the source's own status, unless that one too is hidden
+        if loop.time() - broken_since > receiving.grace_s and (was_hidden or not is_hidden):
             transfer.source_lost(TransferFailed(f"source {transfer.source.worker_id} is lost: {why.message}"))
             return
         level = logging.WARNING if is_new else logging.DEBUG
