@@ -76,7 +76,7 @@ def _drop(record: logging.LogRecord) -> bool:
 
 @pytest.fixture
 def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
-    """Of a test marked `fuzz`, for its part of the time; what it did is said at the end of the run."""
+    """Fuzzer of a test marked `fuzz`, for its part of the time; its results are printed at the end of the run."""
     from tests.support.fuzz_cases import Fuzzer, seconds_of
     from tests.support.process_memory import return_large_blocks
 

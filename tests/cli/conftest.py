@@ -1,4 +1,4 @@
-"""What holds for every test of the command line that runs in this process."""
+"""Fixtures of every test of the command line that runs in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pdserve chat` sends and prints, over a client that answers from memory."""
+"""Requests and output of `pdserve chat`, over a client that answers from memory."""
 
 from __future__ import annotations
 

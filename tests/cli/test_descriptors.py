@@ -14,7 +14,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What the process may open; the last entry holds."""
+    """The process's limits of open files; the last entry holds."""
     limits = [(1024, 4096)]
     monkeypatch.setattr("pdserve.common.address.descriptors.resource.getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr("pdserve.common.address.descriptors.resource.setrlimit", lambda kind, new: limits.append(new))

@@ -48,7 +48,7 @@ async def served(tls: ServerTls | None) -> AsyncIterator[str]:
 
 
 async def reach(tls: ServerTls | None, router: IssuedFiles) -> Finding:
-    """What a router's doctor says of a worker."""
+    """A router's doctor's finding about a worker."""
     async with served(tls) as address:
         settings = RouterSettings(decode=(address,), **router.settings())
         [finding] = await asyncio.to_thread(lambda: list(check_addresses(settings)))

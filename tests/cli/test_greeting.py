@@ -1,4 +1,4 @@
-"""What `pdserve up` tells its user to type next."""
+"""`pdserve up` prints the command to type next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README shows: `pdserve up` with the bundled model, the examples, and the commands that ask."""
+"""The README's examples run: `pdserve up` with the bundled model, and the commands that ask."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpCluster]:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; it must end well and in time."""
+    """The output of a command, which must end well and in time."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=ENVIRON)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr

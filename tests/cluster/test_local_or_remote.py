@@ -1,4 +1,4 @@
-"""Where a prompt is prefilled on real engines: by what decode holds, and with decode's word as the last."""
+"""The place of a prefill on real engines: by the blocks that decode holds; decode decides last."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def served(
 
 
 def kinds(cluster: Cluster) -> list[str]:
-    """Of the last placements, newest first."""
+    """Kinds of the last placements, newest first."""
     page = httpx.get(f"http://{cluster.router.http}/debug/routing", timeout=HANG_S, trust_env=False).json()
     return [placement["kind"] for placement in page["placements"]]
 

@@ -1,4 +1,4 @@
-"""What only workers can tell of a request: plug-ins that are installed there, and rules that leave no token."""
+"""Rules that only workers can check: plug-ins that are installed there, and rules that leave no token."""
 
 from __future__ import annotations
 

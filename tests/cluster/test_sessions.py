@@ -62,7 +62,7 @@ class Session:
         return self._responses.code()
 
     def ending(self) -> tuple[grpc.StatusCode, str]:
-        """What the call fails with."""
+        """The call's status and message."""
         with pytest.raises(grpc.RpcError):
             next(self._responses)
         return self._responses.code(), self._responses.details()

@@ -30,7 +30,7 @@ PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for l
 
 
 async def is_refused(address: str) -> bool:
-    """Whether a client without TLS hears nothing of a worker."""
+    """True if a client without TLS gets no answer of a worker."""
     async with make_channel(address) as channel:
         request = worker_pb2.WatchRequest(protocol_version=PROTOCOL_VERSION)
         call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(iter([request]), timeout=HANG_S)

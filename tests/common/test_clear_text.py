@@ -1,4 +1,4 @@
-"""What a service connects to beyond loopback goes over TLS, or the operator has said `--insecure`."""
+"""Connections of a service beyond loopback use TLS, or the operator has said `--insecure`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses an engine's queues: plain arrays on the wire, and nothing is lost on the way."""
+"""Values of an engine's queues are plain arrays on the wire, and nothing is lost on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker tells its peers to connect to."""
+"""Addresses that a worker gives to its peers."""
 
 from __future__ import annotations
 

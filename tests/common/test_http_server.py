@@ -100,7 +100,7 @@ async def serving(limits: ConnectionLimits | None = None, tls: ServerTls | None 
 
 
 async def closed(reader: asyncio.StreamReader) -> bytes:
-    """What came until the server hung up."""
+    """All bytes until the server closed the connection."""
     async with asyncio.timeout(HANG_S):
         try:
             return await reader.read()

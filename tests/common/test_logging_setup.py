@@ -19,7 +19,7 @@ class ExecuteBatchError(Exception):
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What a configured service writes."""
+    """The output of a configured service."""
     root, grpc_logger = logging.getLogger(), logging.getLogger("grpc._cython.cygrpc")
     handlers, level, filters = root.handlers[:], root.level, grpc_logger.filters[:]
     stream = io.StringIO()

@@ -1,4 +1,4 @@
-"""What is read from Redis is believed only when it looks exactly as it should."""
+"""Values read from Redis count only in exactly their form."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def serial(certificate: bytes) -> int:
 
 
 def shown_serial(port: int, client: ssl.SSLContext) -> int:
-    """Of the certificate that a server shows now."""
+    """Serial number of the certificate that a server shows now."""
     with (
         socket.create_connection((HOST, port), HANG_S) as sock,
         client.wrap_socket(sock, server_hostname=HOST) as secured,

@@ -120,7 +120,7 @@ class _EveryMethod(grpc.GenericRpcHandler):
 
 
 async def ask(address: str, method: str, tls: Any) -> str:
-    """What a caller hears."""
+    """The answer to a call, or the error of a refused one."""
     async with make_channel(address, tls) as channel:
         try:
             if method.endswith("/Attach"):

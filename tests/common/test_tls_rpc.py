@@ -43,7 +43,7 @@ async def ask(address: str, tls: ClientTls | None) -> bytes:
 
 
 async def refusal(address: str, tls: ClientTls | None) -> str:
-    """Of a call that the server must not hear."""
+    """Message of a call that must not reach the server."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await ask(address, tls)
     told = from_rpc_error(caught.value)

@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {"router": RouterSettings, "prefill": PrefillSettings, "
 VERSIONS = ("1.30", "1.37")
 """The oldest Kubernetes that Chart.yaml allows, and the newest whose schemas are installed."""
 OF_OTHERS = ("keda.sh/v1alpha1", "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1")
-"""Of custom resources Kubernetes has no schema."""
+"""Groups of custom resources, for which Kubernetes has no schema."""
 SECRETS = {
     "PDSERVE_DEPLOYMENT_KEY": "0123456789abcdef",
     "PDSERVE_API_KEYS": "fedcba9876543210",

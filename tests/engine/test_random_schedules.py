@@ -27,7 +27,7 @@ from tests.support.hash_model import greedy_answer, sampled_answer
 from tests.support.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
-"""What a router would try again."""
+"""Errors after which a router tries again."""
 COMPILER_FAILED = InternalError("the compiler failed")
 
 
@@ -45,7 +45,7 @@ class Session:
         return request is not None and request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
 
     def next(self, prompt: list[int], length: int) -> None:
-        """What goes in next, and what must come out."""
+        """Add a turn's input and its expected output."""
         self.expected.append(greedy_answer(self.tokens + prompt, length))
         self.tokens += prompt + self.expected[-1]
 
@@ -60,7 +60,7 @@ class Session:
 
 
 class Life:
-    """What is asked of a pair of engines, and what must come of it."""
+    """Requests to a pair of engines, and their expected results."""
 
     def __init__(self, make_engine: MakeEngine, seed: int) -> None:
         self.draw = draw = random.Random(seed)
@@ -96,7 +96,7 @@ class Life:
         self.contents = CacheContents(self.p)
         self.widths: dict[str, int] = {}
         self.expected: dict[tuple[str, int], list[int]] = {}
-        """What comes of each sequence."""
+        """Expected tokens of each sequence."""
         self.aborted: set[str] = set()
         self.ended_elsewhere: set[tuple[str, int]] = set()
         self.forms: set[str] = set()

@@ -35,7 +35,7 @@ def receive_into(engine: Harness) -> ReceiveInto:
 
 
 def write(engine: Harness, room: ReceiveInto, prompt: list[int]) -> None:
-    """What the transfer does: the prompt's KV, into the blocks of the hold."""
+    """Write the prompt's KV into the blocks of the hold, as the transfer does."""
     size = engine.config.block_size
     for offset, block in enumerate(room.hold.block_ids):
         start = (room.first_index + offset) * size

@@ -1,4 +1,4 @@
-"""Who gets room on the receiving side, and what must not wait for whom."""
+"""The order in which requests get room on the receiving side, and those that must not wait for each other."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ COUNT = 12
 
 
 def rest_of(answer: Answer, cut: int) -> tuple[Any, ...]:
-    """What must come after `cut` tokens: position, tokens, end, log-probabilities."""
+    """The expected output after `cut` tokens: position, tokens, end, log-probabilities."""
     logprobs = None if answer.logprobs is None else answer.logprobs.part(cut)
     return cut, answer.token_ids[cut:], answer.finish_reason, answer.stop_reason, logprobs
 

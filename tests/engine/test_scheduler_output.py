@@ -1,4 +1,4 @@
-"""What scheduler and runner exchange are values: encoded, decoded and computed from, each step gives the same answers."""
+"""Scheduler and runner exchange values: encoded, decoded and computed from, each step gives the same answers."""
 
 from __future__ import annotations
 

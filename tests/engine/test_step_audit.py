@@ -1,4 +1,4 @@
-"""What a decode step asks of a device, counted on the pretended one.
+"""Operations of a decode step on a device, counted on the pretended one.
 
 One upload, one wait and no shape that depends on data, whatever is sampled. A step whose rules or grammar are known only after its
 launch has a second upload.

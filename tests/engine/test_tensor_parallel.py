@@ -56,7 +56,7 @@ def make_ranked(harnesses: list[Harness]) -> Iterator[Make]:
 
 
 def values(answer: Answer) -> Any:
-    """What must be equal."""
+    """The values that must be equal."""
     return answer.token_ids, answer.finish_reason, answer.error_code
 
 

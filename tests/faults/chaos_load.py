@@ -27,9 +27,9 @@ FLAGS = (
     "--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=64", "--set", "drain_s=10",
     "--set", f"grammar_timeout_s={HANG_S}",
 )  # fmt: skip
-"""Of the workers that carry it."""
+"""Settings of the workers that carry it."""
 ALL_REMOTE = ("--local-prefill", "never", "--policy", "round_robin", "--set", "on_kv_failure=remote")
-"""Of its router: every request needs a transfer. Sessions are refused, for decode prefills them."""
+"""Settings of its router: every request needs a transfer. Sessions are refused, for decode prefills them."""
 SCHEMA = {
     "type": "object",
     "properties": {"sizes": {"type": "array", "items": {"type": "integer"}}},

@@ -17,7 +17,7 @@ class Row:
     answered_s: float
     """From the signal to the last token of the last request."""
     attempts: int
-    """Of all requests together, above one each."""
+    """Attempts of all requests together, above one each."""
 
 
 ROWS = pytest.StashKey[list[Row]]()

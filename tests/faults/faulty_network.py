@@ -14,11 +14,11 @@ import struct
 from collections.abc import Sequence
 
 WORKER_HOST = "127.0.0.1"
-"""Where workers listen."""
+"""Workers listen here."""
 PEERS_HOST = "127.0.0.2"
-"""Where other workers find them."""
+"""Other workers find them here."""
 ROUTER_HOST = "127.0.0.3"
-"""Where routers find them."""
+"""Routers find them here."""
 _PORTS = range(15_000, 30_000)
 """Below those that outgoing connections draw: a worker must get its port again after a restart."""
 _CHUNK_BYTES = 16_384

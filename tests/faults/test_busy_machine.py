@@ -21,7 +21,7 @@ from .chaos_load import FLAGS, Load
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 NOT_LOST = ("is lost", "broke", "was not reached", "attempt 0 failed", "attempt 1 failed")
-"""What the log of a service says when it takes a connection or an attempt for lost."""
+"""Parts of a service's log lines about a connection or an attempt that it takes for lost."""
 SUSPENDED_S = 2.0
 
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
 NUM_ROUNDS = 15
 PIECES = {"decode-2": ("--set", "stream_interval=3")}
-"""What goes on elsewhere may come in pieces of another size."""
+"""An answer that goes on elsewhere may come in pieces of another size."""
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ GREEDY = "max_sequences = 4\nmax_queued_requests = 2\ntokens_per_minute = 6000"
 
 @dataclass(frozen=True)
 class Size:
-    """Of one process."""
+    """Size of one process."""
 
     rss_bytes: int
     num_descriptors: int

@@ -29,7 +29,7 @@ MAY_GROW = 4
 
 @dataclass(frozen=True)
 class Size:
-    """Of one process."""
+    """Size of one process."""
 
     rss_bytes: int
     num_sockets: int

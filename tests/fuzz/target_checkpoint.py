@@ -39,7 +39,7 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 MAX_CASE_S = 5.0
 """Processor time of one case."""
 MAX_GROWTH_BYTES = 256 << 20
-"""Of the process, at its peak, over all cases."""
+"""Growth of the process, at its peak, over all cases."""
 MAX_MESSAGE_CHARS = 1500
 _EXAMPLES = 50
 """Cases between two looks at the clock."""
@@ -69,7 +69,7 @@ Case = tuple[str, bytes]
 
 
 class Ran(NamedTuple):
-    """What a run did."""
+    """Result of a run."""
 
     num_cases: int
     longest_s: float
@@ -136,7 +136,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def load_and_ask(folder: Path) -> bool:
-    """Whether the folder loads. Raises: AssertionError for an answer that is neither tokens nor an error of ours."""
+    """True if the folder loads. Raises: AssertionError for an answer that is neither tokens nor an error of ours."""
     settings_of_worker = DecodeSettings(model=str(folder), block_size=4, num_blocks=16)
     try:
         tokenizer = Tokenizer.from_folder(folder)

@@ -10,7 +10,7 @@ from tests.fuzz import target_checkpoint as target
 from tests.support.fuzz_cases import Fuzzer
 
 PARTS = 4
-"""Of a run: between them its memory is looked at."""
+"""Parts of a run; memory is compared between them."""
 
 
 def test_the_unchanged_folder_loads(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the compose file, Prometheus and the dashboard say about pdserve is true of pdserve."""
+"""Compose file, Prometheus and the dashboard name things of pdserve that exist."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def prose(document: Path) -> str:
 
 
 def quoted(document: Path) -> list[str]:
-    """What stands between backticks in the prose."""
+    """Texts between backticks in the prose."""
     return _QUOTED.findall(prose(document))
 
 

@@ -1,4 +1,4 @@
-"""What documents contain between markers is what `make docs-generated` writes there."""
+"""Documents contain between markers exactly the output of `make docs-generated`."""
 
 from __future__ import annotations
 

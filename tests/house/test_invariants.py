@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/invariants.md"
 NAMED = re.compile(r"\b(I(?:[1-9]|1\d))\b(?![-'\w])")
-"""Of prose; as a word."""
+"""An invariant's number in prose, as a word."""
 SHOWN = re.compile(r"\bdef test((?:_i\d+)+)_")
 
 

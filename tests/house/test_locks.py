@@ -1,4 +1,4 @@
-"""What is installed stands in `locks/`, with hashes; nothing else decides what is fetched."""
+"""Installed packages stand in `locks/`, with hashes; nothing else decides what is fetched."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ if any(argument.endswith("torch-cpu.txt") for argument in sys.argv) and os.envir
 def pip_calls(
     folder: Path, *arguments: str, torch_cpu: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """What deploy/install.py asks of pip. torch_cpu: what pip says when asked for torch's processor build."""
+    """Run deploy/install.py, and return its calls of pip. torch_cpu: pip's answer when asked for torch's processor build."""
     (folder / "pip").mkdir()
     (folder / "pip/__init__.py").touch()
     (folder / "pip/__main__.py").write_text(FAKE_PIP)

@@ -26,8 +26,8 @@ FIRST_WORDS = {
     "Which",
 }
 """Words that begin no docstring."""
-IN_TESTS = {"By", "Those"}
-"""Words that begin no docstring of tests, where a fixture or a fake may say what it stands for."""
+IN_TESTS = {"By", "Of", "So", "Those", "What", "Where", "Whether", "Who"}
+"""Words that begin no docstring of tests, where `It` may be the fixture or the fake."""
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

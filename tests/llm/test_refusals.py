@@ -1,4 +1,4 @@
-"""What the offline API refuses: by name, value and limit, and before anything is computed."""
+"""The offline API refuses by name, value and limit, before anything is computed."""
 
 from __future__ import annotations
 

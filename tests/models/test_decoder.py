@@ -1,4 +1,4 @@
-"""What a decoder promises beside the right numbers."""
+"""Promises of a decoder beside the right numbers."""
 
 from __future__ import annotations
 

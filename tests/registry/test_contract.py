@@ -1,4 +1,4 @@
-"""What holds whichever way workers and routers hear of each other: over watches alone, or through Redis."""
+"""Properties that hold however workers and routers find each other: over watches alone, or through Redis."""
 
 from __future__ import annotations
 

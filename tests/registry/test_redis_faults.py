@@ -1,4 +1,4 @@
-"""What befalls Redis never befalls the workers: routers keep them, and the index comes right by itself."""
+"""Faults of Redis have no effect on workers: routers keep them, and the index comes right by itself."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ async def test_it_starts_after_everything_else(own_redis: RedisServer, fragile: 
 
 
 async def test_blocks_of_one_worker_stay_with_it(world: World) -> None:
-    """What stands in Redis is a worker's own affair: a key of another life is not looked at."""
+    """A worker's keys in Redis concern that worker: a key of another life is not read."""
     worker = await world.worker()
     worker.change(stored=range(3))
     world.redis.do("SADD", f"{{test}}:blocks:decode-0:{1:016x}", block(77))

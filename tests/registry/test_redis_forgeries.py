@@ -97,7 +97,7 @@ async def test_a_forged_record_introduces_nobody_and_is_dialled_by_nobody(
 
 
 async def test_a_forged_later_life_does_not_silence_the_worker(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Of two lives the later has the record; one that is only claimed has nothing."""
+    """The later of two lives has the record; one that is only claimed has nothing."""
     worker = await world.worker()
     router = await world.router()
     await router.joined(worker)

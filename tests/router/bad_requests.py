@@ -360,7 +360,7 @@ RAW = [
     (COMPLETIONS, b'{"prompt": "x", "seed": 99999999999999999999999999}', "seed", "seed"),
     (TOKENIZE, b'{"prompt": "\\ud800"}', None, "the body is not valid JSON"),
 ]
-"""What `json.dumps` would not write."""
+"""Bodies that `json.dumps` would not write."""
 
 TRANSPORT = [
     ("GET", COMPLETIONS, 405, "method_not_allowed", "it takes POST"),

@@ -104,7 +104,7 @@ class Cluster:
         return await self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens, **fields})
 
     async def text(self, max_tokens: int = 5, **fields: Any) -> str:
-        """What a completion says; it must succeed."""
+        """The text of a completion, which must succeed."""
         response = await self.complete(max_tokens=max_tokens, **fields)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["text"]

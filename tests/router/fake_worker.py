@@ -48,7 +48,7 @@ HIDDEN_SIZE = 8
 MAX_ANY_LEN = 1 << 20
 """Tokens of a request that a scripted worker takes, whatever its `max_model_len` says."""
 TEXT = "abcdefghijklmnopqrstuvwxyz"
-"""What every fake worker says, over and over."""
+"""The text of every fake worker, repeated."""
 
 
 def save_tokenizer(folder: Path) -> Path:
@@ -133,7 +133,7 @@ class Call:
     request: Any
     """`PrefillRequest`, `PoolingRequest` or `DecodeRequest`; None for a session."""
     turns: Any = None
-    """Of a session."""
+    """Turns of a session."""
     seen: list[decode_pb2.DecodeTurn] = field(default_factory=list)
     """The turns that a session's script has read."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -216,7 +216,7 @@ async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
 
 
 def embedding(prompt: list[int], pooling: request_pb2.PoolingParams) -> list[float]:
-    """What fake workers say of a prompt."""
+    """The embedding of a prompt at fake workers."""
     size = pooling.dimensions if pooling.HasField("dimensions") else HIDDEN_SIZE
     return [len(prompt) + (prompt[0] + place) / 16 for place in range(size)]
 
@@ -260,7 +260,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.sampler_version = 2
         self.data_parallel_rank: int | None = None
         self.interceptors: list[grpc.aio.ServerInterceptor] = []
-        """Of its server, from the next start on; before the guard of calls."""
+        """Interceptors of its server, from the next start on; before the guard of calls."""
         self.clock: Callable[[], float] = time.time
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
@@ -326,7 +326,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self._changed.set()
 
     def identity(self) -> worker_pb2.Identity:
-        """What this worker says of itself in a watch."""
+        """This worker's own description in a watch."""
         return worker_pb2.Identity(
             worker_id=self.worker_id,
             epoch=self.epoch,

@@ -1,4 +1,4 @@
-"""What is told of a client's request: audit lines, counters by key, attributes of spans; and to whom."""
+"""Records of a client's request: audit lines, counters by key, attributes of spans; and their readers."""
 
 from __future__ import annotations
 

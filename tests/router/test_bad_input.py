@@ -151,7 +151,7 @@ async def test_bodies_that_are_no_object(quick, beside):
 
 @pytest.mark.parametrize(("path", "form", "field"), bad_requests.DEEP)
 async def test_bodies_as_deep_as_they_can_be_read(quick, path, form, field):
-    """What can just be read is written again with more on the stack."""
+    """A body that can just be read is written again with more on the stack."""
 
     async def refusal(depth: int) -> dict[str, str]:
         response = await quick.http.post(path, content=form.replace("?", "[" * depth + "]" * depth).encode())

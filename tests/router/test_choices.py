@@ -118,7 +118,7 @@ def steps(positions, indexes, finish=None):
 
 
 def told_by_router(decode):
-    """What the router said of ended sequences, and a step that waits until it says more."""
+    """The router's messages about ended sequences, and a step that waits until there are more."""
     told = []
 
     async def until_told(worker, call):

@@ -49,7 +49,7 @@ BODIES = [
 
 
 def http_request(fuzzer: Fuzzer) -> bytes:
-    """Of every three one with another body, one with other bytes in the body, one with other bytes anywhere."""
+    """A third of the requests has another body, a third other bytes in the body, a third other bytes anywhere."""
     path, body = fuzzer.draw.choice(BODIES)
     kind = fuzzer.draw.randrange(3)
     content = json.dumps(fuzzer.json(body) if kind == 0 else body).encode()
@@ -61,7 +61,7 @@ def http_request(fuzzer: Fuzzer) -> bytes:
 
 
 async def exchange(address: str, request: bytes) -> bytes:
-    """What comes until the router closes the connection; the client has no more to say."""
+    """All bytes until the router closes the connection; the client sends nothing more."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

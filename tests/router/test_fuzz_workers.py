@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 ANSWER_S = 30.0
 TIMEOUT_S = 3.0
-"""Of a request at the router: a worker may leave out the event that would end it."""
+"""Limit of a request at the router: a worker may leave out the event that would end it."""
 AT_A_TIME = 6
 LOOK_EVERY = 100
 MAX_LINE_CHARS = 4096
@@ -42,7 +42,7 @@ BODIES = [
 
 
 class Changing:
-    """What changes the events of all workers, while it is on."""
+    """Changes the events of all workers, while it is on."""
 
     def __init__(self, fuzzer: Fuzzer) -> None:
         self.fuzzer = fuzzer

@@ -1,4 +1,4 @@
-"""Who is let in: keys, and trace headers that come with a request."""
+"""Guards of the front ends: keys, and trace headers that come with a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers say about their blocks reaches the index, and nothing that contradicts itself stays there."""
+"""Workers' reports about their blocks reach the index, and nothing that contradicts itself stays there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients may send, over both front ends: each refusal names the field, its value and its limit."""
+"""Inputs of clients, over both front ends: each refusal names the field, its value and its limit."""
 
 from __future__ import annotations
 

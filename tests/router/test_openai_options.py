@@ -1,4 +1,4 @@
-"""What OpenAI's clients may ask of the form of an answer: its prompt before it, its usage in every chunk."""
+"""Options of OpenAI's clients for the form of an answer: its prompt before it, its usage in every chunk."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ async def test_a_place_comes_too_late(cluster):
 
 
 async def queue(cluster, count, **body):
-    """So many requests that wait for a place, the first of them with its call at a worker."""
+    """This number of requests that wait for a place, the first of them with its call at a worker."""
     asking = [asyncio.create_task(cluster.complete(prompt="0", **body))]
     await cluster.of("decode").called()
     asking += [asyncio.create_task(cluster.complete(prompt=f"{number}", **body)) for number in range(1, count)]

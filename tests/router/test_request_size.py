@@ -1,4 +1,4 @@
-"""What a body or a message holds, counted before it is decoded; and fields that are not known."""
+"""The content of a body or a message is counted before it is decoded; and fields that are not known."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def decode_scripts(cluster, *scripts):
 
 
 def decode_requests(cluster):
-    """What decode was asked, by attempt."""
+    """The requests to decode, by attempt."""
     calls = [call.request for worker in cluster.workers if worker.role == "decode" for call in worker.calls]
     return sorted(calls, key=lambda request: request.attempt.number)
 

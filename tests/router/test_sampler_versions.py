@@ -20,7 +20,7 @@ async def fleet(cluster, *samplers, role="decode", **options):
 
 
 def breaks_once(cluster, num_tokens=3):
-    """Of each two decode calls the first ends after that many tokens; returns the samplers that were asked.
+    """The first of each two decode calls ends after that many tokens; returns the samplers that were asked.
 
     Its worker says that it leaves, and is passed over until it reports again: wait for that before the next request.
     """

@@ -56,7 +56,7 @@ async def send_and_read(call, request):
 
 
 async def error_of(call, request=None):
-    """What the call fails with, after one more turn if one is given."""
+    """The call's error, after one more turn if one is given."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await send_and_read(call, request)
     error = caught.value

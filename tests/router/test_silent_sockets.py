@@ -27,9 +27,9 @@ NUM_SOCKETS = 2000
 HANDSHAKE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """The preface of HTTP/2 and an empty frame of settings."""
 SILENT_S = 3.0
-"""Of the HTTP server, here."""
+"""Limit of the HTTP server, here."""
 HANDSHAKE_S = 5.0
-"""Of the gRPC server: a connection that says nothing for so long is closed."""
+"""Limit of the gRPC server: it closes a connection that is silent for this long."""
 
 
 @contextlib.asynccontextmanager

@@ -58,7 +58,7 @@ def warnings(caplog, text):
 
 
 async def test_a_copied_identity_served_by_a_stranger_is_never_live(cluster, caplog):
-    """What anybody may read of a worker, at another port, by a process that lacks the key."""
+    """A process that lacks the key has all that is public of a worker, at another port."""
     caplog.set_level(logging.WARNING)
     victim = await cluster.worker("decode", worker_id="victim").start()
     key = DeploymentKey(b"a stranger's own key, long enough")
@@ -203,7 +203,7 @@ async def test_a_call_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog,
 
 
 class NewError(WorkerLost):
-    """Of a release to come."""
+    """An error of a release to come."""
 
     code = "of_a_newer_release"
     grpc_status = grpc.StatusCode.DATA_LOSS

@@ -168,7 +168,7 @@ def read_of(address: str, worst: Worst) -> tuple[int, int, bytes]:
 
 NUM_INPUTS = 256
 NUM_DIMENSIONS = MAX_EMBEDDING_NUMBERS // NUM_INPUTS
-"""Of so many inputs' embeddings, at most."""
+"""Numbers of one embedding of this many inputs, at most."""
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
@@ -221,7 +221,7 @@ async def _start_large(cluster, monkeypatch):
 
 
 def test_every_endpoint_has_a_worst_body(cluster):
-    """What takes no message cannot be given a large one."""
+    """An endpoint without a message cannot be given a large one."""
     front = HttpFront(mock.Mock(), mock.Mock())
     routes = [route for route in front.app.routes if isinstance(route, Route)]
     posts = {route.path for route in routes if "POST" in (route.methods or ())} - {"/ping"}

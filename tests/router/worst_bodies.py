@@ -214,7 +214,7 @@ FIRST_TURNS = [
     _TEXT
     + field(_GENERATE, "sampling", varint(_SAMPLING.DESCRIPTOR.fields_by_name["max_tokens"].number << 3) + b"\x01")
 ]
-"""Of a session, before a message that is built to cost much."""
+"""Turns of a session, before a message that is built to cost much."""
 LATER_TURNS = ("unknown fields", "token ids", "a text", "biases", "stop tokens", "groups")
 GRPC = [
     *GENERATE,

@@ -59,7 +59,7 @@ class Cluster:
     folder: Path
     services: dict[str, Service] = field(default_factory=dict)
     worker_program: Sequence[str] = PROGRAM
-    """What stands for the `pdserve` command where a worker is started."""
+    """The program in place of the `pdserve` command where a worker is started."""
     tls: ClientTls | None = None
     """The test's own TLS identity for calls to workers."""
     _ports: ExitStack = field(default_factory=ExitStack)
@@ -128,7 +128,7 @@ class Cluster:
         return service
 
     def metrics_url(self, service: Service) -> str:
-        """Where a service serves `/metrics`, as its log says."""
+        """Address at which a service serves `/metrics`, from its log."""
         found: list[str] = _METRICS.findall(service.read_log())
         return found[-1]
 

@@ -69,7 +69,7 @@ class MachineCode:
     """Memory operations of 16 bytes, and operations of tensor cores."""
 
     def has(self, pattern: str) -> bool:
-        """Whether an operation begins with `pattern`, a regular expression."""
+        """True if an operation begins with `pattern`, a regular expression."""
         return any(re.match(pattern, operation) for operation in self.operations)
 
 

@@ -39,7 +39,7 @@ class ScriptedDrafter:
 
 
 def greedy_drafter(right: float = 1.0, seed: int = 0) -> ScriptedDrafter:
-    """What the hash model says next."""
+    """A drafter that predicts the hash model."""
     return ScriptedDrafter(greedy_answer, right, seed=seed)
 
 

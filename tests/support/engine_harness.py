@@ -134,9 +134,9 @@ class Harness:
         self.wide: set[str] = set()
         """Requests with several sequences."""
         self.turns: dict[str, list[Answer]] = {}
-        """Of sessions: the turns that have ended."""
+        """Turns of sessions that have ended."""
         self.holds: list[PinnedBlocks] = []
-        """Of blocks that were published and not given back."""
+        """Holds of blocks that were published and not given back."""
         self.must_be_idle = True
         self.grammar_wait_s = 0.05
         """How long a step that has nothing else to do waits for other threads' grammars."""
@@ -206,7 +206,7 @@ class Harness:
                 self.turns.setdefault(output.request_id, []).append(self.answers.pop(output.request_id))
 
     def key(self, request_id: str, index: int) -> str:
-        """Of `answers`."""
+        """Key in `answers`."""
         return f"{request_id}/{index}" if request_id in self.wide else request_id
 
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:

@@ -9,7 +9,7 @@ from tests.support.engine_harness import Harness
 
 
 class CacheContents:
-    """What every block of every prompt and answer must hold, by its hash."""
+    """The content that every block of every prompt and answer must have, by its hash."""
 
     def __init__(self, engine: Harness) -> None:
         self._hasher = engine.hasher
@@ -118,7 +118,7 @@ class StepInvariants:
         assert scheduler.grammars.num_landed == sum(request.core.n for request in landed)
 
     def _check_budget(self) -> None:
-        """Of those that ran before too; who has just come in may have found tokens in the cache."""
+        """Check the tokens of those that ran before; a new one may have found tokens in the cache."""
         config, drafts = self._config, self._engine.scheduler.drafts
         computed = [
             request.num_computed_tokens - self._computed[name]

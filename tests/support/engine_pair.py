@@ -39,7 +39,7 @@ class Transfer:
     prompt: list[int]
     n: int = 1
     output: list[int] = field(default_factory=list)
-    """Of earlier attempts."""
+    """Output of earlier attempts."""
     source_holds: list[PinnedBlocks] = field(default_factory=list)
     published: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """index -> P's block and its content when it was published."""
@@ -55,7 +55,7 @@ class Transfer:
     over: bool = False
     """At the source."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of the request, for its next attempt."""
+    """Fields of the request, for its next attempt."""
 
     @property
     def num_landed(self) -> int:

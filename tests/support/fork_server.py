@@ -35,7 +35,7 @@ PRELOADED = (
 MAX_BYTES = 1 << 18
 MAX_DESCRIPTORS = 16
 _ABOVE_ALL_NAMED = 200
-"""Where received descriptors wait: above every number that a process may ask for."""
+"""Lowest number of received descriptors: above every number that a process may ask for."""
 
 
 def serve(control: socket.socket) -> list[str]:

@@ -39,14 +39,14 @@ class Form:
         return StructuredOutputsParams(regex=f"([{one}][{other}]){{{self.low},{self.high}}}")
 
     def allowed(self, place: int) -> list[int]:
-        """What may stand at this place of an output: the reference, without any grammar."""
+        """Tokens that may stand at this place of an output: the reference, without any grammar."""
         if place % 2:
             return list(self.second)
         pairs = place // 2
         return [*(self.first if pairs < self.high else ()), *([EOS] if pairs >= self.low else ())]
 
     def fits(self, output: Sequence[int]) -> bool:
-        """Whether it is a whole output, EOS included, or the beginning of one."""
+        """True for a whole output, EOS included, and for the beginning of one."""
         return all(token in self.allowed(place) for place, token in enumerate(output))
 
     def answer(

@@ -1,4 +1,4 @@
-"""What parameters make of one position's logits: `transformers`' processors where it has one, OpenAI's formula else."""
+"""Parameters applied to one position's logits: `transformers`' processors where it has one, else OpenAI's formula."""
 
 from __future__ import annotations
 

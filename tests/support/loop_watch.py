@@ -50,7 +50,7 @@ class LoopWatch:
         return self
 
     def leave_out(self, seconds: float) -> None:
-        """Of the callback that runs: what a test has done in it for its own sake."""
+        """Leave out time that a test has spent in the running callback for its own sake."""
         self._left_out_s += seconds
 
     @property

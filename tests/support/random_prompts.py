@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 _TOKENS = range(3, 300)
-"""Of the vocabulary of every tiny checkpoint, without its special tokens."""
+"""Tokens of the vocabulary of every tiny checkpoint, without its special ones."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

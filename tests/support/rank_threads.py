@@ -41,7 +41,7 @@ class RankThreads:
         self.group, *others = thread_ranks(size)
         self._loops: dict[int, RankLoop] = {}
         self._kv_caches: dict[int, Tensor] = {}
-        """Of the other ranks."""
+        """Caches of the other ranks."""
         self._messages: list[queue.SimpleQueue[bytes | None]] = []
         self._threads = []
         self._error: BaseException | None = None

@@ -167,12 +167,12 @@ class Router:
         return self._directory
 
     def knows(self, worker: Worker) -> bool:
-        """Whether the worker may be given work."""
+        """True if the worker may be given work."""
         role = WorkerRole(worker.identity.role_name)
         return worker.key in [live.key for live in self.fleet.workers(role)]
 
     def agrees(self, worker: Worker) -> bool:
-        """Whether the index says that the worker holds exactly what it holds."""
+        """True if the index has exactly the worker's blocks for it."""
         return self.index.num_blocks(worker.key) == len(worker.hashes) and all(
             self.index.match([held], [worker.key], 0.0)[worker.key] for held in worker.hashes
         )

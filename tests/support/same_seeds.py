@@ -25,14 +25,14 @@ MIXES: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a sequence first has another token than alone."""
+    """The first token in which a sequence differs from the same one alone."""
 
     sequence: int
     position: int
     token_ids: tuple[int, int]
     """Alone, and in the batch."""
     sample: sampling_reference.Sample
-    """Of the reference, for what both have before it."""
+    """The reference's sample, after the text that both have before it."""
     drift: float
     """How far the sums of the two tokens lie apart: what rounding had to bridge."""
 
@@ -44,7 +44,7 @@ class Difference:
 
     @property
     def margin(self) -> float:
-        """Of what may have tipped: the two sums, or the border."""
+        """Distance of the two values that may have changed places: the two sums, or the border."""
         return min(self.drift, self.sample.border)
 
 

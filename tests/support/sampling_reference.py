@@ -90,7 +90,7 @@ def kept(logits: Sequence[float], params: Params) -> tuple[list[int], float]:
 class Sample:
     token_id: int
     lead: float
-    """Of its sum over the next best one."""
+    """Difference of its sum and the next best one."""
     border: float
     """`kept`'s margin."""
 

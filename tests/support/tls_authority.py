@@ -23,7 +23,7 @@ def role_uri(role: str, worker_id: str | None = None, trust_domain: str = TRUST_
 
 @dataclass(frozen=True)
 class IssuedFiles:
-    """What one service is given."""
+    """Files of one service."""
 
     cert: Path
     key: Path
@@ -73,5 +73,5 @@ class Authority:
         return IssuedFiles(cert, key, self.ca_file)
 
     def identity(self, *names: str, server_name: str | None = None) -> TlsIdentity:
-        """Of a service that asks its peers for no roles."""
+        """Identity of a service that asks its peers for no roles."""
         return self.issue(*names).identity(server_name)

@@ -10,7 +10,7 @@ from pdserve.text.outputs.logprobs_accumulator import PromptLogprobsLedger
 
 
 def _run(first: int, end: int) -> LogprobsLists:
-    """Of prompt tokens [first, end): their ids are their positions."""
+    """Log-probabilities of prompt tokens [first, end): their ids are their positions."""
     return LogprobsLists([[place] for place in range(first, end)], [[-1.0]] * (end - first), [1] * (end - first))
 
 

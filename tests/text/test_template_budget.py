@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may cost, whatever the template and the client's values are."""
+"""Limits of one rendering of a chat template, whatever the template and the client's values are."""
 
 from __future__ import annotations
 

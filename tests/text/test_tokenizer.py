@@ -1,4 +1,4 @@
-"""What a model folder says, and what is refused when it says nothing sensible."""
+"""Files of a model folder's tokenizer, and refusals of folders without a usable one."""
 
 from __future__ import annotations
 

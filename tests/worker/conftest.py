@@ -55,7 +55,7 @@ _numbers = itertools.count()
 
 
 class Node:
-    """What a worker holds, without its process."""
+    """The parts of a worker, without its process."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a call came to: stages, cause and outcome, and the metrics and spans that are made of them."""
+"""Results of a call: stages, cause and outcome, and the metrics and spans that are made of them."""
 
 from __future__ import annotations
 

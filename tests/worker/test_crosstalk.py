@@ -46,7 +46,7 @@ PROMPTS = _prompts()
 
 
 class Outcome:
-    """What many requests came to."""
+    """Results of many requests."""
 
     def __init__(self) -> None:
         self.num_right = 0

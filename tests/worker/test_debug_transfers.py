@@ -1,4 +1,4 @@
-"""What a worker tells of its transfers, under way and ended, while they happen between two real engines."""
+"""A worker's report of its transfers, under way and ended, while they happen between two real engines."""
 
 from __future__ import annotations
 

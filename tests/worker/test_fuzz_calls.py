@@ -40,16 +40,16 @@ from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, host_of, pr
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 MAX_GROWN_BYTES = 192 << 20
-"""What gRPC and the allocator come to keep for large messages."""
+"""Memory that gRPC and the allocator keep for large messages."""
 MAX_LINE_CHARS = 4096
-"""Of one line of the log."""
+"""Length of one line of the log."""
 CALL_S = 60.0
 """No call lasts so long, on a busy machine either: leases, deadlines and timeouts are much shorter here."""
 IDLE_S = 120.0
 LOOK_EVERY = 200
 AT_A_TIME = 12
 MAX_BYTES = max_request_bytes(64, 320) - 2048
-"""Of a message that has very many entries: what it has besides takes some of them beyond the limit."""
+"""Bytes of a message that has very many entries: its other fields take some messages beyond the limit."""
 WATCH = "/pdserve.v1.WorkerService/Watch"
 NOT_AN_ADDRESS = (
     "",
@@ -221,7 +221,7 @@ class Hostile:
         return message
 
     async def aside(self, worker: Worker, message: Message) -> bytes:
-        """What is sent in place of the message, made in a thread: this side's work is not the worker's."""
+        """The bytes in place of the message, made in a thread: this side's work is not the worker's."""
         return await asyncio.to_thread(self.changed, worker, message)
 
     def _receiver(self) -> prefill_pb2.Receiver:
@@ -416,7 +416,7 @@ async def _end_of(path: str, call: Any, streams: bool) -> Ended:
 
 
 class Oracle:
-    """Whether both workers are as they should be."""
+    """Checks that both workers are intact."""
 
     def __init__(self, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
         self._pair = pair
@@ -425,7 +425,7 @@ class Oracle:
         self.longest_tick_s = 0.0
 
     async def learn(self) -> None:
-        """What workers say while nobody attacks them; then the processes of grammars are there, too."""
+        """Record the workers' answers while nobody attacks them; then the processes of grammars are there, too."""
         both: tuple[tuple[Worker, Any], ...] = ((self._pair.p, PREFILL), (self._pair.d, GENERATE))
         for worker, method in both:
             request = prepared(worker, sampling_params=SAMPLINGS[3], deadline=time.monotonic() + 600.0)
@@ -486,7 +486,7 @@ class Oracle:
                 await asyncio.sleep(0.5)
 
     async def _answers(self) -> list[list[int]]:
-        """Of an honest router: computed at decode, and through a transfer."""
+        """Answers to an honest router: computed at decode, and through a transfer."""
         return [await self._local(), await self._transferred()]
 
     async def _local(self) -> list[int]:

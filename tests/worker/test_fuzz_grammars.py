@@ -203,7 +203,7 @@ async def ask(pair: Pair, form: dict[str, Any], fuzzer: Fuzzer, tokenizer: Token
 
 
 def fits(form: dict[str, Any], text: str) -> bool:
-    """Whether a whole output has the form, as far as this can be told without a matcher."""
+    """True if a whole output has the form, as far as this can be checked without a matcher."""
     if "choice" in form:
         return text in form["choice"]
     if "json" in form:

@@ -1,4 +1,4 @@
-"""What a released request came to, told once: by the engine if it cut it short, and also when the engine is dead."""
+"""The result of a released request is told once: by the engine if it cut it short, and also when the engine is dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says of its speed: recent, apart from what a step costs anyway, and what it was at start when that is old."""
+"""A worker's reported speed: recent, apart from a step's fixed cost, and the value at start when that is old."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
 
 
 def message_for(method: Method[Any, Any], worker: Worker) -> Any:
-    """What an honest caller would send."""
+    """The message of an honest caller."""
     if method is MEET:
         return worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")
     if method is END_SEQUENCES:
@@ -86,7 +86,7 @@ async def end_of(
 
 
 def untouched(worker: Worker) -> bool:
-    """Whether the worker has computed nothing, keeps nothing and knows no peer."""
+    """True if the worker has computed nothing, keeps nothing and knows no peer."""
     stats = worker.engine.stats
     nothing_ran = not stats.num_computed_prompt_tokens and not stats.num_blocks_in_use and not worker.engine.num_streams
     transfers = transfers_of(worker)

@@ -25,7 +25,7 @@ def checked_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 _ONE_OF = 5
-"""Of a contract test with three parameters or more, `make test` runs one case of this many."""
+"""`make test` runs one case of this number, of a contract test with three parameters or more."""
 
 
 @pytest.hookimpl(tryfirst=True)

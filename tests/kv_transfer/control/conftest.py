@@ -38,7 +38,7 @@ ALIVE_EVERY_S, TICK_STALLED_S, GRACE_S, REATTACH_EVERY_S = 0.1, 0.8, 1.0, 0.05
 
 
 def sub_key(context: bytes) -> bytes:
-    """Of a deployment that all ends share."""
+    """Key of a deployment that all ends share."""
     return hashlib.blake2b(context, digest_size=32).digest()
 
 

@@ -31,7 +31,7 @@ class Bench:
         self.transfer.computed(RESULT)
 
     async def end(self) -> None:
-        """What a test that ends nothing itself owes."""
+        """Cancel the transfer, as a test must that has not ended it."""
         self.transfer.cancel()
         await asyncio.sleep(0)
 

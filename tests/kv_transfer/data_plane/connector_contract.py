@@ -1,4 +1,4 @@
-"""What every `BlockConnector` keeps. A connector's test file gives the suite its links:
+"""The contract of every `BlockConnector`. A connector's test file gives the suite its links:
 
 class TestMyConnector(ConnectorContract):
     def make_link(self, source_pool, receiver_pool, read_stall_s): return MyLink(...)

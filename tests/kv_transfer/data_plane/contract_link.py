@@ -70,7 +70,7 @@ class Setup:
         return bytes(self.receiver_pool.view)
 
     def has_bytes(self, transfer: Transfer, read: RecordedRead, blocks: list[BlockToRead]) -> bool:
-        """Whether all that landed is right."""
+        """True if all that landed is right."""
         return same_bytes(transfer, self.receiver_pool, blocks, sorted(read.landed_blocks))
 
 

@@ -1,4 +1,4 @@
-"""What is asked for arrives, many reads go side by side, and each can be cancelled at any point."""
+"""Requested blocks arrive, many reads go side by side, and each can be cancelled at any point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What connectors keep whose source answers each read itself: a token opens its own published blocks and nothing else."""
+"""Contract of connectors whose source answers each read: a token opens its own published blocks and nothing else."""
 
 from __future__ import annotations
 

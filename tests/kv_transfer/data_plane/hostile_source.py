@@ -11,7 +11,7 @@ from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
 
 Script = Callable[[ReadRequest], bytes | None]
-"""What to send for a request; None: nothing, and hang up."""
+"""Request -> bytes to send; None: nothing, and hang up."""
 
 
 class HostileSource:
@@ -63,5 +63,5 @@ class HostileSource:
 
 
 def honest_answer(request: ReadRequest) -> bytes:
-    """What a source would send whose blocks are all zero."""
+    """The answer of a source whose blocks are all zero."""
     return ReadAnswer.to_request(request).encode() + bytes(request.count * request.block_bytes)

@@ -24,7 +24,7 @@ _BLOCKS = 1
 
 
 class Gate:
-    """What all agents of a link share. `lock` guards it."""
+    """State that all agents of a link share. `lock` guards it."""
 
     def __init__(self, receiver_pool: HostPool) -> None:
         self.lock = threading.Lock()
@@ -56,7 +56,7 @@ class Gate:
             assert self._changed.wait_for(lambda: self.held, HANG_S), "no read is held"
 
     def let_others_pass(self) -> None:
-        """What is held stays so."""
+        """Hold no further reads; those that are held remain so."""
         with self.lock:
             self.blocks_to_serve = None
 

@@ -17,7 +17,7 @@ from tests.support.waiting import HANG_S
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 256
 IN_TIME_S = 10.0
-"""What waits for a peer ends within less: many times the limits that these tests set, a part of the next larger one."""
+"""Upper bound of waits for a peer: many times the limits that these tests set, a part of the next larger one."""
 """Longer than anything takes on a busy machine; only a hang waits so long."""
 
 
@@ -114,7 +114,7 @@ class Transfer:
             self.grant.publish(0, self.source_blocks)
 
     def blocks(self, indexes: Sequence[int], local_blocks: Sequence[int]) -> list[BlockToRead]:
-        """What a receiver asks for who wants these indexes in these blocks of its own."""
+        """A receiver's request for these indexes, into these blocks of its own."""
         return [
             BlockToRead(
                 index, XXH3.of(self.pool.block(self.source_blocks[index]), index), local, self.source_blocks[index]
@@ -146,7 +146,7 @@ def start_read(receiver: BlockConnector, metadata: bytes, token: bytes, blocks: 
 def same_bytes(
     transfer: Transfer, receiver_pool: HostPool, blocks: Sequence[BlockToRead], positions: Sequence[int] | None = None
 ) -> bool:
-    """Whether these blocks of a read hold in the receiver's pool what the source has."""
+    """True if these blocks of a read have the source's bytes in the receiver's pool."""
     chosen = blocks if positions is None else [blocks[position] for position in positions]
     return all(
         receiver_pool.block(block.local_block) == transfer.pool.block(transfer.source_blocks[block.index])

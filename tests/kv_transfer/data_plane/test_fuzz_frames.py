@@ -63,7 +63,7 @@ def test_requests_to_a_source(fuzzer: Fuzzer) -> None:
 
 
 def test_answers_of_a_source(fuzzer: Fuzzer) -> None:
-    """What was read either has the bytes that were promised, or did not land."""
+    """A read either has the bytes that were promised, or did not land."""
     pool = make_pool(seed=9)
     honest = TcpConnector(small_settings())
     honest.serve(pool)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(params=[SHARED_MEMORY, TCP], ids=["shared-memory", "tcp"])
 def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What UCX may use, in this process and in the source."""
+    """Transports that UCX may use, in this process and in the source."""
     monkeypatch.setenv("UCX_TLS", request.param)
     return str(request.param)
 

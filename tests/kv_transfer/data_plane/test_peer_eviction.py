@@ -1,4 +1,4 @@
-"""What is kept for peers goes when they rest too many, when they are gone, and comes back when they do; reads never notice."""
+"""Resources of a peer are dropped when too many peers rest or it is gone, and return with it; no read is affected."""
 
 from __future__ import annotations
 

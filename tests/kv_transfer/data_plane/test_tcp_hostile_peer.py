@@ -42,7 +42,7 @@ def connect(source: TcpConnector) -> socket.socket:
 
 
 def hangs_up(sock: socket.socket) -> bool:
-    """Whether the source ends the connection without sending anything."""
+    """True if the source ends the connection without sending anything."""
     try:
         return sock.recv(1) == b""
     except ConnectionResetError:

@@ -65,7 +65,7 @@ def connect(source: TcpConnector) -> socket.socket:
 
 
 def hangs_up(sock: socket.socket) -> bool:
-    """Whether the source ends the connection; an alert of TLS may come before."""
+    """True if the source ends the connection; an alert of TLS may come before."""
     try:
         return len(sock.recv(1000, socket.MSG_WAITALL)) < 100
     except ConnectionResetError:
@@ -80,7 +80,7 @@ def says_nothing_more(secured: ssl.SSLSocket) -> bool:
 
 
 def failure(receiver: TcpConnector, metadata: bytes, transfer: Transfer) -> str:
-    """Of a read that has to fail, without a block."""
+    """Message of a read that has to fail, without a block."""
     read = start_read(receiver, metadata, transfer.token, transfer.blocks(range(4), range(4)))
     message = read.wait_failed()
     assert read.num_landed == 0
