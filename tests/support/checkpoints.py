@@ -106,7 +106,14 @@ def make_checkpoint(
     return folder
 
 
-def make_other_family(folder: Path, model_type: str, **overrides: Any) -> PreTrainedModel:
+def make_other_family(
+    folder: Path,
+    model_type: str,
+    *,
+    max_shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
     """Write a random checkpoint of any causal language model in `transformers` into `folder`, and return the model.
 
     There is no tokenizer beside it. `overrides` are fields of its configuration.
@@ -120,12 +127,17 @@ def make_other_family(folder: Path, model_type: str, **overrides: Any) -> PreTra
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        if hasattr(config, "num_experts_per_tok"):
+            # the default takes only sizes that are multiples of 8
+            model.set_experts_implementation("eager")
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
-                weight.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+                # around the value with which it changes nothing
+                centre = float(weight.flatten()[0])
+                weight.uniform_(centre - 0.5, centre + 0.5)
+            elif name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.5)
-    model.eval().save_pretrained(folder)
+    model.to(dtype).eval().save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from generated_docs.model_families import model_families
 from generated_docs.package_drawing import package_drawing
 from generated_docs.tests_of_modules import tests_of_modules
 
@@ -15,6 +16,7 @@ def texts() -> dict[tuple[str, str], str]:
     """(document, name of its part) -> what should be there."""
     return {
         ("docs/architecture.md", "packages"): package_drawing(ROOT),
+        ("docs/models.md", "families"): model_families(ROOT),
         ("docs/tests.md", "tests"): tests_of_modules(ROOT),
     }
 

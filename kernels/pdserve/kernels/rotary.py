@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
 def rotary_phases(positions: Tensor, inverse_frequencies: Tensor, magnitude: Tensor) -> Tensor:
-    """`phases[t, 0, j] = magnitude * exp(i * positions[t] * inverse_frequencies[j])`.
+    """`phases[t, 0, j] = magnitude[j] * exp(i * positions[t] * inverse_frequencies[j])`.
 
-    positions `[T]` int64, inverse_frequencies `[D / 2]` float32, magnitude `[]` float32 -> `[T, 1, D / 2]` complex64.
+    positions `[T]` int64, inverse_frequencies `[D / 2]` float32, magnitude `[D / 2]` or `[]` float32 -> `[T, 1, D / 2]` complex64.
     """
     return torch.polar(magnitude, positions.view(-1, 1, 1) * inverse_frequencies)
 
@@ -35,3 +37,26 @@ def pair_neighbours(rows: Tensor, head_dim: int) -> Tensor:
     """
     halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """Order of the numbers of a head in a checkpoint, by the pairs that are rotated together."""
+
+    head_dim: int
+    """D"""
+    rotary_dim: int
+    """The first numbers of a head, which are rotated; the others are not."""
+    is_paired: bool = False
+    """True: the numbers 2j and 2j + 1, as here; False: j and j + rotary_dim / 2."""
+
+    def paired(self, rows: Tensor) -> Tensor:
+        """`pair_neighbours` of the rotated rows of each head; rows `[heads * D, ...]`."""
+        if self.is_paired:
+            return rows
+        if self.rotary_dim == self.head_dim:
+            return pair_neighbours(rows, self.head_dim)
+        heads = rows.view(-1, self.head_dim, *rows.shape[1:])
+        rotated = heads[:, : self.rotary_dim].reshape(-1, *rows.shape[1:])
+        rotated = pair_neighbours(rotated, self.rotary_dim).view(-1, self.rotary_dim, *rows.shape[1:])
+        return torch.cat((rotated, heads[:, self.rotary_dim :]), 1).view(rows.shape)

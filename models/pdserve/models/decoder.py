@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import rotary_phases
 from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.model_inputs import ModelInputs
 
@@ -23,6 +25,25 @@ OutputHead = Callable[[Tensor], Tensor]
 def embedding_table(weight: Tensor) -> Embedding:
     """weight `[V, H]`."""
     return lambda token_ids: weight.index_select(0, token_ids)
+
+
+def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
+    """The embeddings times `scale`."""
+    return embedding if scale == 1.0 else lambda token_ids: embedding(token_ids).mul_(scale)
+
+
+class _Rotation(NamedTuple):
+    """Arguments of `rotary_phases` beside the positions; both `[D / 2]` float32."""
+
+    inverse_frequencies: Tensor
+    magnitude: Tensor
+
+    @classmethod
+    def of(cls, rope: RopeParameters | None, head_dim: int, device: torch.device) -> _Rotation:
+        """rope None: every number is rotated by 0, which changes no bit."""
+        if rope is None:
+            return cls(torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device))
+        return cls(rope.inverse_frequencies(head_dim).to(device), rope.magnitudes(head_dim).to(device))
 
 
 class Decoder:
@@ -42,11 +63,14 @@ class Decoder:
         self.config = config
         self._embedding = embedding
         self._layers = tuple(layers)
+        self._final_norm = final_norm
         self._norms = (*(layer.input_norm for layer in self._layers), final_norm)
         self._lm_head = lm_head
         device = final_norm.weight.device
-        self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
-        self._magnitude = torch.full((), config.rope.attention_factor, device=device)
+        self._device = device
+        ropes = [config.layer_rope(index) for index in range(len(self._layers))]
+        self._ropes = tuple(_Rotation.of(rope, config.head_dim, device) for rope in dict.fromkeys(ropes))
+        self._rope_indices = [list(dict.fromkeys(ropes)).index(rope) for rope in ropes]
         specs = [layer.attention.spec for layer in self._layers]
         self._specs = tuple(dict.fromkeys(specs))
         self._spec_indices = [self._specs.index(spec) for spec in specs]
@@ -62,7 +86,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return self._magnitude.device
+        return self._device
 
     @property
     def layers(self) -> tuple[DecoderLayer, ...]:
@@ -70,7 +94,7 @@ class Decoder:
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """The same decoder with other layers."""
-        return Decoder(self.config, self._embedding, layers, self._norms[-1], self._lm_head)
+        return Decoder(self.config, self._embedding, layers, self._final_norm, self._lm_head)
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -82,15 +106,22 @@ class Decoder:
         Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
         """
         plans = [inputs.plans[spec] for spec in self._specs]
-        phases = rotary_phases(inputs.positions, self._inverse_frequencies, self._magnitude)
+        phases = [rotary_phases(inputs.positions, *rotation) for rotation in self._ropes]
         residual = inputs.embedded(self.embed_input_ids)
-        x = self._norms[0](residual)
-        for layer, next_norm, spec_index in zip(self._layers, self._norms[1:], self._spec_indices, strict=True):
+        first_norm = self._norms[0]
+        x = residual if first_norm is None else first_norm(residual)
+        kinds = zip(self._spec_indices, self._rope_indices, strict=True)
+        for layer, next_norm, (spec, rope) in zip(self._layers, self._norms[1:], kinds, strict=True):
             if inputs.before_layer is not None:
                 inputs.before_layer()
-            residual, x = layer.forward(residual, x, next_norm, phases, plans[spec_index], inputs.ops)
+            residual, x = layer.forward(residual, x, next_norm, phases[rope], plans[spec], inputs.ops)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several."""
-        return self._lm_head(hidden).float()
+        logits, family = self._lm_head(hidden).float(), self.config.family
+        if family.logits_scaling != 1.0:
+            logits = logits / family.logits_scaling
+        if family.logits_softcap is not None:
+            logits = family.logits_softcap * torch.tanh(logits / family.logits_softcap)
+        return logits

@@ -13,7 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.kernels.linear import make_linear
 from pdserve.kernels.parallel_linear import ParallelLMHead, VocabParallelEmbedding
 from pdserve.models.config.model_config import ModelConfig
-from pdserve.models.decoder import Decoder, embedding_table
+from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.checkpoint import FLOATS, WeightSource, open_checkpoint
@@ -90,9 +90,11 @@ def _decoder(
     final_norm = weights.norm(family.final_norm_name, hidden, config.rms_norm_eps)
     lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows))
     weights.check_all_read()
+    scale = family.embedding_scale(embedding.dtype)
     if (group := shard.group) is None:
-        return Decoder(config, embedding_table(embedding), layers, final_norm, lm_head)
-    return Decoder(config, VocabParallelEmbedding(embedding, group), layers, final_norm, ParallelLMHead(lm_head, group))
+        return Decoder(config, scaled_embedding(embedding_table(embedding), scale), layers, final_norm, lm_head)
+    embed = scaled_embedding(VocabParallelEmbedding(embedding, group), scale)
+    return Decoder(config, embed, layers, final_norm, ParallelLMHead(lm_head, group))
 
 
 def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:

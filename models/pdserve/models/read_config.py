@@ -7,7 +7,6 @@ from pathlib import Path
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
-from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import FAMILIES
@@ -39,8 +38,8 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     num_kv_heads = _num_kv_heads(config, architecture, num_heads)
     head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)
     max_positions = config.integer("max_position_embeddings")
-    rope = RopeParameters.from_config(config, head_dim, max_positions)
-    rms_norm_eps = config.number("rms_norm_eps", 1e-6)
+    rope = family.read_rope(config, head_dim, max_positions)
+    rms_norm_eps = config.number("rms_norm_eps", family.default_rms_norm_eps)
     options: ModelFamily = family.read(config, num_layers)
     derived_max_model_len = rope.derived_max_positions(max_positions)
     own = Dimensions(
@@ -62,7 +61,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         intermediate_size=intermediate_size,
         rms_norm_eps=rms_norm_eps,
         rope=rope,
-        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", family.default_tie_word_embeddings),
         max_position_embeddings=rope.max_positions(max_positions),
         derived_max_model_len=derived_max_model_len,
         dtype=_dtype(config, dtype),
@@ -70,6 +69,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         bos_token_id=bos_token_id,
         unknown_fields=unknown_fields,
         stored_quantization=stored_quantization,
+        local_rope=family.read_local_rope(config, head_dim, max_positions),
     )
 
 
@@ -90,10 +90,12 @@ def _architecture(config: JsonObject) -> str:
         raise UnsupportedModel(
             f"{config.where}: model_type {model_type[:80]!r} is not that of {architecture} ({expected})"
         )
-    activation = config.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    field, activations = FAMILIES[architecture].activation_field, FAMILIES[architecture].activations
+    activation = config.text(field, activations[0])
+    if activation not in activations:
+        other = f", by its other name {activations[1]}" if activations[1:] else ""
         raise UnsupportedModel(
-            f"{config.where}: hidden_act {activation[:80]!r}; supported: silu, by its other name swish"
+            f"{config.where}: {field} {activation[:80]!r}; supported for {architecture}: {activations[0]}{other}"
         )
     return architecture
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdserve.models.config.model_config import ModelFamily
+from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
+from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
+from pdserve.models.families.mixtral import Mixtral
 from pdserve.models.families.qwen2 import Qwen2
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.families.qwen3_moe import Qwen3Moe
+from pdserve.models.families.seed_oss import SeedOss
+from pdserve.models.families.smollm3 import SmolLM3
 
 FAMILIES: Mapping[str, type[ModelFamily]] = {
+    "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
+    "MinistralForCausalLM": Ministral,
     "MistralForCausalLM": Mistral,
+    "MixtralForCausalLM": Mixtral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "SeedOssForCausalLM": SeedOss,
+    "SmolLM3ForCausalLM": SmolLM3,
 }
 """The single entry of `architectures` in config.json -> its family."""

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 from pdserve.common.kv_layout import KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.kernels.rotary import HeadOrder
+from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import KVCacheGroupSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
@@ -18,6 +21,9 @@ from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
 from pdserve.models.weights.stored_quantization import StoredQuantization
 from pdserve.models.weights.weight_loader import WeightLoader
+
+SILU = ("silu", "swish")
+"""Two names of one activation."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeParameters
+    """Rotary embedding of all layers that no other field names."""
     tie_word_embeddings: bool
     max_position_embeddings: int
     """Tokens of prompt and output together that are served if `max_model_len` is not set."""
@@ -49,6 +56,8 @@ class ModelConfig:
     """Names in config.json that are neither read nor in a list of harmless fields."""
     stored_quantization: StoredQuantization | None = None
     """How the checkpoint's matrices are quantized; None: not at all."""
+    local_rope: RopeParameters | None = None
+    """Rotary embedding of layers with a window; None: `rope`."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -60,9 +69,20 @@ class ModelConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=self.family.attention_scale or self.head_dim**-0.5,
             window=self.sliding_windows[layer],
+            softcap=self.family.attention_softcap,
         )
+
+    def layer_rope(self, layer: int) -> RopeParameters | None:
+        """None: the layer does not rotate."""
+        if layer in self.family.unrotated_layers:
+            return None
+        return self.rope if self.sliding_windows[layer] is None or self.local_rope is None else self.local_rope
+
+    @property
+    def head_order(self) -> HeadOrder:
+        return HeadOrder(self.head_dim, self.head_dim - self.rope.unrotated_dim, self.family.rotates_neighbours)
 
     @property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -107,6 +127,20 @@ class ModelFamily(ABC):
     output_bias: bool = False
     """True: the projection after the attention has a bias."""
     mlp_bias: bool = False
+    attention_scale: float | None = None
+    """Factor of `q k^T`; None: `head_dim ** -0.5`."""
+    attention_softcap: float | None = None
+    """See `AttentionSpec.softcap`."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings of tokens."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits."""
+    logits_softcap: float | None = None
+    """Logits become `softcap * tanh(logit / softcap)`; None: no cap."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers without rotary positions."""
 
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""
@@ -117,6 +151,18 @@ class ModelFamily(ABC):
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""
     default_head_dim: ClassVar[int | None] = None
     """Used if config.json has no `head_dim`; None: `hidden_size / num_attention_heads`."""
+    default_rms_norm_eps: ClassVar[float] = 1e-6
+    default_tie_word_embeddings: ClassVar[bool] = False
+    default_rope_theta: ClassVar[float] = DEFAULT_THETA
+    default_rotary_factor: ClassVar[float] = 1.0
+    """Used if config.json has no `partial_rotary_factor`."""
+    rotates_part: ClassVar[bool] = False
+    """True: `partial_rotary_factor` may be below 1."""
+    rotates_neighbours: ClassVar[bool] = False
+    """True: the checkpoint's numbers 2j and 2j + 1 of a head are rotated together; False: j and j + half of those rotated."""
+    activation_field: ClassVar[str] = "hidden_act"
+    activations: ClassVar[tuple[str, ...]] = SILU
+    """Names of the activation in config.json; the first if the field is absent."""
     qk_norm: ClassVar[bool] = False
     """True: queries and keys are normalised per head."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
@@ -128,6 +174,23 @@ class ModelFamily(ABC):
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
 
+    @classmethod
+    def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
+        """Raises: ConfigError, UnsupportedModel."""
+        return RopeParameters.from_config(
+            config, head_dim, max_positions, default_theta=cls.default_rope_theta,
+            default_rotary_factor=cls.default_rotary_factor, may_be_partial=cls.rotates_part,
+        )  # fmt: skip
+
+    @classmethod
+    def read_local_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters | None:
+        """Rotary embedding of layers with a window; None: as in the other layers. Raises: ConfigError, UnsupportedModel."""
+        return None
+
+    def embedding_scale(self, dtype: torch.dtype) -> float:
+        """`embedding_multiplier` as it is multiplied with embeddings of this dtype."""
+        return self.embedding_multiplier
+
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
         return {"intermediate_size": intermediate_size}
@@ -137,12 +200,13 @@ class ModelFamily(ABC):
         prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
         attention = SelfAttention.load(
             weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
-            qkv_bias=self.qkv_bias, output_bias=self.output_bias, qk_norm_eps=eps if self.qk_norm else None,
+            order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
+            qk_norm_eps=eps if self.qk_norm else None,
         )  # fmt: skip
         mlp = self.load_mlp(weights, f"{prefix}.mlp", config, index)
         input_norm = weights.norm(f"{prefix}.input_layernorm.weight", hidden, eps)
         mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm.weight", hidden, eps)
-        return DecoderLayer(input_norm, attention, mlp_norm, mlp)
+        return DecoderLayer(input_norm, attention, mlp_norm, mlp, residual_multiplier=self.residual_multiplier)
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         """The part of layer `index` that follows the attention. Raises: ConfigError."""

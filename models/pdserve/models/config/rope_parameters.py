@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,23 +43,47 @@ class RopeParameters:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
+    unrotated_dim: int = 0
+    """Numbers at the end of a head that no position rotates; even."""
 
     @classmethod
-    def from_config(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
+    def from_config(
+        cls,
+        config: JsonObject,
+        head_dim: int,
+        max_positions: int,
+        *,
+        default_theta: float = DEFAULT_THETA,
+        default_rotary_factor: float = 1.0,
+        may_be_partial: bool = False,
+    ) -> RopeParameters:
         """Read `rope_scaling`, or `rope_parameters` if that is absent; `rope_theta` may also be a field beside either.
 
         As in transformers, `rope_scaling` replaces the whole of `rope_parameters`, its `rope_theta` included.
+        may_be_partial: the family rotates only a part of a head where `partial_rotary_factor` says so.
         Raises: UnsupportedModel, ConfigError.
         """
-        rope = _rope_fields(config)
+        rope = _rope_fields(config, default_theta)
+        factor = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_rotary_factor))
+        if factor != 1.0 and not may_be_partial:
+            raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
+        rotary_dim = int(head_dim * factor)
+        if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+            raise rope.error("partial_rotary_factor", f"such that an even number of a head's {head_dim} is rotated")
+        found = cls._from_fields(config, rope, rotary_dim, max_positions, default_theta)
+        return replace(found, unrotated_dim=head_dim - rotary_dim)
+
+    @classmethod
+    def _from_fields(
+        cls, config: JsonObject, rope: JsonObject, head_dim: int, max_positions: int, default_theta: float
+    ) -> RopeParameters:
+        """head_dim: numbers of a head that are rotated."""
         rope_type = rope.text("rope_type", rope.text("type", "default"))
-        theta = rope.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
+        theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
         if not theta > 1:
             raise rope.error("rope_theta", "above 1")
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModel(f"{rope.where}: rope type {rope_type!r:.80}; supported: {', '.join(ROPE_TYPES)}")
-        if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise UnsupportedModel(f"{rope.where}: partial_rotary_factor other than 1")
         if rope_type in ("default", "dynamic"):
             # Dynamic scaling starts at max_position_embeddings, and no sequence here is longer than that.
             return cls(rope_type, theta, rope.number("factor", 1.0))
@@ -126,7 +150,17 @@ class RopeParameters:
         return min(derived, MAX_INTEGER)
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """`[D / 2]` float32: radians per position, for each pair of a head's numbers."""
+        """`[D / 2]` float32: radians per position, for each pair of a head's numbers; 0 for pairs that are not rotated."""
+        rotated = self._rotated_frequencies(head_dim - self.unrotated_dim)
+        return torch.cat((rotated, torch.zeros(self.unrotated_dim // 2)))
+
+    def magnitudes(self, head_dim: int) -> Tensor:
+        """`[D / 2]` float32: factor of each pair."""
+        magnitudes = torch.ones(head_dim // 2)
+        magnitudes[: (head_dim - self.unrotated_dim) // 2] = self.attention_factor
+        return magnitudes
+
+    def _rotated_frequencies(self, head_dim: int) -> Tensor:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         inverse = 1.0 / (self.theta**exponents)
         if self.rope_type == "linear":
@@ -162,12 +196,12 @@ class RopeParameters:
         return inverse / self.factor * stretched + inverse * (1 - stretched)
 
 
-def _rope_fields(config: JsonObject) -> JsonObject:
+def _rope_fields(config: JsonObject, default_theta: float) -> JsonObject:
     """`rope_scaling` or `rope_parameters`. Raises: UnsupportedModel for an unknown field in it."""
     rope, scaling = config.child("rope_parameters"), config.child("rope_scaling")
     if scaling is not None and scaling.names:
         if rope is not None and rope.has("rope_theta"):
-            theta = scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
+            theta = scaling.get("rope_theta") or config.get("rope_theta") or default_theta
             if rope.get("rope_theta") != theta:
                 log.warning(
                     "%s: rope_scaling takes the place of rope_parameters, as in transformers: rope_theta is %s, not %s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.models.config.expert_counts import EXPERT_FIELDS, read_experts
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.sliding_windows import WINDOW_FIELDS, window_of_all_layers
@@ -12,7 +13,6 @@ from pdserve.models.layers.decoder_layer import FeedForward
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
 
-_MAX_EXPERTS = 1 << 14
 _MAX_WIDTH = 1 << 20
 
 
@@ -21,9 +21,10 @@ class Qwen3Moe(ModelFamily):
     """Attention as in Qwen3; most layers have a mixture of experts instead of the MLP. Windows are in all layers or in none."""
 
     model_type = "qwen3_moe"
-    own_fields = WINDOW_FIELDS | words(
-        "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step "
-        "mlp_only_layers"
+    own_fields = (
+        WINDOW_FIELDS
+        | EXPERT_FIELDS
+        | words("moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers")
     )
     default_num_kv_heads = 4
     qk_norm = True
@@ -41,10 +42,7 @@ class Qwen3Moe(ModelFamily):
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> Qwen3Moe:
-        num_experts = _num_experts(config)
-        top_k = config.integer("num_experts_per_tok", 8)
-        if top_k > num_experts > 0:
-            raise config.error("num_experts_per_tok", f"at most num_experts ({num_experts})")
+        num_experts, top_k = read_experts(config, default_experts=128, default_top_k=8)
         step = config.integer("decoder_sparse_step", 1)
         dense = config.items("mlp_only_layers") or []
         if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in dense):
@@ -76,15 +74,3 @@ class Qwen3Moe(ModelFamily):
             weights, prefix, config.hidden_size, self.expert_size,
             num_experts=self.num_experts, top_k=self.top_k, normalise=self.normalise,
         )  # fmt: skip
-
-
-def _num_experts(config: JsonObject) -> int:
-    """`num_experts`, or `num_local_experts`: transformers reads both names and writes the second."""
-    numbers = [
-        config.integer(name, minimum=0, maximum=_MAX_EXPERTS)
-        for name in ("num_experts", "num_local_experts")
-        if config.has(name)
-    ]
-    if len(set(numbers)) > 1:
-        raise config.error("num_local_experts", f"num_experts ({numbers[0]})")
-    return numbers[0] if numbers else 128

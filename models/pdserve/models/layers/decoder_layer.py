@@ -16,6 +16,10 @@ from pdserve.models.layers.self_attention import SelfAttention
 class FeedForward(Protocol):
     """A layer that computes each token independently: `GatedMlp` or `SparseMlp`."""
 
+    def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """`[T, H]` -> `[T, H]`, new memory."""
+        ...
+
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """`s = residual + self(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
         ...
@@ -28,18 +32,51 @@ class DecoderLayer:
     Each addition is computed together with the norm that follows it, which after the MLP belongs to the next layer.
     """
 
-    input_norm: RmsNorm
+    input_norm: RmsNorm | None
+    """None: the attention's input is the stream itself."""
     attention: SelfAttention
-    mlp_norm: RmsNorm
+    mlp_norm: RmsNorm | None
+    """None: the MLP's input is the stream itself."""
     mlp: FeedForward
+    attention_post_norm: RmsNorm | None = None
+    """Normalises the attention's output before it is added; None: no norm."""
+    mlp_post_norm: RmsNorm | None = None
+    """The same of the MLP."""
+    residual_multiplier: float = 1.0
+    """Factor of both outputs."""
 
     def forward(
-        self, residual: Tensor, x: Tensor, next_norm: RmsNorm, phases: Tensor, plan: AttentionPlan, ops: LayerOps
+        self,
+        residual: Tensor,
+        x: Tensor,
+        next_norm: RmsNorm | None,
+        phases: Tensor,
+        plan: AttentionPlan,
+        ops: LayerOps,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after this layer, and its `next_norm`.
 
-        residual `[T, H]`, may be overwritten; x `[T, H]`: `input_norm(residual)`; phases `[T, 1, D / 2]`; plan: the step's plan for
-        `attention.spec` -> `[T, H]` twice.
+        residual `[T, H]`, may be overwritten; x `[T, H]`: `input_norm(residual)`, or residual itself without the norm; phases
+        `[T, 1, D / 2]`; plan: the step's plan for `attention.spec` -> `[T, H]` twice.
         """
-        residual, x = self.attention.add_norm(residual, x, self.mlp_norm, phases, plan, ops)
-        return self.mlp.add_norm(residual, x, next_norm, ops)
+        if self.attention_post_norm is None and self.mlp_norm is not None and self.residual_multiplier == 1.0:
+            residual, x = self.attention.add_norm(residual, x, self.mlp_norm, phases, plan, ops)
+        else:
+            added = self.attention(x, phases, plan, ops)
+            residual, x = self._add_norm(residual, added, self.attention_post_norm, self.mlp_norm, ops)
+        if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
+            return self.mlp.add_norm(residual, x, next_norm, ops)
+        return self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, next_norm, ops)
+
+    def _add_norm(
+        self, residual: Tensor, added: Tensor, post_norm: RmsNorm | None, norm: RmsNorm | None, ops: LayerOps
+    ) -> tuple[Tensor, Tensor]:
+        """`s = residual + multiplier * post_norm(added)` -> s and `norm(s)`; without a norm, s twice. Overwrites both arguments."""
+        if post_norm is not None:
+            added = post_norm(added)
+        if self.residual_multiplier != 1.0:
+            added = added.mul_(self.residual_multiplier)
+        if norm is not None:
+            return ops.add_norm(residual, added, None, norm)
+        residual = residual.add_(added)
+        return residual, residual

@@ -30,6 +30,10 @@ class GatedMlp:
             down=weights.row_parallel(f"{prefix}.down_proj", hidden_size, inner_size, bias=bias),
         )
 
+    def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        return self.down(ops.swiglu(self.gate_up(x)))
+
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """`s = residual + mlp(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
         return ops.add_norm(residual, ops.swiglu(self.gate_up(x)), self.down, norm)

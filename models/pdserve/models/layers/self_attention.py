@@ -13,7 +13,7 @@ from pdserve.kernels.int8_linear import Int8Matrix, Matrix
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
-from pdserve.kernels.rotary import pair_neighbours
+from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -25,6 +25,8 @@ class SelfAttention:
     index: int
     """The layer's index in the KV cache."""
     spec: AttentionSpec
+    order: HeadOrder
+    """Order of a head's numbers in the checkpoint; here pairs are neighbours."""
     qkv: Linear
     """Queries, keys and values side by side."""
     qk_norm: HeadNorm | None
@@ -40,13 +42,15 @@ class SelfAttention:
         spec: AttentionSpec,
         hidden_size: int,
         *,
+        order: HeadOrder,
         qkv_bias: bool,
         output_bias: bool,
         qk_norm_eps: float | None = None,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
-        spec: with the heads of all ranks; the layer has those of this rank. Raises: ConfigError.
+        spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
+        Raises: ConfigError.
         """
         shard = weights.shard
         own = replace(
@@ -54,51 +58,61 @@ class SelfAttention:
             num_heads=len(shard.heads(spec.num_heads)),
             num_kv_heads=len(shard.heads(spec.num_kv_heads)),
         )
-        qk_norm = None if qk_norm_eps is None else _load_qk_norm(weights, prefix, own, qk_norm_eps)
+        qk_norm = None if qk_norm_eps is None else _load_qk_norm(weights, prefix, own, order, qk_norm_eps)
         return cls(
             index=index,
             spec=own,
-            qkv=_load_qkv(weights, prefix, spec, hidden_size, qkv_bias),
+            order=order,
+            qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias),
             qk_norm=qk_norm,
             output=weights.row_parallel(
                 f"{prefix}.o_proj", hidden_size, spec.num_heads * spec.head_dim, bias=output_bias
             ),
         )
 
+    def __call__(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
+        """x `[T, H]`, phases `[T, 1, D / 2]` -> `[T, H]`."""
+        return self.output(self._attend(x, phases, plan, ops))
+
     def add_norm(
         self, residual: Tensor, x: Tensor, norm: RmsNorm, phases: Tensor, plan: AttentionPlan, ops: LayerOps
     ) -> tuple[Tensor, Tensor]:
         """`s = residual + attention(x)` -> s and `norm(s)`; all `[T, H]`, phases `[T, 1, D / 2]`. May overwrite the residual."""
+        return ops.add_norm(residual, self._attend(x, phases, plan, ops), self.output, norm)
+
+    def _attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
+        """`[T, H]` -> `[T, Hq * D]`"""
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
         q, k, v = ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
-        return ops.add_norm(residual, plan.attend(self.index, q, k, v), self.output, norm)
+        return plan.attend(self.index, q, k, v)
 
 
-def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, eps: float) -> HeadNorm:
+def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, eps: float) -> HeadNorm:
     """spec: with the heads of this rank."""
     q_weight, k_weight = (
-        pair_neighbours(weights.tensor(f"{prefix}.{name}.weight", spec.head_dim), spec.head_dim)
-        for name in ("q_norm", "k_norm")
+        order.paired(weights.tensor(f"{prefix}.{name}.weight", spec.head_dim)) for name in ("q_norm", "k_norm")
     )
     return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
 
 
-def _load_qkv(weights: WeightLoader, prefix: str, spec: AttentionSpec, hidden_size: int, bias: bool) -> Linear:
+def _load_qkv(
+    weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, hidden_size: int, bias: bool
+) -> Linear:
     """spec: with the heads of all ranks."""
     matrices, biases = [], []
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         rows, own = heads * spec.head_dim, weights.shard.heads(heads)
         part = None if len(own) == heads else Part(0, own.start * spec.head_dim, own.stop * spec.head_dim)
         matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
-        matrices.append(matrix if name == "v" else _paired(matrix, spec.head_dim))
+        matrices.append(matrix if name == "v" else _paired(matrix, order))
         if bias:
             added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)
-            biases.append(added if name == "v" else pair_neighbours(added, spec.head_dim))
+            biases.append(added if name == "v" else order.paired(added))
     weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
     return make_linear(weight, torch.cat(biases) if biases else None)
 
 
-def _paired(matrix: Matrix, head_dim: int) -> Matrix:
+def _paired(matrix: Matrix, order: HeadOrder) -> Matrix:
     if isinstance(matrix, Tensor):
-        return pair_neighbours(matrix, head_dim)
-    return Int8Matrix(pair_neighbours(matrix.values, head_dim), pair_neighbours(matrix.scales, head_dim))
+        return order.paired(matrix)
+    return Int8Matrix(order.paired(matrix.values), order.paired(matrix.scales))

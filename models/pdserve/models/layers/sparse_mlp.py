@@ -38,8 +38,9 @@ class SparseMlp:
         num_experts: int,
         top_k: int,
         normalise: bool,
+        projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> SparseMlp:
-        """Read `{prefix}.gate`, and `gate_proj`, `up_proj` and `down_proj` of each `{prefix}.experts.*`.
+        """Read `{prefix}.gate`, and gate, up and down of each `{prefix}.experts.*`, by their names in `projections`.
 
         inner_size: size I of an expert. Raises: ConfigError.
         """
@@ -51,19 +52,21 @@ class SparseMlp:
 
         def expert(index: int) -> ExpertWeights:
             name = f"{prefix}.experts.{index}"
-            halves = [f"{name}.{half}_proj" for half in ("gate", "up")]
+            halves = [f"{name}.{half}" for half in projections[:2]]
             gate_up = weights.stack([weights.matrix(half, inner_size, hidden_size, rows) for half in halves], halves)
-            return gate_up, weights.matrix(f"{name}.down_proj", hidden_size, inner_size, columns)
+            return gate_up, weights.matrix(f"{name}.{projections[2]}", hidden_size, inner_size, columns)
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         experts = make_experts(expert(index) for index in range(num_experts))
         return cls(router, experts, top_k, normalise, shard.group)
 
-    def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
-        """`s = residual + experts(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
+    def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
         routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
         added = self.experts(x, routing_weights, chosen, ops.swiglu)
-        if self.group is not None:
-            # before the addition, every rank has the same residual and so the same experts per token
-            added = self.group.all_reduce(added)
-        return ops.add_norm(residual, added, None, norm)
+        # before the addition, every rank has the same residual and so the same experts per token
+        return added if self.group is None else self.group.all_reduce(added)
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """`s = residual + experts(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
+        return ops.add_norm(residual, self(x, ops), None, norm)

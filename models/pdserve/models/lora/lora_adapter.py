@@ -20,7 +20,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.json_file import MAX_JSON_BYTES, parse_json_object, read_regular_file
 from pdserve.kernels.lora import LoraMatrices
-from pdserve.kernels.rotary import pair_neighbours
+from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from pdserve.models.lora.lora_targets import LoraTarget, LoraTargets, LoraWeights
 from pdserve.models.weights.checkpoint import FLOATS
@@ -66,7 +66,7 @@ def read_adapter(folder: Path, targets: LoraTargets) -> LoraAdapter:
             b=_converted(
                 tensors[names["B"]],
                 config.scale,
-                targets.by_name[module].paired_head_dim,
+                targets.by_name[module].order,
                 targets.dtype,
                 f"{folder / WEIGHTS_FILE}: {names['B']}",
             )
@@ -155,7 +155,7 @@ def _verify_entry(entry: object, shape: list[int], where: str) -> None:
         raise ConfigError(f"{where} has dtype {found.get('dtype')!s:.40}; read are {', '.join(FLOATS)}")
 
 
-def _converted(source: Tensor, scale: float, paired_head_dim: int | None, dtype: torch.dtype, where: str) -> Tensor:
+def _converted(source: Tensor, scale: float, order: HeadOrder | None, dtype: torch.dtype, where: str) -> Tensor:
     tensor = (source.float() * scale).to(dtype)
     verify_finite(tensor, source, where)
-    return tensor if paired_head_dim is None else pair_neighbours(tensor, paired_head_dim)
+    return tensor if order is None else order.paired(tensor)

@@ -10,6 +10,7 @@ import torch
 from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.lora import LoraLinear, LoraMatrices, LoraStep
+from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
@@ -18,7 +19,7 @@ from pdserve.models.layers.gated_mlp import GatedMlp
 
 LoraWeights = Mapping[str, LoraMatrices]
 """Module name -> an adapter's matrices."""
-_Wrap = Callable[[Linear, int, Sequence[tuple[str, int, int | None]]], LoraLinear]
+_Wrap = Callable[[Linear, int, Sequence[tuple[str, int, HeadOrder | None]]], LoraLinear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class LoraTarget:
     """Place among the products of `linear`."""
     in_size: int
     out_size: int
-    paired_head_dim: int | None
-    """D if the rows of its weight are reordered by `pair_neighbours`; None: they are as stored."""
+    order: HeadOrder | None
+    """Order of the rows of its weight in checkpoints, which here become neighbours; None: they are as stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +77,15 @@ def with_lora_targets(decoder: Decoder, *, max_loras: int, max_rank: int) -> tup
         )
     by_name: dict[str, LoraTarget] = {}
 
-    def wrap(linear: Linear, in_size: int, products: Sequence[tuple[str, int, int | None]]) -> LoraLinear:
-        """products: name, output size, and `paired_head_dim` of each."""
+    def wrap(linear: Linear, in_size: int, products: Sequence[tuple[str, int, HeadOrder | None]]) -> LoraLinear:
+        """products: name, output size, and `order` of each."""
         sizes = [size for _, size, _ in products]
         wrapped = LoraLinear(
             linear, step, in_size, sizes,
             max_loras=max_loras, max_rank=max_rank, dtype=TORCH_DTYPES[config.dtype], device=decoder.device,
         )  # fmt: skip
-        for index, (name, size, head_dim) in enumerate(products):
-            by_name[name] = LoraTarget(wrapped, index, in_size, size, head_dim)
+        for index, (name, size, order) in enumerate(products):
+            by_name[name] = LoraTarget(wrapped, index, in_size, size, order)
         return wrapped
 
     def wrapped_layers() -> Iterator[DecoderLayer]:
@@ -103,8 +104,8 @@ def _wrapped(layer: DecoderLayer, prefix: str, config: ModelConfig, wrap: _Wrap)
         attention.qkv,
         hidden,
         [
-            (f"{attention_name}.q_proj", q_size, head_dim),
-            (f"{attention_name}.k_proj", kv_size, head_dim),
+            (f"{attention_name}.q_proj", q_size, attention.order),
+            (f"{attention_name}.k_proj", kv_size, attention.order),
             (f"{attention_name}.v_proj", kv_size, None),
         ],
     )

@@ -1,0 +1,33 @@
+"""Each model family through prefill and decode gives the answers of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_harness import Harness
+from tests.support.engine_pair import Pair
+from tests.support.family_checkpoints import OPTIONS, cases, make_family
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OPTIONS)
+def test_i1_a_family_through_p_and_d_equals_transformers(
+    family: str, tmp_path: Path, make_real_engine: Callable[..., Harness]
+) -> None:
+    make_family(tmp_path, family, cases(family)[0])
+    oracle = Oracle(tmp_path)
+    pair = Pair(make_real_engine(tmp_path, max_num_batched_tokens=20), make_real_engine(tmp_path))
+    prompts = {f"r{n}": prompt_of(n) for n in (1, 16, 17, 50)}
+    for request_id, prompt in prompts.items():
+        pair.add(prompt, request_id, params={"max_tokens": 20})
+    pair.run()
+    for request_id, prompt in prompts.items():
+        oracle.check(prompt, pair.answer(request_id).token_ids)
+    assert {name: len(pair.transfers[name].landed) for name in prompts} == {
+        name: -(-len(prompt) // 16) for name, prompt in prompts.items()
+    }

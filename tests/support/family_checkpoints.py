@@ -1,0 +1,75 @@
+"""Random checkpoints of odd shapes for each model family, made with the family's own classes in `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.checkpoints import make_other_family
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "wide_heads": {
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "hidden_size": 36, "vocab_size": 321,
+        "intermediate_size": 44, "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
+    "one_kv_head_tied": {
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 40, "vocab_size": 203,
+        "tie_word_embeddings": True, "max_shard_size": "30KB",
+    },
+    "many_kv_heads": {
+        "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 48, "intermediate_size": 64,
+        "num_hidden_layers": 5,
+    },
+}  # fmt: skip
+"""Head sizes, numbers of heads and layers, vocabularies, tied embeddings, shards; fields of the configuration in `transformers`."""
+
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 5}
+OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
+    "mixtral": [
+        _EXPERTS,
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 21},
+        {"num_local_experts": 16, "num_experts_per_tok": 1},
+    ],
+    "qwen2": [{}, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}],
+    "qwen3": [{}, {"attention_bias": True}],
+    "qwen3_moe": [{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}],
+    "granite": [
+        {"embedding_multiplier": 12, "attention_multiplier": 0.0625, "residual_multiplier": 0.22, "logits_scaling": 8},
+        {"embedding_multiplier": 1.7, "attention_multiplier": 0.2, "residual_multiplier": 1.3, "attention_bias": True},
+        {"residual_multiplier": 0.5, "mlp_bias": True},
+    ],
+    "smollm3": [
+        {},
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 17},
+        {"no_rope_layers": [0, 1, 1, 0, 1], "attention_bias": True, "mlp_bias": True},
+    ],
+    "seed_oss": [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}],
+    "ministral": [
+        {"sliding_window": 23},
+        {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"sliding_window": 1},
+    ],
+}
+"""Family (`model_type`) -> fields of its own, tried in turn with the shapes. The first combination is the family's plain case."""
+
+
+def cases(family: str) -> list[dict[str, Any]]:
+    """Fields of the configuration: each shape and each option at least once."""
+    options, shapes = OPTIONS[family], list(SHAPES.values())
+    longer, shorter = (shapes, options) if len(shapes) >= len(options) else (options, shapes)
+    return [{**one, **other} for one, other in zip(longer, cycle(shorter), strict=False)]
+
+
+def make_family(folder: Path, family: str, fields: Mapping[str, Any], dtype: str = "float32") -> PreTrainedModel:
+    """Write a checkpoint into `folder`, in shards of the size that `fields` may have, and return the model."""
+    shard_size = fields.get("max_shard_size", "5GB")
+    others = {name: value for name, value in fields.items() if name != "max_shard_size"}
+    return make_other_family(folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), **others)
