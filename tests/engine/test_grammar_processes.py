@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from numpy.typing import NDArray
 
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs import grammar_compiler
-from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob, JobQueue
+from pdserve.engine.structured_outputs.grammar import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.engine_harness import Harness
+from tests.support.grammar_jobs import Ask
 from tests.support.hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
+from tests.support.hesitant_grammars import HesitantCompiler, pass_time
 from tests.support.hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH
 from tests.support.late_grammars import EOS as HASH_EOS
 from tests.support.late_grammars import Form, LateCompiler
@@ -68,42 +68,6 @@ def make_compiler(folder: Path) -> Iterator[MakeCompiler]:
 def asked(n: int = 1, max_tokens: int = 2000, **form: Any) -> dict[str, Any]:
     params = StructuredOutputsParams(**form)
     return {"max_tokens": max_tokens, "temperature": 1.0, "seed": 1, "structured_outputs": params, "n": n}
-
-
-class Ask:
-    """Jobs at a compiler, without an engine."""
-
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self.compiler = compiler
-        self._arrived = threading.Condition()
-        self._results: dict[int, Grammar | PdServeError] = {}
-        self.begun: list[int] = []
-        self._count = 0
-
-    def submit(self, tenant: bytes = b"", output: tuple[int, ...] = (), **form: Any) -> int:
-        number = self._count
-        self._count += 1
-
-        def deliver(result: Grammar | PdServeError) -> None:
-            with self._arrived:
-                self._results[number] = result
-                self._arrived.notify_all()
-
-        params = StructuredOutputsParams(**form)
-        self.compiler.submit(
-            GrammarJob(params, (EOS,), output, lambda: True, lambda: self.begun.append(number), deliver, tenant)
-        )
-        return number
-
-    def result(self, number: int) -> Grammar | PdServeError:
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: number in self._results, HANG_S), "no answer"
-            return self._results[number]
-
-    def grammar(self, number: int) -> Grammar:
-        result = self.result(number)
-        assert not isinstance(result, PdServeError), result
-        return result
 
 
 def children() -> list[psutil.Process]:
@@ -389,38 +353,6 @@ def test_only_compiling_gives_way_to_others(make_compiler: MakeCompiler, lower: 
 # ---- masks that come late
 
 
-class Hesitant(GrammarMatcher):
-    """Its masks come only when they have been asked for some times."""
-
-    patience = 0
-    _asked = 0
-
-    @property
-    def is_prompt(self) -> bool:  # type: ignore[override]
-        return self._asked == 0 or self._asked > self.patience
-
-    def allowed(self, until: float = 0.0) -> NDArray[np.uint8]:
-        self._asked += 1
-        if self._asked <= self.patience:
-            return None  # type: ignore[return-value]
-        return super().allowed(until)
-
-    def accept(self, token_id: int) -> bool:
-        self._asked = 0
-        return super().accept(token_id)
-
-
-class HesitantCompiler(LateCompiler):
-    patience = 0
-
-    def submit(self, job: GrammarJob) -> None:
-        grammar = self.result(job)
-        assert isinstance(grammar, GrammarMatcher)
-        grammar.__class__ = Hesitant
-        grammar.patience = self.patience  # type: ignore[attr-defined]
-        job.deliver(grammar)
-
-
 @pytest.mark.parametrize("num_blocks", [200, 7], ids=["room", "preempted"])
 @pytest.mark.parametrize("patience", [1, 2])
 def test_i5_a_late_mask_changes_no_token(make_engine: Callable[..., Harness], patience: int, num_blocks: int) -> None:
@@ -437,9 +369,7 @@ def test_i5_a_late_mask_changes_no_token(make_engine: Callable[..., Harness], pa
         if not engine.scheduler.requests:
             break
         engine.step()
-        for request in engine.scheduler.requests.values():
-            if isinstance(request.grammar, Hesitant) and request.grammar._asked:
-                request.grammar._asked += 1  # time passes
+        pass_time(engine)
     assert not engine.scheduler.requests
     for name, prompt in prompts.items():
         assert engine.answers[name].token_ids == form.answer(prompt, 18, temperature=1.0, seed=3)

@@ -19,7 +19,7 @@ import pytest
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
-from tests.support.drafters import greedy_drafter, speculation, use_drafter
+from tests.support.drafters import speculation, text_or_greedy_drafter, use_drafter
 from tests.support.engine_harness import Answer, Harness, MakeEngine
 from tests.support.engine_invariants import CacheContents, StepInvariants
 from tests.support.engine_pair import Pair
@@ -80,6 +80,10 @@ class Life:
         self.has_tiers = seed % 4 > 0
         self.tier_draw = random.Random(seed)
         self.num_loads = 0
+        self.num_form_drafts = 0
+        """Drafts that a grammar allowed."""
+        self.texts: list[list[int]] = []
+        """What sequences with a grammar are going to be, for drafts."""
         self.num_early_kv = 0
         """Steps before which KV had landed for a sequence whose grammar had not come."""
         self.p = self._engine(
@@ -116,7 +120,7 @@ class Life:
         self.compilers.append(grammars)
         engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places, grammars=grammars)
         if engine.config.speculative_config is not None:
-            use_drafter(engine, greedy_drafter(right=0.7, seed=self.draw.randrange(2**32)))
+            use_drafter(engine, text_or_greedy_drafter(self.texts, 0.7, self.draw.randrange(2**32)))
         engine.grammar_wait_s = 0.0  # nobody but the life itself brings them
         held = engine.hold_loads() if self.has_tiers else None
         invariants = StepInvariants(engine)
@@ -128,6 +132,8 @@ class Life:
             if held is not None:
                 held.release([load_id for load_id in held.held if self.tier_draw.random() < 0.3])
                 self.num_loads += held.take_num_begun()
+            for request in engine.scheduler.running.values():
+                self.num_form_drafts += 0 if request.grammar is None else request.grammar.num_drafts
             invariants.before()
             step()
             invariants.after()
@@ -218,6 +224,8 @@ class Life:
             answers = [greedy_answer(prompt, length)]
         for answer in answers:
             self.contents.learn(prompt + answer)
+            if request_id in self.forms:
+                self.texts.append(prompt + answer)
         if width == 1 and len(answers[0]) > 1 and draw.random() < 0.2:
             resumed = draw.randint(0, len(answers[0]) - 2)
             fields["output"], answers[0] = answers[0][:resumed], answers[0][resumed:]
@@ -295,7 +303,7 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int) -> Life:
 
 @pytest.mark.parametrize("part", range(4))
 def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
-    num_preemptions = num_early_kv = num_evictions = num_accepted = num_loads = 0
+    num_preemptions = num_early_kv = num_evictions = num_accepted = num_loads = num_form_drafts = 0
     for seed in range(part * 50, part * 50 + 50):
         life = live(make_engine, seed, 3 + seed % 50 // 6)
         num_preemptions += life.p.scheduler.num_preemptions + life.d.scheduler.num_preemptions
@@ -303,6 +311,7 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
         if (stats := life.d.scheduler.drafts.stats) is not None:
             num_accepted += stats.num_accepted_tokens
         num_loads += life.num_loads
+        num_form_drafts += life.num_form_drafts
         num_evictions += sum(len(attempts) - 1 for attempts in life.pair.attempts.values())
         harnesses.clear()
     assert num_preemptions > 10, "too roomy to show anything"
@@ -310,6 +319,7 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
     assert num_loads > 10, "too roomy to show anything"
     assert num_early_kv > 20, "grammars come too early to show anything"
     assert num_accepted > 100, "too few drafts to show anything"
+    assert num_form_drafts > 20, "too few drafts of grammars to show anything"
 
 
 @pytest.mark.parametrize("seed", range(1000, 1006))

@@ -56,6 +56,16 @@ def drafter_of(texts: Sequence[Sequence[int]], right: float = 1.0, vocab_size: i
     return ScriptedDrafter(follows, right, vocab_size)
 
 
+def text_or_greedy_drafter(texts: Sequence[Sequence[int]], right: float, seed: int) -> ScriptedDrafter:
+    """As `drafter_of`, and as `greedy_drafter` for other texts. The list may grow."""
+    known = drafter_of(texts)
+
+    def follows(tokens: list[int], number: int) -> list[int]:
+        return known._follows(tokens, number) or greedy_answer(tokens, number)
+
+    return ScriptedDrafter(follows, right, seed=seed)
+
+
 def use_drafter(engine: Harness, drafter: ScriptedDrafter) -> ScriptedDrafter:
     """Put it in the place of the engine's own."""
     drafting = engine.runner.drafting

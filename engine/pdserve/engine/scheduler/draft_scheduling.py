@@ -46,8 +46,6 @@ class DraftScheduling:
         core = request.core
         if self._setting is None or core.transfer_source or core.pooling_params is not None:
             return 0
-        if request.sampling_params.structured_outputs is not None:
-            return 0
         limit = self._setting.num_speculative_tokens
         return limit if core.speculative_tokens is None else min(limit, core.speculative_tokens)
 
@@ -63,6 +61,8 @@ class DraftScheduling:
         drafts, request.spec_token_ids = request.spec_token_ids, []
         if not drafts or request.num_uncomputed_tokens != 1:
             return []
+        if request.grammar is not None:
+            drafts = drafts[: request.grammar.num_drafts]
         limits = (
             # the step computes one more token than there are drafts, and half of it is left to others
             (self._config.max_num_batched_tokens - len(self._running)) // 2 - step.num_drafts,
@@ -102,3 +102,6 @@ class DraftScheduling:
             request = requests.get(req_id)
             if request is not None and request.status is RequestStatus.RUNNING:
                 request.spec_token_ids = token_ids[: self.limit(request)]
+                if request.grammar is not None:
+                    # its masks are computed while the next step is prepared and begins
+                    request.grammar.draft(request.spec_token_ids)

@@ -283,7 +283,7 @@ class Scheduler:
             if (request := self.requests[req_id]).grammar is not None
             and request.num_uncomputed_tokens == num_tokens - scheduled.num_drafts(req_id)
         ]
-        return self.grammars.grammar_output(takers) if takers else None
+        return self.grammars.grammar_output(takers, scheduled.num_drafts) if takers else None
 
     def _schedule_running(self, step: BatchBuilder, requests: list[Request]) -> None:
         for request in requests:

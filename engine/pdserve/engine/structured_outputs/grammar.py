@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,11 +32,19 @@ class Grammar(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by one token. False, with nothing changed, if the token is not allowed."""
 
-    def allowed(self, until: float) -> NDArray[np.uint8] | None:
+    def allowed(self, until: float, num_drafts: int = 0) -> NDArray[np.uint8] | None:
         """Mask of the next token: `[W]` bytes, one bit per token, lowest bit first; the caller must not change it.
 
-        until: `time.monotonic()` seconds. None if the mask has not arrived by then.
+        until: `time.monotonic()` seconds. num_drafts: the mask is that of the token behind this many drafts. None if it has not
+        arrived by then, or if a draft before it is not allowed or ends the text.
         """
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        """Ask for the masks behind each of these tokens, which may follow the last one. They replace earlier drafts."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Number of drafts, from the first, that a step may compute: without those that are known not to be allowed."""
 
     def fork(self) -> Grammar:
         """A copy of the current state, for another sequence."""

@@ -6,7 +6,8 @@ import itertools
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +28,9 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 PROMPT_US = 5_000
 """Longest time for a sequence's last token, seconds, with which it is scheduled before its next mask has arrived."""
 NUM_PATIENT = 32
-"""Number of tokens after a late mask for which the sequence is scheduled only after its mask has arrived."""
+"""Number of tokens after a late mask for which the sequence is scheduled only after its mask has arrived, and has no drafts."""
+_NO_DRAFT = 0
+"""In place of the number of a list of drafts: the record of a token."""
 _OUTCOMES = frozenset(map(int, Outcome))
 _MAX_OPERATIONS = 4096
 """Limit of operations in one packet."""
@@ -48,6 +51,16 @@ class HostedGrammar:
     _is_closed: bool = field(default=False, init=False)
     _num_patient: int = field(default=0, init=False)
     """Number of further tokens for which no step waits for this sequence."""
+    _drafts: list[int] = field(default_factory=list, init=False)
+    """Drafts that the process has, without confirmed ones."""
+    _draft_masks: list[NDArray[np.uint8]] = field(default_factory=list, init=False)
+    """The masks behind them, as far as they have arrived."""
+    _num_confirmed: int = field(default=0, init=False)
+    """Drafts that have become tokens, which the process has not been told."""
+    _list_number: int = field(default=_NO_DRAFT, init=False)
+    """Number of the last list of drafts."""
+    _has_list: bool = field(default=False, init=False)
+    """True if the process is ahead by a list of drafts."""
 
     @property
     def is_prompt(self) -> bool:
@@ -61,20 +74,59 @@ class HostedGrammar:
         if token_id in self._eos_token_ids:
             self.has_ended = True
             return True
+        if self._draft_masks and self._drafts[0] == token_id:
+            del self._drafts[0]
+            self._allowed = self._draft_masks.pop(0)
+            self._num_confirmed += 1
+            return True
         self._allowed = None
+        self._end_drafts()
         self._host.ask(Operation.ACCEPT, self._slot, token_id)
         return True
 
-    def allowed(self, until: float) -> NDArray[np.uint8] | None:
+    def draft(self, token_ids: Sequence[int]) -> None:
+        self._end_drafts()
+        if self._num_patient or self.has_ended or self.failure is not None or not token_ids:
+            return
+        self._drafts, self._has_list = list(token_ids), True
+        self._list_number += 1
+        for token_id in token_ids:
+            self._host.ask(Operation.DRAFT, self._slot, token_id, self._list_number)
+
+    def _end_drafts(self) -> None:
+        """Have the process keep the confirmed drafts alone; late records of the others are dropped."""
+        if self._has_list:
+            self._host.ask(Operation.CONFIRM, self._slot, self._num_confirmed)
+        self._drafts, self._draft_masks = [], []
+        self._num_confirmed, self._has_list = 0, False
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self._drafts if self._num_patient == 0 else self._draft_masks)
+
+    def allowed(self, until: float, num_drafts: int = 0) -> NDArray[np.uint8] | None:
+        if num_drafts:
+            return self._allowed_behind(until, num_drafts)
         if self._allowed is None and self._host.awaits(self._slot):
             self._host.receive(until, lambda: self._allowed is not None or self.failure is not None)
             if self._allowed is None:
                 self._num_patient = NUM_PATIENT
         return self._allowed
 
+    def _allowed_behind(self, until: float, num_drafts: int) -> NDArray[np.uint8] | None:
+        def is_known() -> bool:
+            return len(self._draft_masks) >= num_drafts or len(self._drafts) < num_drafts or self.failure is not None
+
+        if not is_known() and self._host.awaits(self._slot):
+            self._host.receive(until, is_known)
+            if not is_known():
+                self._num_patient = NUM_PATIENT
+        return self._draft_masks[num_drafts - 1] if num_drafts <= len(self._draft_masks) else None
+
     def fork(self) -> HostedGrammar:
         if self._allowed is None and self.failure is None:
             raise RuntimeError("a sequence forks while its grammar is behind")
+        self._end_drafts()
         other = HostedGrammar(
             self._host,
             self._host.new_slot(),
@@ -92,6 +144,17 @@ class HostedGrammar:
         if not self._is_closed:
             self._is_closed = True
             self._host.remove(self._slot)
+
+    def took_draft(self, list_number: int, outcome: Outcome, spent_us: int, allowed: NDArray[np.uint8]) -> None:
+        """Apply the record of a draft of this list."""
+        if spent_us > PROMPT_US:
+            self._num_patient = max(self._num_patient, 1)
+        if list_number != self._list_number or not self._has_list or len(self._draft_masks) == len(self._drafts):
+            return
+        if outcome is Outcome.ACCEPTED:
+            self._draft_masks.append(allowed)
+        else:
+            del self._drafts[len(self._draft_masks) :]
 
     def took(self, outcome: Outcome, spent_us: int, limits: GrammarLimits, allowed: NDArray[np.uint8]) -> None:
         """Apply the record of the sequence's last token."""
@@ -134,7 +197,8 @@ class GrammarHost:
         self._known: set[int] = set()
         """Slots that are open in the process."""
         self._operations: list[tuple[int, int, int]] = []
-        self._awaited: set[int] = set()
+        self._awaited: dict[int, deque[int]] = {}
+        """Slot -> outstanding records in their order: the number of the list of drafts, `_NO_DRAFT` for a token."""
         self.is_lost = False
         self._has_ended = False
 
@@ -166,7 +230,7 @@ class GrammarHost:
 
     def remove(self, slot: int) -> None:
         """Free the slot of an ended sequence."""
-        self._awaited.discard(slot)
+        self._awaited.pop(slot, None)
         self._operations = [asked for asked in self._operations if asked[1] != slot]
         if slot in self._known and not self.is_lost:
             self._known.discard(slot)
@@ -180,11 +244,11 @@ class GrammarHost:
         """True if the record of this slot is outstanding."""
         return slot in self._awaited and not self.is_lost
 
-    def ask(self, operation: Operation, slot: int, value: int) -> None:
-        """Queue an operation for the next `flush`."""
+    def ask(self, operation: Operation, slot: int, value: int, list_number: int = _NO_DRAFT) -> None:
+        """Queue an operation for the next `flush`. list_number: of a draft."""
         self._operations.append((operation, slot, value))
-        if operation is Operation.ACCEPT:
-            self._awaited.add(slot)
+        if operation in (Operation.ACCEPT, Operation.DRAFT):
+            self._awaited.setdefault(slot, deque()).append(list_number)
         self._on_asked(self)
 
     def flush(self) -> None:
@@ -216,11 +280,21 @@ class GrammarHost:
                 self._lose()
                 return
             for record in np.frombuffer(packet, self._record_dtype):
-                slot, outcome = int(record["slot"]), int(record["outcome"])
-                self._awaited.discard(slot)
-                if (grammar := self._grammars.get(slot)) is not None:
-                    known = Outcome(outcome) if outcome in _OUTCOMES else Outcome.REFUSED
-                    grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
+                self._took(record)
+
+    def _took(self, record: np.void) -> None:
+        slot, outcome = int(record["slot"]), int(record["outcome"])
+        awaited, grammar = self._awaited.get(slot), self._grammars.get(slot)
+        list_number = awaited.popleft() if awaited else _NO_DRAFT
+        if not awaited:
+            self._awaited.pop(slot, None)
+        if grammar is None:
+            return
+        known = Outcome(outcome) if outcome in _OUTCOMES else Outcome.REFUSED
+        if list_number == _NO_DRAFT:
+            grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
+        else:
+            grammar.took_draft(list_number, known, int(record["spent_us"]), record["allowed"])
 
     def _lose(self) -> None:
         """Fail all sequences after the process has ended: the one that it last worked for with its error, others as retryable."""

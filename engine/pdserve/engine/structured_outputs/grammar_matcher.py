@@ -61,6 +61,7 @@ class GrammarMatcher:
             terminate_without_stop_token=not eos_token_ids,
         )
         self._num_replayed = 0
+        self._draft_masks: list[NDArray[np.uint8]] = []
         self.replay(output_token_ids)
 
     def replay(self, output_token_ids: Sequence[int]) -> None:
@@ -73,14 +74,44 @@ class GrammarMatcher:
             self._num_replayed += 1
 
     def accept(self, token_id: int) -> bool:
+        self._draft_masks = []
+        return self.advance(token_id)
+
+    def advance(self, token_id: int) -> bool:
+        """As `accept`, for a token that `rollback` may take back."""
         return not self.has_ended and self._matcher.accept_token(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._matcher.rollback(num_tokens)
 
     def fork(self) -> GrammarMatcher:
         other = copy.copy(self)
         other._matcher = self._matcher.fork()
         return other
 
-    def allowed(self, until: float = 0.0) -> NDArray[np.uint8]:
+    def allowed(self, until: float = 0.0, num_drafts: int = 0) -> NDArray[np.uint8] | None:
+        if num_drafts:
+            return self._draft_masks[num_drafts - 1] if num_drafts <= self.num_drafts else None
+        return self.mask()
+
+    def draft(self, token_ids: Sequence[int]) -> None:
+        self._draft_masks, num_advanced = [], 0
+        for token_id in token_ids:
+            if not self.advance(token_id):
+                break
+            num_advanced += 1
+            if self.has_ended:
+                break
+            self._draft_masks.append(self.mask())
+        self.rollback(num_advanced)
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self._draft_masks)
+
+    def mask(self) -> NDArray[np.uint8]:
+        """Mask of the next token, as `allowed`. The text has not ended."""
         bitmask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
         self._matcher.fill_next_token_bitmask(bitmask)
         return bitmask.reshape(-1).view(np.uint8)

@@ -132,6 +132,11 @@ class Operation(enum.IntEnum):
     FORK = 1
     """value: slot of the sequence whose state the new one copies."""
     CLOSE = 2
+    DRAFT = 3
+    """value: a token that may follow the last one and the drafts before it; answered with a `Record`. The sequence is accepted
+    and confirmed no further."""
+    CONFIRM = 4
+    """value: number of drafts, from the first, that have become the sequence's tokens; the others are rolled back."""
 
 
 class Outcome(enum.IntEnum):
@@ -141,7 +146,7 @@ class Outcome(enum.IntEnum):
     ENDED = 1
     """Accepted, and no token can follow."""
     REFUSED = 2
-    """Not accepted, although the mask allowed it."""
+    """Not accepted, although the mask allowed it; of a draft: without a mask behind it, for any reason."""
     TOKEN_TOO_SLOW = 3
     REQUEST_TOO_SLOW = 4
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,15 +55,38 @@ class _Budget:
     spent_s: float = 0.0
     first_mask_s: float = 0.0
     num_tokens: int = 0
+    drafts_s: float = 0.0
+    """Spent on drafts that were not confirmed: it ends drafting, never the request."""
 
     def is_overrun(self, limits: GrammarLimits) -> bool:
-        return self.spent_s > limits.request_s + limits.per_token_s * self.num_tokens
+        return self.spent_s > self._limit_s(limits)
+
+    def allows_drafts(self, limits: GrammarLimits) -> bool:
+        return self.drafts_s <= self._limit_s(limits)
+
+    def _limit_s(self, limits: GrammarLimits) -> float:
+        return limits.request_s + limits.per_token_s * self.num_tokens
 
 
 @dataclass(slots=True)
 class _Sequence:
     grammar: GrammarMatcher
+    """Behind the drafts."""
     budget: _Budget
+    drafts_s: list[float] = field(default_factory=list)
+    """Seconds of each draft that the grammar has advanced by since the last confirmed token."""
+    takes_drafts: bool = True
+    """False behind a draft that has no mask."""
+
+    def confirm(self, num_drafts: int) -> None:
+        """Keep the first drafts as tokens of the sequence, and roll the others back."""
+        spent_s = sum(self.drafts_s[:num_drafts])
+        self.grammar.rollback(len(self.drafts_s) - num_drafts)
+        self.budget.drafts_s -= spent_s
+        self.budget.spent_s += spent_s
+        self.budget.num_tokens += num_drafts
+        self.drafts_s.clear()
+        self.takes_drafts = True
 
 
 class GrammarSequences:
@@ -131,7 +154,7 @@ class GrammarSequences:
             sequence.grammar.replay(tokens)
             replayed = time.thread_time()
             if message.is_last and not sequence.grammar.has_ended:
-                allowed = sequence.grammar.allowed().tobytes()
+                allowed = sequence.grammar.mask().tobytes()
                 budget.first_mask_s = time.thread_time() - replayed
                 return allowed
             return b""
@@ -164,11 +187,15 @@ class GrammarSequences:
                 begins_as = self._sequences.get(value)
                 if begins_as is not None:
                     self._sequences[slot] = _Sequence(begins_as.grammar.fork(), begins_as.budget)
+            elif operation == Operation.CONFIRM:
+                if (confirmed := self._sequences.get(slot)) is not None:
+                    confirmed.confirm(value)
             elif (sequence := self._sequences.get(slot)) is not None:
                 if num_records == self._max_records or (num_records and time.monotonic() > begun_at + _FLUSH_AFTER_S):
                     self._send(records[:num_records].tobytes())
                     num_records, begun_at = 0, time.monotonic()
-                self._accept(sequence, slot, value, records[num_records : num_records + 1])
+                take = self._draft if operation == Operation.DRAFT else self._accept
+                take(sequence, slot, value, records[num_records : num_records + 1])
                 num_records += 1
         signal.setitimer(signal.ITIMER_PROF, 0)
         if num_records:
@@ -201,7 +228,7 @@ class GrammarSequences:
         if grammar.accept(token_id):
             outcome = Outcome.ENDED if grammar.has_ended else Outcome.ACCEPTED
             if outcome is Outcome.ACCEPTED:
-                record["allowed"][0] = grammar.allowed()
+                record["allowed"][0] = grammar.mask()
         spent_s = time.thread_time() - started
         budget.spent_s += spent_s
         budget.num_tokens += 1
@@ -211,6 +238,31 @@ class GrammarSequences:
             outcome = Outcome.REQUEST_TOO_SLOW
         self._yield_processors(spent_s)
         record["slot"], record["outcome"], record["spent_us"] = slot, outcome, min(int(spent_s * 1e6), 2**31 - 1)
+
+    def _draft(self, sequence: _Sequence, slot: int, token_id: int, record: NDArray[Any]) -> None:
+        """Advance by one draft, if its time allows that, and write its record."""
+        record["slot"], record["outcome"], record["spent_us"] = slot, Outcome.REFUSED, 0
+        grammar, budget = sequence.grammar, sequence.budget
+        if not sequence.takes_drafts or not budget.allows_drafts(self._limits):
+            return
+        started = time.thread_time()
+        self._progress[0] = slot
+        signal.setitimer(signal.ITIMER_PROF, self._limits.kill_s)
+        is_allowed = grammar.advance(token_id)
+        # nothing is computed behind the end of a text
+        if has_mask := is_allowed and not grammar.has_ended:
+            record["allowed"][0] = grammar.mask()
+        spent_s = time.thread_time() - started
+        if is_allowed and (not has_mask or spent_s > self._limits.token_s):
+            grammar.rollback(1)
+            has_mask = False
+        budget.drafts_s += spent_s
+        sequence.takes_drafts = has_mask
+        if has_mask:
+            sequence.drafts_s.append(spent_s)
+            record["outcome"] = Outcome.ACCEPTED
+        self._yield_processors(spent_s)
+        record["spent_us"] = min(int(spent_s * 1e6), 2**31 - 1)
 
     def _yield_processors(self, spent_s: float) -> None:
         """Lower the priority of this process for good if its grammar is slow."""

@@ -13,6 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.request import Request, Wait
@@ -99,16 +102,30 @@ class StructuredOutputManager:
         if self.on_arrival is not None:
             self.on_arrival()
 
-    def grammar_output(self, requests: Iterable[Request]) -> GrammarOutput:
-        """Masks of the next token of sequences with a grammar; waits at most `MASK_WAIT_S` for all together."""
+    def grammar_output(self, requests: Iterable[Request], num_drafts: Callable[[str], int]) -> GrammarOutput:
+        """Masks of the next token of sequences with a grammar, and of the tokens behind their drafts; waits at most `MASK_WAIT_S`
+        for all together.
+
+        num_drafts: req_id -> drafts that the step computes. The first draft without a mask behind it is the last that may be
+        confirmed.
+        """
         output, until = GrammarOutput(), time.monotonic() + MASK_WAIT_S
+        masks: dict[str, tuple[Grammar, NDArray[np.uint8]]] = {}
         for request in requests:
             mask = None if request.grammar is None else request.grammar.allowed(until)
-            if mask is None:
+            if request.grammar is None or mask is None:
                 output.late_req_ids.append(request.request_id)
             else:
-                output.structured_output_request_ids.append(request.request_id)
-                output.grammar_bitmask.append(mask.tobytes())
+                masks[request.request_id] = request.grammar, mask
+        # drafts after all first masks: no sequence is late because another one has drafts
+        for req_id, (grammar, mask) in masks.items():
+            known = [mask]
+            for number in range(1, num_drafts(req_id) + 1):
+                if (behind := grammar.allowed(until, number)) is None:
+                    break
+                known.append(behind)
+            output.structured_output_request_ids += [req_id] * len(known)
+            output.grammar_bitmask += [each.tobytes() for each in known]
         return output
 
     def close(self) -> None:
