@@ -118,6 +118,7 @@ class Life:
             fields["num_host_blocks"] = self.tier_draw.choice([1, 5, 20, 60])
         grammars = LateCompiler()
         self.compilers.append(grammars)
+        fields["grammar_timeout_s"] = 3600.0  # a grammar's turn comes when the life says so, on a busy machine too
         engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places, grammars=grammars)
         if engine.config.speculative_config is not None:
             use_drafter(engine, text_or_greedy_drafter(self.texts, 0.7, self.draw.randrange(2**32)))
