@@ -146,7 +146,7 @@ def walk(opened: Opened, params: StructuredOutputsParams, vocab_size: int, num_r
             assert request.grammar is not None
             assert request.grammar.allowed(time.monotonic() + 10.0) is not None
         waited = time.perf_counter()
-        mask = GrammarMask.of_step(masks.grammar_output(requests), row_of, rows)
+        mask = GrammarMask.of_step(masks.grammar_output(requests, lambda req_id: 0), row_of, rows)
         assert mask is not None
         filled = time.perf_counter()
         mask.apply(logits, PlacedArrays().copy_to(mask.arrays(), logits.device))
