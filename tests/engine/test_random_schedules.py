@@ -83,7 +83,7 @@ class Life:
         self.num_form_drafts = 0
         """Drafts that a grammar allowed."""
         self.texts: list[list[int]] = []
-        """What sequences with a grammar are going to be, for drafts."""
+        """Texts of sequences with a grammar, for drafts."""
         self.num_early_kv = 0
         """Steps before which KV had landed for a sequence whose grammar had not come."""
         self.p = self._engine(
