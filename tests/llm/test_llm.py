@@ -327,17 +327,22 @@ def test_a_prompts_log_probabilities_are_those_of_transformers(llm: LLM, oracle:
 def test_a_lower_priority_runs_first_where_it_is_the_policy(make_llm: Callable[..., LLM]) -> None:
     prompts, priorities = prompts_of([5] * 4), [3, -1, 2, 0]
 
-    def order(policy: str) -> list[int]:
+    def order(policy: str, priority: list[int] | None) -> list[int]:
         llm = make_llm(scheduling_policy=policy, max_num_seqs=1)
-        answers = llm.generate(prompts, greedy(max_tokens=3), use_tqdm=False, priority=priorities)
+        answers = llm.generate(prompts, greedy(max_tokens=3), use_tqdm=False, priority=priority)
         finished = [answer.metrics.first_token_time if answer.metrics else None for answer in answers]
         return sorted(range(4), key=lambda place: finished[place] or 0)
 
-    assert order("priority") == [1, 3, 2, 0]
-    assert order("fcfs") == [0, 1, 2, 3]
+    assert order("priority", priorities) == [1, 3, 2, 0]
+    assert order("fcfs", None) == order("fcfs", [0] * 4) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"prompts\[0\]: priority is 3, and scheduling_policy is 'fcfs'"):
+        order("fcfs", priorities)
 
 
-def test_a_trace_context_reaches_the_engine_with_each_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_context_reaches_the_engine_with_each_request(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(scheduling_policy="priority")
     added = []
     core = core_of(llm)
     add = core.add_request

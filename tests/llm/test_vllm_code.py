@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.llm import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from pdserve.llm import (
+    LLM,
+    EngineArgs,
+    LLMEngine,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.llm.conftest import TINY
 from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of
 from tests.support.waiting import HANG_S
@@ -30,6 +38,65 @@ def test_none_is_not_given(llm: LLM) -> None:
         llm.generate(TEXT, params, use_tqdm=False) for params in (SamplingParams(**given), greedy(max_tokens=16))
     ]
     assert answers[0][0].outputs[0].token_ids[:3] == answers[1][0].outputs[0].token_ids[:3]
+
+
+def test_none_is_not_given_to_calls_and_engines(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(device=None, scheduling_policy=None, enforce_eager=None, max_num_seqs=None, quantization=None)
+    arguments: dict[str, Any] = dict.fromkeys(
+        ["priority", "trace_headers", "tokenization_kwargs", "lora_request", "prompt_token_ids", "speculative_tokens"]
+    )
+    [answer] = llm.generate(TEXT, greedy(), use_tqdm=False, **arguments)
+    tokenization: dict[str, Any] = dict.fromkeys(["truncate_prompt_tokens", "truncation_side", "add_special_tokens"])
+    arguments["tokenization_kwargs"] = tokenization
+    [other] = llm.generate(TEXT, greedy(), use_tqdm=False, **arguments)
+    assert answer.outputs == other.outputs
+    options: dict[str, Any] = dict.fromkeys(
+        ["chat_template", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"]
+    )
+    assert llm.chat(MESSAGES, greedy(), False, **options)[0].outputs == llm.chat(MESSAGES, greedy(), False)[0].outputs
+    assert PoolingParams(pooling_type=None, normalize=None, dimensions=None) == PoolingParams()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown option 'port'"):
+        make_llm(port=None)
+
+
+def test_a_device_is_named_or_refused(make_llm: Callable[..., LLM]) -> None:
+    [answer] = make_llm(device="cpu", gpu_memory_utilization=0.5).generate(TEXT, greedy(), use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 12
+    for option, message in (
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_llm(**option)
+
+
+def test_a_refused_request_is_a_value_error(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="temperature must be from 0 to 100"):
+        llm.generate(TEXT, SamplingParams(temperature=-1.0), use_tqdm=False)
+
+
+def test_an_answer_has_metadata(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    [first] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    [again] = llm.generate(TEXT, greedy(), use_tqdm=False)
+    assert (first.metadata.cached_tokens, again.metadata.cached_tokens) == (0, again.num_cached_tokens)
+    assert again.num_cached_tokens
+    assert again.metadata.stats is again.metrics
+    assert [event.type.name for event in again.metadata.events] == ["QUEUED", "SCHEDULED"]
+    assert (again.get_final_output(), again.is_streaming()) == (again.outputs[0], False)
+    assert again.lora_request is None
+    [without] = make_llm(disable_log_stats=True).generate(TEXT, greedy(), use_tqdm=False)
+    assert (without.metadata.stats, without.metadata.events) == (None, [])
+    engine = llm.llm_engine
+    engine.add_request("mine", TEXT, greedy())
+    unfinished = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            if output.is_streaming():
+                unfinished.append(output.get_final_output())
+    assert unfinished
+    assert set(unfinished) == {None}
 
 
 def test_without_max_tokens_an_answer_takes_the_rest_of_the_models_length(llm: LLM) -> None:

@@ -165,7 +165,7 @@ BUGS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADL
 
 
 async def test_grpc(cluster, fuzzer, caplog):
-    await cluster.start()
+    await cluster.start(scheduling_policy="priority")
     known = grpc_requests()
     for method, message in known:
         assert (await call(cluster.channel, method, message))[0] not in BUGS, method

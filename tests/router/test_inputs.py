@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
 from pdserve.common.request.request_bytes import decode_request
@@ -118,7 +119,7 @@ async def test_a_chat_template_may_speak_in_special_tokens(quick):
 
 @pytest.mark.parametrize("priority", [-(2**31), -1, 0, 2**31 - 1])
 async def test_priority_reaches_both_calls_from_both_front_ends(cluster, priority):
-    await cluster.start()
+    await cluster.start(scheduling_policy="priority")
     await cluster.text(priority=priority)
     request = inference_pb2.GenerateRequest(
         text=inference_pb2.TextPrompt(text="hello"),
@@ -128,6 +129,22 @@ async def test_priority_reaches_both_calls_from_both_front_ends(cluster, priorit
     assert [response.text for response in [response async for response in cluster.grpc.Generate(request)]]
     for role in ("prefill", "decode"):
         assert [call.request.request.priority for call in cluster.of(role).calls] == [priority] * 2
+
+
+async def test_a_priority_without_the_policy_is_refused_by_both_front_ends(cluster):
+    await cluster.start()
+    told = "priority is -1, and requests run in order of arrival here (scheduling_policy is fcfs)"
+    for path, prompt in (("completions", {"prompt": "x"}), ("responses", {"input": "x"})):
+        response = await cluster.http.post(f"/v1/{path}", json={**prompt, "priority": -1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+        assert told in response.json()["error"]["message"]
+        assert (await cluster.http.post(f"/v1/{path}", json={**prompt, "priority": 0})).status_code == 200
+    request = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="x"), priority=-1)
+    for call in (cluster.grpc.Generate(request), cluster.grpc.Session(iter([request]))):
+        with pytest.raises(grpc.aio.AioRpcError, match="priority is -1, and requests run") as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await cluster.idle()
 
 
 @pytest.mark.parametrize("asked", [None, 0, 3, 32])

@@ -236,7 +236,7 @@ async def test_values_without_effect_are_accepted(cluster: Any) -> None:
 async def long_worker(cluster: Any) -> None:
     """With room for a prompt that tells of tools, a token a byte."""
     await cluster.worker("decode", max_model_len=2048).start()
-    await cluster.start(prefill=0, decode=0)
+    await cluster.start(prefill=0, decode=0, scheduling_policy="priority")
 
 
 async def sent(cluster: Any, **body: Any) -> Any:

@@ -58,8 +58,8 @@ class PdServeError(Exception):
         return str(self.args[0]) if self.args else self.code
 
 
-class InvalidRequest(PdServeError):
-    """A request that is invalid, so that a retry cannot succeed."""
+class InvalidRequest(PdServeError, ValueError):
+    """A request that is invalid, so that a retry cannot succeed. A `ValueError`, which callers of vLLM catch."""
 
     code = "invalid_request"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT

@@ -1,5 +1,6 @@
 """Offline Python API: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` step by step; one engine, without network."""
 
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
@@ -9,12 +10,12 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence
 from pdserve.llm.engine_options import EngineArgs
 from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.lora_request import LoRARequest
 from pdserve.llm.pooling_output import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import ChatKwargs, Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
+from pdserve.llm.request_output_collector import RequestOutputCollector
 from pdserve.llm.streaming_session import StreamingInput
 from pdserve.text.beam_search import BeamSearchParams
-from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
+from pdserve.text.outputs.request_output import CompletionOutput, RequestMetadata, RequestOutput
 
 __all__ = [
     "LLM",
@@ -36,7 +37,9 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "PromptType",
+    "RequestMetadata",
     "RequestOutput",
+    "RequestOutputCollector",
     "RequestOutputKind",
     "SamplingParams",
     "StatLoggerBase",

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Self, Unpack
 
-from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError, from_code
-from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
+from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
+from pdserve.common.request.engine_types import FinishReason
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.engine.output_stream import OutputStream, failed_output
+from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
+from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import ValidRequest
-from pdserve.llm.lora_request import LoRARequest
+from pdserve.llm.local_request import LocalEmbedding, LocalRequest, ValidRequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.prompts import (
     ChatKwargs,
@@ -33,6 +32,8 @@ from pdserve.llm.prompts import (
     one_of_both,
 )
 from pdserve.llm.request_factory import RequestFactory
+from pdserve.llm.request_output_collector import RequestOutputCollector
+from pdserve.llm.request_streams import RequestStreams
 from pdserve.llm.streaming_session import StreamingInput, StreamingSession, first_input
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -68,12 +69,7 @@ class AsyncLLM:
         self._client = engine.client
         self._tokenizer = engine.tokenizer
         self._requests = RequestFactory(engine, seed)
-        self._streams: dict[str, OutputStream] = {}
-        """Streams by the engine's request id."""
-        self._active: dict[str, str] = {}
-        """The caller's request id -> the engine's."""
-        self._receiving: asyncio.Task[None] | None = None
-        self._ended_with: PdServeError | None = None
+        self._streams = RequestStreams(engine.client)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -195,17 +191,65 @@ class AsyncLLM:
         parsed = as_prompt(prompt, tokenization_kwargs)
         validate = partial(self._requests.validate_embedding, parsed, pooling_params, lora_request=lora_request)
         valid = await asyncio.to_thread(validate)
-        request = self._requests.make_embedding(valid, self._free_name(request_id))
-        with self._submitted(request.request_id, request.core) as stream:
-            output = await stream.get()
-            if output.finish_reason is FinishReason.ABORT:
-                raise Cancelled(f"request {request.request_id} was aborted")
-            return request.process(output)
+        request = self._requests.make_embedding(valid, self._streams.free_name(request_id))
+        with self._streams.submitted(request.request_id, request.core) as stream:
+            return await anext(self._pooling_answers(request, stream))
+
+    async def _pooling_answers(
+        self, request: LocalEmbedding, stream: OutputStream
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        output = await stream.get()
+        if output.finish_reason is FinishReason.ABORT:
+            raise Cancelled(f"request {request.request_id} was aborted")
+        yield request.process(output)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType | None = None,
+        params: SamplingParams | PoolingParams | None = None,
+        arrival_time: float | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: TokenizationKwargs | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        speculative_tokens: int | None = None,
+    ) -> RequestOutputCollector:
+        """Queue a request, whose answers the collector has; it runs whether they are read or not, until `abort`.
+
+        params: None is the model's defaults. arrival_time: seconds since 1970, for the answer's metrics; default: now. Others: as
+        in `generate`. Raises: InvalidRequest naming the field, its value and its limit; what ended the engine.
+        """
+        self._start()
+        _verify_rank(data_parallel_rank)
+        parsed = as_prompt(one_of_both(prompt, prompt_token_ids), tokenization_kwargs)
+        fields = {
+            "priority": priority,
+            "speculative_tokens": speculative_tokens,
+            "trace_headers": trace_headers,
+            "lora_request": lora_request,
+        }
+        scope = ExitStack()
+        if isinstance(params, PoolingParams):
+            valid = await asyncio.to_thread(self._requests.validate_embedding, parsed, params, **fields)
+            embedding = self._requests.make_embedding(valid, self._streams.free_name(request_id))
+            collector = RequestOutputCollector(request_id, RequestOutputKind.FINAL_ONLY)
+            stream = scope.enter_context(self._streams.submitted(request_id, embedding.core))
+            collector.start(self._pooling_answers(embedding, stream), scope)
+            return collector
+        valid = await asyncio.to_thread(self._requests.validate, parsed, params, **fields)
+        request = self._requests.make(valid, self._streams.free_name(request_id), arrival_time)
+        collector = RequestOutputCollector(request_id, request.params.output_kind)
+        stream = scope.enter_context(self._streams.submitted(request_id, request.core))
+        collector.start(self._answers(request, stream), scope)
+        return collector
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End a request or several: their streams end with finish reason `abort`. Harmless for those that do not exist."""
-        names = [request_id] if isinstance(request_id, str) else request_id
-        self._client.abort_requests([self._active[name] for name in names if name in self._active])
+        self._streams.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def reset_prefix_cache(self) -> bool:
         """Drop the prefix cache; returns whether it was dropped: not while a request has blocks."""
@@ -226,28 +270,28 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """True if it takes requests: neither shut down nor failed."""
-        return self._ended_with is None
+        return self._streams.ended_with is None
 
     @property
     def errored(self) -> bool:
         """True if it was shut down or has failed."""
-        return self._ended_with is not None
+        return self._streams.ended_with is not None
 
     @property
     def dead_error(self) -> PdServeError | None:
         """The error that ended it; None while it is running."""
-        return self._ended_with
+        return self._streams.ended_with
 
     async def check_health(self) -> None:
         """Raises: what ended the engine, if it takes no more requests."""
-        self._require_running()
+        self._streams.require_running()
 
     def shutdown(self) -> None:
         """End every request with `Cancelled`, then the engine; waits for the step it is in.
 
         Any thread may call it, and more than once. It is called at the end of the process if the caller did not.
         """
-        self._ended_with = self._ended_with or Cancelled("AsyncLLM was shut down")
+        self._streams.ended_with = self._streams.ended_with or Cancelled("AsyncLLM was shut down")
         atexit.unregister(self.shutdown)
         self._client.close()
 
@@ -267,16 +311,20 @@ class AsyncLLM:
         """fields: as in `RequestFactory.validate`."""
         self._start()
         valid = await asyncio.to_thread(self._requests.validate, parse(), sampling_params, **fields)
-        request = self._requests.make(valid, self._free_name(request_id))
-        with self._submitted(request.request_id, request.core) as stream:
-            async for output in stream:
-                new = request.process(output)
-                if request.ended_here(output):
-                    self._client.end_sequence(request.core.request_id, output.index)
-                if new is not None and (answer := request.output_of([new])) is not None:
-                    yield answer
-                if request.finished:
-                    return
+        request = self._requests.make(valid, self._streams.free_name(request_id))
+        with self._streams.submitted(request.request_id, request.core) as stream:
+            async for answer in self._answers(request, stream):
+                yield answer
+
+    async def _answers(self, request: LocalRequest, stream: OutputStream) -> AsyncGenerator[RequestOutput, None]:
+        async for output in stream:
+            new = request.process(output)
+            if request.ended_here(output):
+                self._client.end_sequence(request.core.request_id, output.index)
+            if new is not None and (answer := request.output_of([new])) is not None:
+                yield answer
+            if request.finished:
+                return
 
     async def _converse(
         self,
@@ -299,9 +347,9 @@ class AsyncLLM:
         first, others = await first_input(inputs)
         parsed, params = as_prompt(first.prompt, tokenization_kwargs), first.sampling_params or sampling_params
         valid = await asyncio.to_thread(partial(self._requests.validate_turn, parsed, params, False, **fields))
-        request = self._requests.make(valid, self._free_name(request_id), resumable=True)
+        request = self._requests.make(valid, self._streams.free_name(request_id), resumable=True)
         engine_id = request.core.request_id
-        with self._submitted(request.request_id, request.core) as stream:
+        with self._streams.submitted(request.request_id, request.core) as stream:
             session = StreamingSession(self._client, self._requests, request, stream)
             feeding = asyncio.create_task(session.feed(others, validate))
             try:
@@ -318,58 +366,11 @@ class AsyncLLM:
                 if not session.has_ended:
                     self._client.abort_requests([engine_id])
 
-    def _free_name(self, request_id: str | None) -> str:
-        """Raises: InvalidRequest for a name that another request has now; what ended the engine meanwhile."""
-        self._require_running()
-        if request_id in self._active:
-            raise InvalidRequest(f"request_id is {request_id!r}, which another request has now", "request_id")
-        return secrets.token_hex(8) if request_id is None else request_id
-
-    @contextmanager
-    def _submitted(self, request_id: str, core: EngineCoreRequest) -> Iterator[OutputStream]:
-        """The outputs of a request, which ends when the context is left. request_id: the caller's."""
-        engine_id = core.request_id
-        stream = self._streams[engine_id] = OutputStream(engine_id, num_sequences=core.n)
-        self._active[request_id] = engine_id
-        try:
-            try:
-                self._client.add_request(core)
-            except PdServeError as error:
-                # the engine has ended, and its last word is not read yet
-                self._ended_with = self._ended_with or error
-                raise
-            yield stream
-        finally:
-            del self._streams[engine_id], self._active[request_id]
-            if not stream.has_ended:
-                self._client.abort_requests([engine_id])
-
     def _start(self) -> None:
         """Receive outputs in the running loop from now on. Raises: what ended the engine."""
-        self._require_running()
-        loop = asyncio.get_running_loop()
-        if self._receiving is None:
-            self._receiving = loop.create_task(self._receive())
+        if self._streams.start():
             # torch aborts a process that ends while another thread computes
             atexit.register(self.shutdown)
-        if self._receiving.get_loop() is not loop:
-            raise RuntimeError("this AsyncLLM belongs to another event loop")
-
-    def _require_running(self) -> None:
-        if (cause := self._ended_with) is not None:
-            raise from_code(cause.code, cause.message)
-
-    async def _receive(self) -> None:
-        """Pass outputs on until the engine's end; then end the streams that it has not ended."""
-        try:
-            while True:
-                for output in (await self._client.get_output_async()).outputs:
-                    if (stream := self._streams.get(output.request_id)) is not None:
-                        stream.put(output)
-        except PdServeError as error:
-            self._ended_with = cause = self._ended_with or error
-            for stream in self._streams.values():
-                stream.put(failed_output(stream.request_id, cause))
 
 
 def _verify_rank(rank: int | None) -> None:

@@ -16,11 +16,15 @@ from pdserve.engine.stats.stat_logger import StatLoggerFactory
 
 
 class EngineOptions(TypedDict, total=False):
-    """Options of `LLM`, `AsyncLLM` and `LLMEngine`; they mean and default to what they do in `WorkerSettings`."""
+    """Options of `LLM`, `AsyncLLM` and `LLMEngine`, with the meanings and defaults of `WorkerSettings`. None is the default."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "dummy"]
     quantization: Literal["int8"] | None
+    device: str
+    """`cpu`, the default, `cuda` or `cuda:N`."""
+    gpu_memory_utilization: float
+    """Part of a GPU's memory that weights, the largest step and the KV pool may take; default 0.9."""
     tensor_parallel_size: int
     """Processes that share the model; default 1."""
     block_size: int
@@ -97,6 +101,12 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "enable_chunked_prefill": (None, True),
         "runner": ("auto", "generate", "pooling"),
         "task": ("auto", "generate", "embed"),
+        "convert": ("auto", "none", "embed"),
+        "cpu_offload_gb": (0,),
+        "disable_custom_all_reduce": (False, True),
+        "hf_token": (None,),
+        "hf_overrides": (None, {}),
+        "config_format": ("auto", "hf"),
     }
 )
 """Options of vLLM that change nothing here -> their values that may be given; no code of a checkpoint is ever run."""
@@ -129,15 +139,16 @@ class EngineArgs:
 def worker_settings(options: Mapping[str, Any]) -> WorkerSettings:
     """Settings of an engine with these options. Raises: ConfigError naming the option, its value and its limit."""
     known = EngineOptions.__annotations__
-    given = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
-    if unknown := given.keys() - known.keys():
+    if unknown := options.keys() - known.keys() - _WITHOUT_EFFECT.keys():
         own = "model, seed, engine_process, disable_log_stats, stat_loggers"
         raise ConfigError(f"unknown option {min(unknown)!r}; there are {own}, {', '.join(known)}")
+    options = {name: value for name, value in options.items() if value is not None}
     for name, values in _WITHOUT_EFFECT.items():
         if name in options and not any(options[name] is value or options[name] == value for value in values):
             possible = " or ".join(map(repr, values))
             raise ConfigError(f"{name} is {options[name]!r:.60}, only {possible} is supported")
     try:
+        given = {name: value for name, value in options.items() if name in known}
         settings = msgspec.convert(given, WorkerSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"options: {error}") from error

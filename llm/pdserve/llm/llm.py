@@ -12,6 +12,7 @@ from typing import Self, TypeVar, Unpack
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
@@ -19,7 +20,6 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamSt
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.local_request import ValidRequest
-from pdserve.llm.lora_request import LoRARequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
 from pdserve.llm.progress import MakeBar, Progress
 from pdserve.llm.prompts import (

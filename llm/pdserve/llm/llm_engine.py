@@ -9,6 +9,7 @@ from typing import Protocol, Self, TypeVar, Unpack
 
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.output_stream import engine_error
@@ -16,7 +17,6 @@ from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import LocalEmbedding, LocalRequest
-from pdserve.llm.lora_request import LoRARequest
 from pdserve.llm.pooling_output import PoolingRequestOutput
 from pdserve.llm.prompts import PromptType, TokenizationKwargs, as_prompt, one_of_both
 from pdserve.llm.request_factory import RequestFactory

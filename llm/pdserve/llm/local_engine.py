@@ -37,7 +37,7 @@ class LocalEngine:
         disable_log_stats: answers have no `metrics`, and there are no stat loggers. stat_loggers: names of installed ones and
         factories. Raises: ConfigError naming the option, its value and its limit; UnsupportedModel.
         """
-        settings = worker_settings(options)
+        self.settings = settings = worker_settings(options)
         folder = model_folder(str(model))
         self.log_stats = not disable_log_stats
         self.tokenizer = Tokenizer.from_folder(folder)

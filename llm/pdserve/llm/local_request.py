@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics
 from pdserve.llm.logits_callables import LogitsCallable
@@ -26,6 +27,7 @@ class ValidRequest(NamedTuple):
     """The prompt's text, if it is one."""
     functions: tuple[LogitsCallable, ...] = ()
     """The caller's functions among `logits_processors`; they are known as long as these are referenced."""
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)

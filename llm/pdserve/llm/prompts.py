@@ -58,7 +58,7 @@ class PromptWithSalt(NamedTuple):
             return self
         for name, value in options.items():
             kind = _TOKENIZATION_KWARGS.get(name)
-            if kind is None or type(value) is not kind:
+            if kind is None or (value is not None and type(value) is not kind):
                 told = f"must be {kind.__name__}, not {value!r:.60}" if kind else "is not a known option"
                 raise InvalidRequest(f"tokenization_kwargs: {name} {told}", "tokenization_kwargs")
         truncation = Truncation.of(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
@@ -106,27 +106,33 @@ class ChatKwargs(TypedDict, total=False):
     """Variables of this template, such as `enable_thinking`."""
 
 
-_CHAT_KWARGS: dict[str, tuple[type, ...]] = {
-    "chat_template": (str, type(None)),
-    "add_generation_prompt": (bool,),
-    "continue_final_message": (bool,),
-    "tools": (Sequence, type(None)),
-    "chat_template_kwargs": (Mapping, type(None)),
+_CHAT_KWARGS: dict[str, type] = {
+    "chat_template": str,
+    "add_generation_prompt": bool,
+    "continue_final_message": bool,
+    "tools": Sequence,
+    "chat_template_kwargs": Mapping,
 }
 
 
 def as_conversation(
     messages: object, tokenization_kwargs: TokenizationKwargs | None = None, **options: Unpack[ChatKwargs]
 ) -> PromptWithSalt:
-    """Raises: InvalidRequest; what a message must hold is checked when it is rendered. TypeError for an unknown option."""
+    """An option that is None is not given.
+
+    Raises: InvalidRequest; what a message must hold is checked when it is rendered. TypeError for an unknown option.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequest(f"messages must be a list of messages, not {type(messages).__name__}", "messages")
     for name, value in options.items():
         if name not in _CHAT_KWARGS:
             raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
-        if not isinstance(value, _CHAT_KWARGS[name]) or (name == "tools" and isinstance(value, str)):
-            raise InvalidRequest(f"{name} must be {_CHAT_KWARGS[name][0].__name__}, not {value!r:.60}", name)
-    begins_answer, continues = options.get("add_generation_prompt", True), options.get("continue_final_message", False)
+        if value is not None and (
+            not isinstance(value, _CHAT_KWARGS[name]) or (name == "tools" and isinstance(value, str))
+        ):
+            raise InvalidRequest(f"{name} must be {_CHAT_KWARGS[name].__name__}, not {value!r:.60}", name)
+    begins, continues = options.get("add_generation_prompt"), options.get("continue_final_message") or False
+    begins_answer = True if begins is None else begins
     if begins_answer and continues:
         raise InvalidRequest(
             "continue_final_message is true, and add_generation_prompt must be false then", "continue_final_message"

@@ -21,7 +21,7 @@ from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import LocalEmbedding, LocalRequest, ValidRequest
 from pdserve.llm.logits_callables import LogitsCallable
-from pdserve.llm.lora_request import lora_fields
+from pdserve.llm.lora_fields import lora_fields
 from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
@@ -56,6 +56,7 @@ class RequestFactory:
         self._logits_processors = engine.logits_processors
         self._log_stats = engine.log_stats
         self._hidden_size = engine.info.hidden_size
+        self._scheduling_policy = engine.settings.scheduling_policy
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -183,14 +184,20 @@ class RequestFactory:
     ) -> ValidRequest:
         """Raises: InvalidRequest for a field of another type, or outside its limits."""
         fields = dict(fields)
-        lora: dict[str, Any] = lora_fields(self._client, fields.pop("lora_request", None))
+        adapter: Any = fields.pop("lora_request", None)
+        lora: dict[str, Any] = lora_fields(self._client, adapter)
         types = {field.name: field.type for field in msgspec.structs.fields(GenerationRequest)}
         given = {name: converted(name, value, types[name]) for name, value in fields.items() if value is not None}
         request = GenerationRequest(
             prompt_token_ids=encoded.token_ids, cache_salt=prompt.cache_salt, **given, **lora, **params
         )
         request.verify_client()
-        return ValidRequest(request, encoded.text)
+        if request.priority and self._scheduling_policy == "fcfs":
+            raise InvalidRequest(
+                f"priority is {request.priority}, and scheduling_policy is 'fcfs': requests run in order of arrival",
+                "priority",
+            )
+        return ValidRequest(request, encoded.text, lora_request=adapter)
 
     def make_embedding(self, valid: ValidRequest, request_id: str | None = None) -> LocalEmbedding:
         """The request for the engine. request_id: as in `make`."""
@@ -255,6 +262,7 @@ class RequestFactory:
         num_before: tokens before the turn's input.
         """
         core = msgspec.structs.replace(last.core, sampling_params=update.sampling_params)
+        valid = valid._replace(lora_request=last.processor.lora_request)
         arrived = unix_s(update.arrival_time)
         return self._local(core, valid, update.sampling_params, last.request_id, token_ids, arrived, num_before)
 
@@ -285,6 +293,7 @@ class RequestFactory:
         )
         if self._log_stats:
             processor.metrics = RequestMetrics(arrival_time=arrived_s, num_prompt_tokens=len(token_ids))
+        processor.lora_request = valid.lora_request
         return LocalRequest(core, processor, processor.metrics, params, valid.functions)
 
     def _engine_request(self, request: GenerationRequest, stem: str, **fields: Any) -> EngineCoreRequest:

@@ -15,7 +15,10 @@ POOLING_TYPES: tuple[PoolingType, ...] = get_args(PoolingType)
 class PoolingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
 ):
-    """How the last hidden states of a prompt become one vector: pooled, cut to `dimensions`, then normalised."""
+    """How the last hidden states of a prompt become one vector: pooled, cut to `dimensions`, then normalised.
+
+    None, given for any field, is its default.
+    """
 
     pooling_type: PoolingType = "last"
     """`last` takes the last token's hidden state, `mean` the mean over all tokens."""
@@ -23,6 +26,11 @@ class PoolingParams(
     """True if the vector is scaled to length 1."""
     dimensions: int | None = None
     """Keep only this number of leading values, for models trained for that; None is all."""
+
+    def __post_init__(self) -> None:
+        for name, default in (("pooling_type", "last"), ("normalize", True)):
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, default)
 
     @property
     def reads_prefix_cache(self) -> bool:

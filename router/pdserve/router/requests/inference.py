@@ -131,6 +131,16 @@ class Inference:
             prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),
         )
 
+    def _priority(self, request: ClientRequest, client: Client) -> int:
+        """The priority of a request, within its key's range. Raises: InvalidRequest for one that has no effect here."""
+        priority = client.allowed_priority(request.priority)
+        if request.priority and self.settings.scheduling_policy == "fcfs":
+            raise InvalidRequest(
+                f"priority is {request.priority}, and requests run in order of arrival here (scheduling_policy is fcfs)",
+                "priority",
+            )
+        return priority
+
     def _cache_group(self, client: Client) -> CacheGroup:
         """The group of tenants whose cached prefixes the client's requests may use."""
         if not client.tenant:
@@ -161,7 +171,7 @@ class Inference:
                     "best_of",
                 )
         self._verify_template(requests[0])
-        priorities = [client.allowed_priority(request.priority) for request in requests]
+        priorities = [self._priority(request, client) for request in requests]
         request_id = uuid.uuid4().hex
         record = self._trace(request_id, requests[0], requests[0].client_request_id, client)
         cache = self._cache_group(client)
@@ -238,7 +248,7 @@ class Inference:
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
         self._verify_template(request)
-        priority = client.allowed_priority(request.priority)
+        priority = self._priority(request, client)
         # it came with the first turn and names them all
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
         record = self._trace(request_id, request, client_request_id, client)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pdserve.common.errors import InternalError
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics
 from pdserve.text.outputs.detokenizer import IncrementalDetokenizer, NoDetokenizer
@@ -236,6 +237,8 @@ class OutputProcessor:
         """Prompt tokens that needed no computing; set by the caller."""
         self.metrics: RequestMetrics | None = None
         """Set by a caller with the engine in this process."""
+        self.lora_request: LoRARequest | None = None
+        """Set by an offline caller."""
         params = sampling_params
         automaton = StopAutomaton(params.stop) if params.stop else None
         include = params.include_stop_str_in_output
@@ -325,4 +328,5 @@ class OutputProcessor:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs if self.num_output_tokens else None,
             metrics=self.metrics,
+            lora_request=self.lora_request,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.common.request.engine_types import EngineCoreEvent
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.telemetry.request_metrics import RequestMetrics
 
 
@@ -46,6 +48,17 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         return self.finish_reason is not None
 
 
+class RequestMetadata(msgspec.Struct, kw_only=True):
+    """Facts about a request beside its text."""
+
+    cached_tokens: int | None
+    """Prompt tokens that needed no computing."""
+    stats: RequestMetrics | None
+    """None without statistics."""
+    events: list[EngineCoreEvent]
+    """Events of all sequences so far, with `time.monotonic()` of the engine's process; empty without statistics."""
+
+
 class RequestOutput(msgspec.Struct, kw_only=True):
     """A request and its sequences, as offline callers and response formatters read them."""
 
@@ -58,3 +71,21 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token, None for the first; None if they were not requested, or have not arrived."""
     metrics: RequestMetrics | None = None
+    lora_request: LoRARequest | None = None
+    """The adapter, as the offline caller named it."""
+
+    @property
+    def metadata(self) -> RequestMetadata:
+        """`num_cached_tokens` and `metrics` by other names."""
+        stats = self.metrics
+        return RequestMetadata(
+            cached_tokens=self.num_cached_tokens, stats=stats, events=[] if stats is None else list(stats.events)
+        )
+
+    def get_final_output(self) -> CompletionOutput | None:
+        """The first sequence; None until the request has finished."""
+        return self.outputs[0] if self.finished and self.outputs else None
+
+    def is_streaming(self) -> bool:
+        """True until the request has finished."""
+        return not self.finished
