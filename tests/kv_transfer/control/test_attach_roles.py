@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc
 import pytest
 
 from pdserve.common.errors import PermissionDenied
@@ -73,41 +72,3 @@ async def test_i8_nobody_else_attaches(secured: Any, until: Any, authority: Auth
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert "no role spiffe://pdserve.internal/pdserve/decode" in secured.owner.cause.message
     assert not source.has_ended
-
-
-class HidingChannel:
-    """A channel whose first calls end as grpc.aio ends a call that the server refuses during a write."""
-
-    def __init__(self, channel: Any, num_hidden: int) -> None:
-        self._channel, self.num_hidden = channel, num_hidden
-        self.num_calls = 0
-
-    def stream_stream(self, *arguments: Any) -> Any:
-        def call(requests: Any, **options: Any) -> Any:
-            self.num_calls += 1
-            made = self._channel.stream_stream(*arguments)(requests, **options)
-            if self.num_calls <= self.num_hidden:
-                made.read = self._read
-            return made
-
-        return call
-
-    async def _read(self) -> Any:
-        nothing = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details="Internal error from Core")
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
-@pytest.mark.parametrize(("num_hidden", "cause"), [(1, "no role spiffe"), (2, "Internal error from Core")])
-async def test_a_hidden_status_is_asked_for_once_more(
-    secured: Any, until: Any, authority: Authority, num_hidden: int, cause: str
-) -> None:
-    call_as(secured, authority, [role_uri("router")])
-    secured.channel = HidingChannel(secured.channel, num_hidden)
-    secured.expect()
-    transfer = secured.receive(grace_s=0.0)
-    await until(lambda: transfer.state is ReceiverState.FAILED)
-    assert cause in secured.owner.cause.message
-    assert secured.channel.num_calls == 2

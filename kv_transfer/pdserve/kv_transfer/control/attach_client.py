@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import grpc
 
@@ -175,7 +176,8 @@ async def _one_stream(
     is_new = transfer.state is ReceiverState.ATTACHING
     patience_s = receiving.attach_timeout_s + ANSWER_MARGIN_S if is_new else TICK_STALLED_S
     limit = loop.time() + patience_s
-    call = channel.stream_stream(ATTACH, first, aiter(requests))
+    call = channel.stream_stream(ATTACH, first)
+    writing = asyncio.create_task(_write(call, requests))
     accepted = False
     try:
         while True:
@@ -236,6 +238,20 @@ async def _one_stream(
         transfer.detached(requests)
         requests.close()
         call.cancel()
+        writing.cancel()
+
+
+async def _write(call: grpc.aio.StreamStreamCall[Any, Any], requests: _Requests) -> None:
+    """Write the messages until `requests` is closed or the call has ended.
+
+    grpc.aio would read an iterator in a task of its own, which it forgets when a call ends before it is connected: that task
+    waits until the garbage collector destroys it.
+    """
+    # the reader gets the status
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        async for message in requests:
+            await call.write(message)
+        await call.done_writing()
 
 
 def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
