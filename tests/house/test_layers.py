@@ -77,7 +77,7 @@ PLAIN_WITHOUT_TLS = {
 ENTRY_POINTS = {
     "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.executor.rank_process",
     "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.text.templates.client_template_process",
+    "pdserve.text.templates.client_template_process", "pdserve.worker.engine_host.host_process",
 }  # fmt: skip
 """Modules that a process starts with."""
 

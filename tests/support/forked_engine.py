@@ -29,6 +29,11 @@ def start_rank(descriptor: int) -> ChildProcess:
     return _start(["-m", "pdserve.engine.executor.rank_process", str(descriptor)], descriptor)
 
 
+def start_host(descriptor: int) -> ChildProcess:
+    """In place of `proc_host.start_program`."""
+    return _start(["-m", "pdserve.worker.engine_host.host_process", str(descriptor)], descriptor)
+
+
 def start_failing(descriptor: int) -> ChildProcess:
     """The same; the engine fails at `FATAL_TOKEN`."""
     return _start(["-m", "tests.support.forked_engine", str(descriptor)], descriptor)

@@ -22,13 +22,11 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
-from pdserve.engine.runner.loaded_model import load_model
-from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import request_pb2
 from pdserve.worker.engine_host.host_transfers import HostTransfers
 from pdserve.worker.engine_host.inproc_host import InprocHost
-from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+from pdserve.worker.engine_host.make_host import make_host
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
@@ -76,8 +74,7 @@ async def running_pair(
         (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
         (DecodeSettings(**fields, **(decode or {})), WorkerRole.DECODE, decode_service),
     ):
-        model = load_model(folder, settings, None)
-        host = make_inproc_host(settings, model, make_connectors(settings), key)
+        host = await make_host(settings, folder, key)
         workers.append(Worker(settings, role, host, key, service.add_servicers))
     try:
         for worker in workers:

@@ -105,17 +105,16 @@ def _serve_worker(
     else:
         from pdserve.decode.service import add_servicers
     from pdserve.common.worker_identity import WorkerIdentity
-    from pdserve.engine.runner.loaded_model import LoadProgress
     from pdserve.worker.worker_process import run_worker
 
     follow_lifeline(lifeline_fd)
     reported = -REPORT_EVERY_BYTES
 
-    def progress(loaded: LoadProgress) -> None:
+    def progress(loaded_bytes: int, total_bytes: int) -> None:
         nonlocal reported
-        if loaded.loaded_bytes - reported >= REPORT_EVERY_BYTES or loaded.loaded_bytes == loaded.total_bytes:
-            reported = loaded.loaded_bytes
-            pipe.send(LoadReport(loaded.loaded_bytes, loaded.total_bytes))
+        if loaded_bytes - reported >= REPORT_EVERY_BYTES or loaded_bytes == total_bytes:
+            reported = loaded_bytes
+            pipe.send(LoadReport(loaded_bytes, total_bytes))
 
     def ready(identity: WorkerIdentity) -> None:
         pipe.send(ReadyReport(identity.worker_id, identity.address))

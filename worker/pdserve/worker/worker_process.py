@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 from collections.abc import Callable
@@ -15,9 +14,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
-from pdserve.engine.runner.loaded_model import LoadProgress, load_model
-from pdserve.kv_transfer.make_connectors import make_connectors
-from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+from pdserve.worker.engine_host.make_host import Progress, make_host
 from pdserve.worker.worker import AddServicers, Worker
 
 log = logging.getLogger(__name__)
@@ -29,7 +26,7 @@ async def run_worker(
     add_servicers: AddServicers,
     *,
     on_ready: Callable[[WorkerIdentity], None] | None = None,
-    progress: Callable[[LoadProgress], None] | None = None,
+    progress: Progress | None = None,
 ) -> bool:
     """Load, serve in the role of `settings`, and on SIGTERM or SIGINT drain; a second signal ends at once.
 
@@ -41,9 +38,12 @@ async def run_worker(
         log.warning("no deployment key: using the public development key, which is for loopback only")
     tls = settings.tls()
     role = WorkerRole(settings.section)
-    model = await asyncio.to_thread(load_model, model_folder, settings, progress)
-    host = make_inproc_host(settings, model, make_connectors(settings, tls=tls), key, tls)
-    worker = Worker(settings, role, host, key, add_servicers, tls)
+    host = await make_host(settings, model_folder, key, tls, progress)
+    try:
+        worker = Worker(settings, role, host, key, add_servicers, tls)
+    except BaseException:
+        await host.close()
+        raise
     renewal = TlsRenewal(settings, tls)
     renewal.log_expiry()
     worker.telemetry.watch_tls(renewal.expiries)

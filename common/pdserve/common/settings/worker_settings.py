@@ -134,6 +134,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     grammar_string_chars: int | None = None
     """Characters of a string in JSON of a grammar whose schema has no limit; 0: no limit. Equal on all workers. Default: 64 for the
     bundled model, else 0."""
+    engine_process: bool = False
+    """Run the engine, its KV pool and its transfers in a process of their own, which ends with the worker's."""
     engine_stuck_exit_s: float = 60.0
     """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
     attach_timeout_s: float = 10.0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -129,6 +129,31 @@ def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
     return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
 
 
+async def opening_of(requests: AsyncIterator[kv_source_pb2.AttachRequest]) -> kv_source_pb2.Open:
+    """The first message. Raises: TransferFailed when none arrives in time, or another one."""
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            first = await anext(requests)
+    except StopAsyncIteration:
+        # decode closes the stream if its cache has enough of the prompt
+        raise AttachedTooLate("no Open arrived: the receiver closed the stream") from None
+    except TimeoutError:
+        raise TransferFailed("no Open arrived") from None
+    if first.WhichOneof("message") != "open":
+        raise TransferFailed("the first message is not Open")
+    return first.open
+
+
+def verify_receiver(callers: CallerRoles, context: Context, opening: kv_source_pb2.Open) -> None:
+    """Raises: PermissionDenied when the caller is no decode worker, or another one than the receiver."""
+    callers.verify(context, (ServiceRole.DECODE,), opening.receiver.worker_id)
+
+
+def log_refusal(error: PdServeError) -> None:
+    level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
+    log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
+
+
 def _verify_open(request: kv_source_pb2.Open) -> None:
     """Check the counts and the receiver's identity. Raises: InvalidRequest."""
     for name in ("digest_algorithms", "connectors"):
@@ -158,13 +183,26 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     async def Attach(
         self, requests: AsyncIterator[kv_source_pb2.AttachRequest], context: Context
     ) -> AsyncIterator[kv_source_pb2.AttachEvent]:
+        def verify(opening: kv_source_pb2.Open) -> None:
+            verify_receiver(self._callers, context, opening)
+
+        async with contextlib.aclosing(self.serve(requests, peer_host(context.peer()), verify)) as events:
+            async for event in events:
+                yield event
+
+    async def serve(
+        self,
+        requests: AsyncIterator[kv_source_pb2.AttachRequest],
+        host: str,
+        verify: Callable[[kv_source_pb2.Open], None],
+    ) -> AsyncGenerator[kv_source_pb2.AttachEvent, None]:
+        """Serve one stream, whatever carries it. host: the caller's. verify: checks the caller's roles; raises PdServeError."""
         stream = _EventQueue()
         incoming = aiter(requests)
         try:
-            transfer, connector = await self._open(incoming, stream, context)
+            transfer, connector = await self._open(incoming, stream, host, verify)
         except PdServeError as error:
-            level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
-            log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
+            log_refusal(error)
             yield failed_event(error)
             return
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
@@ -180,28 +218,37 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             reader.cancel()
             transfer.detach(stream, "it was closed")
 
+    async def serve_carried(
+        self, opening: bytes, messages: AsyncIterator[bytes], host: str
+    ) -> AsyncGenerator[bytes, None]:
+        """Serve a stream whose caller another process has checked. opening: `Open`; messages, results: `AttachRequest` and
+        `AttachEvent`, serialized."""
+
+        async def requests() -> AsyncIterator[kv_source_pb2.AttachRequest]:
+            yield kv_source_pb2.AttachRequest(open=kv_source_pb2.Open.FromString(opening))
+            async for message in messages:
+                yield kv_source_pb2.AttachRequest.FromString(message)
+
+        async with contextlib.aclosing(self.serve(requests(), host, lambda _: None)) as events:
+            async for event in events:
+                yield event.SerializeToString()
+
     async def _open(
-        self, requests: AsyncIterator[kv_source_pb2.AttachRequest], stream: _EventQueue, context: Context
+        self,
+        requests: AsyncIterator[kv_source_pb2.AttachRequest],
+        stream: _EventQueue,
+        host: str,
+        verify: Callable[[kv_source_pb2.Open], None],
     ) -> tuple[SourceTransfer, BlockConnector]:
         """Check the first message, find its transfer, and choose the connector. Raises: PdServeError."""
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                first = await anext(requests)
-        except StopAsyncIteration:
-            # decode closes the stream if its cache has enough of the prompt
-            raise AttachedTooLate("no Open arrived: the receiver closed the stream") from None
-        except TimeoutError:
-            raise TransferFailed("no Open arrived") from None
-        if first.WhichOneof("message") != "open":
-            raise TransferFailed("the first message is not Open")
-        request = first.open
-        self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
+        request = await opening_of(requests)
+        verify(request)
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another epoch of this worker")
         _verify_open(request)
         if differences := self._layout.differences(layout_from_wire(request.layout)):
             raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
-        algorithm = self._digests.choose(request.digest_algorithms, peer_host(context.peer()))
+        algorithm = self._digests.choose(request.digest_algorithms, host)
         connector = self._connectors.choose(request.connectors)
         if connector is None:
             here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)

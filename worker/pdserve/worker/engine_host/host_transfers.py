@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import grpc
-
 from pdserve.common.errors import Draining
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.security.role_guard import CallerRoles
@@ -17,7 +15,6 @@ from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
-from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_host.engine_host import EngineEvents, ReceivedBlocks, TransferCounts
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
@@ -61,9 +58,6 @@ class HostTransfers:
         """The servicer of `Attach`: this worker is a source."""
         self._is_source = True
         return self.make_attach(self.source_transfers, callers)
-
-    def add_attach(self, server: grpc.aio.Server, callers: CallerRoles) -> None:
-        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(self.attach_servicer(callers), server)
 
     def meet(self, worker_id: str, epoch: int, address: str) -> None:
         """A peer has started: connect to it, and prepare to read from it unless this worker is the source."""

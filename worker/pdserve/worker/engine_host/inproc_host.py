@@ -23,9 +23,11 @@ from pdserve.engine.output_stream import refused_outputs
 from pdserve.engine.request import Request
 from pdserve.engine.request_verifier import RequestVerifier
 from pdserve.engine.scheduler.kv_messages import IntoEngine
+from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.transfer_view import TransfersPage
+from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_host.engine_host import (
     AbortedRequest,
     EngineEvents,
@@ -95,7 +97,11 @@ class InprocHost:
             self.kv_transfers = self._make_transfers(self, identity)
 
     def add_attach(self, server: grpc.aio.Server, callers: CallerRoles) -> None:
-        self._transfers.add_attach(server, callers)
+        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(self.attach_servicer(callers), server)
+
+    def attach_servicer(self, callers: CallerRoles) -> AttachServicer:
+        """The servicer of `Attach`: this worker is a source."""
+        return self._transfers.attach_servicer(callers)
 
     async def start(self) -> None:
         self.start_thread()
@@ -128,10 +134,14 @@ class InprocHost:
             try:
                 self._transfers.begin(request, transfer)
             except PdServeError as error:
-                self._num_unseen -= 1
-                self.subscriber.outputs(refused_outputs(request.request_id, error))
+                self.refuse(request.request_id, error)
                 return
         self.call(lambda core: core.add_request(request))
+
+    def refuse(self, request_id: str, error: PdServeError) -> None:
+        """A submitted request ends here: the engine never takes it in."""
+        self._num_unseen -= 1
+        self.subscriber.outputs(refused_outputs(request_id, error))
 
     def submit_quietly(self, request: EngineCoreRequest) -> None:
         """Queue a request of the transfers' own."""
@@ -166,6 +176,9 @@ class InprocHost:
         self._transfers.meet(worker_id, epoch, address)
 
     async def transfers(self) -> TransfersPage:
+        return self.transfers_page()
+
+    def transfers_page(self) -> TransfersPage:
         return self._transfers.manager.transfers()
 
     def call(self, command: Callable[[EngineCore], object]) -> None:

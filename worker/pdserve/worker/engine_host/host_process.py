@@ -1,0 +1,290 @@
+"""The process of a worker's engine, its pool and its transfers.
+
+Usage, by `ProcHost` alone: python -m pdserve.worker.engine_host.host_process DESCRIPTOR
+
+DESCRIPTOR is this process's end of a socket pair. The process ends when the other end is closed, by the worker or by the end of its
+process; the kernel kills it together with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from pdserve.common.errors import ConfigError, InternalError, InvalidRequest, PdServeError, PeerError
+from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.request.engine_types import EngineCoreOutputs
+from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.common.security.role_guard import CallerRoles
+from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.tasks.background_task import background_task
+from pdserve.common.tasks.first_done import first_done
+from pdserve.common.telemetry.logging_setup import configure_logging
+from pdserve.engine.output_stream import refused_outputs
+from pdserve.engine.runner.loaded_model import LoadedModel, LoadProgress, load_model
+from pdserve.engine.scheduler_output import RequestFailure
+from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
+from pdserve.kv_transfer.control.transfer_state import SourceState
+from pdserve.kv_transfer.make_connectors import make_connectors
+from pdserve.worker.engine_host.carried_streams import CarriedStreams
+from pdserve.worker.engine_host.engine_host import RequestEnd
+from pdserve.worker.engine_host.frame_socket import FrameSocket
+from pdserve.worker.engine_host.host_frames import (
+    STACKS_SIGNAL,
+    STATE_EVERY_S,
+    AbortRequest,
+    AddRequest,
+    AttachMessage,
+    BeginTransfers,
+    BlocksLanded,
+    CloseAttach,
+    CloseHost,
+    EndSequence,
+    EngineStarted,
+    FailIdleSessions,
+    FailRequests,
+    FromHost,
+    GetTransfers,
+    HostFailed,
+    HostLoaded,
+    HostState,
+    LoadedBytes,
+    LoadHost,
+    MeetPeer,
+    OpenAttach,
+    Released,
+    ReleaseRequest,
+    ResumeRequest,
+    RevokeTransfers,
+    ServeAttach,
+    SourceEnded,
+    StartEngine,
+    StepOutputs,
+    ToHost,
+    Transfers,
+    decode_request,
+    decode_to_host,
+    encode,
+)
+from pdserve.worker.engine_host.inproc_host import InprocHost
+from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""As in a worker: messages are read while the engine's thread computes."""
+LAST_STEP_S = 3.0
+"""Seconds that a step, or loading, may go on after the worker's end; then the process ends in the middle of it."""
+_PR_SET_PDEATHSIG = 1
+
+
+class HostProcess:
+    """Passes the worker's commands to an `InprocHost`, and its events back. Made and used in the asyncio thread."""
+
+    def __init__(self, host: InprocHost, worker: socket.socket) -> None:
+        self._host = host
+        self._socket = FrameSocket(worker, self._on_message, self._on_end)
+        self._streams: CarriedStreams | None = None
+        self._start = asyncio.Event()
+        self._close = asyncio.Event()
+        host.subscribe(self)
+
+    async def run(self) -> int:
+        """Until the worker ends this, or the engine fails. Returns the exit status."""
+        self._send(HostLoaded(self._host.info))
+        try:
+            await first_done(self._start.wait(), self._close.wait())
+            if not self._close.is_set():
+                await self._serve()
+        finally:
+            if self._streams is not None:
+                await self._streams.close()
+            await self._host.close()
+            self._socket.close()
+        return int(self._host.dead.is_set())
+
+    async def _serve(self) -> None:
+        await first_done(self._host.start(), self._close.wait())
+        gc.collect()
+        gc.freeze()  # what loading made stays; no collection has to look at it
+        if not self._host.dead.is_set():
+            self._send(EngineStarted())
+        reporting = asyncio.create_task(self._report(), name="state")
+        try:
+            await first_done(self._close.wait(), self._host.dead.wait())
+        finally:
+            reporting.cancel()
+
+    async def _report(self) -> None:
+        host = self._host
+        while True:
+            self._send(HostState(host.tick, host.ticked_at, host.counts))
+            await asyncio.sleep(STATE_EVERY_S)
+
+    # ---- from the worker
+
+    def _on_end(self) -> None:
+        self._close.set()
+
+    def _on_message(self, payload: bytes) -> None:
+        host, message = self._host, decode_to_host(payload)
+        match message:
+            case AddRequest():
+                self._add(message)
+            case ResumeRequest(update):
+                host.resume_request(update)
+            case ReleaseRequest(request_id):
+                host.release_request(request_id)
+            case AbortRequest(request_id):
+                host.abort_request(request_id)
+            case EndSequence(request_id, index, turn):
+                host.end_sequence(request_id, index, turn)
+            case OpenAttach() | AttachMessage() | CloseAttach():
+                if self._streams is not None:
+                    self._streams.take(message)
+            case MeetPeer(worker_id, epoch, address):
+                with contextlib.suppress(InvalidRequest):  # the worker has refused such addresses
+                    host.meet(worker_id, epoch, address)
+            case GetTransfers(call_id):
+                self._send(Transfers(call_id, host.transfers_page()))
+            case _:
+                self._on_rare(message)
+
+    def _on_rare(self, message: ToHost) -> None:
+        host = self._host
+        match message:
+            case FailIdleSessions(cause):
+                host.fail_idle_sessions(cause.error())
+            case FailRequests(cause):
+                host.fail_requests(cause.error())
+            case RevokeTransfers(cause):
+                host.revoke_transfers(cause.error())
+            case BeginTransfers(identity):
+                host.begin_transfers(identity)
+            case ServeAttach():
+                self._streams = CarriedStreams(host.attach_servicer(CallerRoles(None)), self._send)
+            case StartEngine():
+                self._start.set()
+            case CloseHost():
+                self._close.set()
+            case _:
+                raise PeerError(f"{type(message).__name__} was sent twice, or to the wrong process")
+
+    def _add(self, message: AddRequest) -> None:
+        try:
+            request = decode_request(message.request)
+        except msgspec.DecodeError as error:
+            self._host.refuse(message.request_id, InvalidRequest(f"the request cannot be read: {error}"))
+            return
+        self._host.add_request(request, message.expected or message.source)
+
+    # ---- `EngineEvents`
+
+    def outputs(self, outputs: EngineCoreOutputs) -> None:
+        """An output that no message holds ends its request; the others of its step are sent."""
+        payload = encode(StepOutputs(outputs))
+        if len(payload) <= MAX_FRAME_BYTES:
+            self._socket.send(payload)
+        elif len(outputs.outputs) > 1:
+            self.outputs(msgspec.structs.replace(outputs, outputs=[]))
+            for output in outputs.outputs:
+                self.outputs(EngineCoreOutputs(outputs=[output]))
+        else:
+            [output] = outputs.outputs
+            error = InternalError(f"an output has {len(payload)} bytes, at most {MAX_FRAME_BYTES} can be sent")
+            self._send(StepOutputs(refused_outputs(output.request_id, error)))
+
+    def blocks_landed(self, request_id: str, num_blocks: int, connector: str) -> None:
+        self._send(BlocksLanded(request_id, num_blocks, connector))
+
+    def source_ended(self, request_id: str, state: SourceState, cause: PdServeError | None) -> None:
+        self._send(SourceEnded(request_id, state, None if cause is None else RequestFailure.of(cause)))
+
+    def released(self, request_id: str, end: RequestEnd) -> None:
+        self._send(Released(request_id, end))
+
+    def died_with(self, cause: PdServeError) -> None:
+        self._send(HostFailed(RequestFailure.of(cause)))
+
+    def _send(self, message: FromHost) -> None:
+        self._socket.send(encode(message))
+
+
+def _end_after_worker(worker: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(worker, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(LAST_STEP_S)
+    os._exit(1)
+
+
+def _load(load: LoadHost, settings: WorkerSettings, send: Callable[[FromHost], None]) -> LoadedModel:
+    def progress(loaded: LoadProgress) -> None:
+        send(LoadedBytes(loaded.loaded_bytes, loaded.total_bytes))
+
+    return load_model(Path(load.folder), settings, progress)
+
+
+async def _run(load: LoadHost, settings: WorkerSettings, model: LoadedModel, worker: socket.socket) -> int:
+    tls = settings.tls()
+    host = make_inproc_host(
+        settings, model, make_connectors(settings, tls=tls), DeploymentKey(load.deployment_key), tls
+    )
+    renewing = background_task("certificates", TlsRenewal(settings, tls).run)
+    try:
+        return await HostProcess(host, worker).run()
+    finally:
+        renewing.cancel()
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # they go to the whole process group, or to all processes of a service; the worker decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with socket.socket(fileno=int(sys.argv[1])) as worker:
+        threading.Thread(target=_end_after_worker, args=(worker.dup(),), name="worker-end", daemon=True).start()
+
+        def send(message: FromHost) -> None:
+            with contextlib.suppress(OSError):  # the worker has ended
+                send_frame(worker, encode(message))
+
+        try:
+            payload = receive_frame(worker)
+            load = None if payload is None else decode_to_host(payload)
+            settings = (load.prefill or load.decode) if isinstance(load, LoadHost) else None
+            if not isinstance(load, LoadHost) or settings is None:
+                raise PeerError("the first message is not LoadHost with the settings of a role")
+            configure_logging(f"{settings.section} engine", settings.log_level, settings.log_format)
+            model = _load(load, settings, send)
+            return uvloop.run(_run(load, settings, model, worker))
+        except PdServeError as error:
+            if not isinstance(error, ConfigError):
+                log.exception("the engine's process failed")
+            send(HostFailed(RequestFailure.of(error)))
+        except Exception as error:
+            log.exception("the engine's process failed")
+            send(HostFailed(RequestFailure.of(InternalError(f"{type(error).__name__}: {error}"[:500]))))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
