@@ -39,6 +39,10 @@ class NoArithmetic:
         return self._model.hidden_size
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @property
     def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
         return ((),)
 

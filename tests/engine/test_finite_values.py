@@ -28,6 +28,7 @@ class BadToken:
     def __init__(self, decoder: Any, value: float) -> None:
         self._decoder, self._value = decoder, value
         self.hidden_size = decoder.hidden_size
+        self.dtype = decoder.dtype
         self.attention_specs = decoder.attention_specs
         self.compute_logits = decoder.compute_logits
 

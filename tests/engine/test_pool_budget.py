@@ -55,6 +55,10 @@ class Watched:
         return int(self.model.hidden_size)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
     def attention_specs(self) -> Any:
         return self.model.attention_specs
 

@@ -75,7 +75,7 @@ def test_triton_needs_a_gpu(name: str, kv_cache: Tensor, monkeypatch: pytest.Mon
 
 
 def test_a_gpu_without_triton_has_the_torch_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     monkeypatch.setattr("pdserve.kernels.make_attention.TorchAttentionBackend", lambda cache: "torch")
     monkeypatch.setattr("pdserve.kernels.make_attention._make_triton", lambda name, cache: f"triton, {name}")
     for is_there, expected in ((True, "triton, auto"), (False, "torch")):

@@ -66,7 +66,7 @@ class Oracle:
         return list(zip(beams, output.sequences_scores.tolist(), strict=True))
 
     @torch.inference_mode()
-    def check(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    def check(self, prompt: Sequence[int], answer: Sequence[int], near_tie: float = NEAR_TIE) -> None:
         """The answer is the oracle's own, or leaves it only at a near-tie, which is printed."""
         expected = self.greedy(prompt, len(answer))
         if list(answer) == expected:
@@ -74,5 +74,5 @@ class Oracle:
         place = next(i for i, (ours, theirs) in enumerate(zip(answer, expected, strict=True)) if ours != theirs)
         logits = self._model(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1]
         margin = float(logits[expected[place]] - logits[answer[place]])
-        assert margin < NEAR_TIE, f"token {place}: {answer[place]} instead of {expected[place]}, {margin} apart"
+        assert margin < near_tie, f"token {place}: {answer[place]} instead of {expected[place]}, {margin} apart"
         print(f"near-tie at token {place} of a {len(prompt)}-token prompt: {margin:.2e}")

@@ -26,14 +26,18 @@ class PagedRun:
         block_size: int = 16,
         seed: int = 0,
         shard: RankShard = WHOLE,
+        cache_dtype: str | None = None,
     ) -> None:
         self.decoder = decoder
         self.block_size = block_size
-        self.kv_cache = make_kv_cache(decoder.config.kv_layout(block_size, "test", shard), num_blocks)
-        huge = torch.finfo(self.kv_cache.dtype).max
-        poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=self.kv_cache.dtype)
-        self.kv_cache.view(-1, 4).copy_(poison)
-        self.attention = TorchAttentionBackend(self.kv_cache)
+        self.kv_cache = make_kv_cache(decoder.config.kv_layout(block_size, "test", shard, cache_dtype), num_blocks)
+        if cache_dtype is None:
+            huge = torch.finfo(self.kv_cache.dtype).max
+            poison = torch.tensor([torch.nan, torch.inf, -torch.inf, huge], dtype=self.kv_cache.dtype)
+            self.kv_cache.view(-1, 4).copy_(poison)
+        else:
+            self.kv_cache.view(torch.uint8).fill_(0xFF)  # scales that are NaN
+        self.attention = TorchAttentionBackend(self.kv_cache, decoder.dtype)
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import Literal
+
 import msgspec
 
 from pdserve.common.errors import LayoutMismatch
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
+"""Dtypes of rounded keys and values. A head's scales, float32, one per token for keys and for values in each layer, lie behind its
+keys and values in its run of bytes."""
+SCALE_BYTES = 4
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8", "int8_per_token_head"]
+"""Values of the setting `kv_cache_dtype`. All of one number format are the same: there is always a scale per token and head."""
+CACHE_DTYPES = MappingProxyType(
+    {
+        "auto": None,
+        "fp8": "float8_e4m3fn",
+        "fp8_e4m3": "float8_e4m3fn",
+        "fp8_per_token_head": "float8_e4m3fn",
+        "int8": "int8",
+        "int8_per_token_head": "int8",
+    }
+)
+"""`KvCacheDtype` -> one of `QUANTIZED_DTYPES`; None: the model's dtype."""
 FORMAT = 1
 """Order of a block's bytes, raised with each change: blocks of another format would be read as other keys and values.
 
@@ -35,7 +55,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens in a block."""
     dtype: str
-    """`float32`, `bfloat16` or `float16`."""
+    """`float32`, `bfloat16`, `float16`, or one of `QUANTIZED_DTYPES`."""
     model_fingerprint: str
     """32 hex digits: a hash of everything that determines the content of a KV block."""
 
@@ -45,7 +65,14 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         item_bytes = DTYPE_BYTES.get(self.dtype)
         if item_bytes is None:
             raise LayoutMismatch(f"the KV layout's dtype is {self.dtype[:64]!r}, {', '.join(DTYPE_BYTES)} are known")
-        return self.num_layers * 2 * self.block_size * self.head_dim * item_bytes
+        return (self.num_layers * 2 + self.num_scale_rows) * self.block_size * self.head_dim * item_bytes
+
+    @property
+    def num_scale_rows(self) -> int:
+        """Rows `[bs, D]` of bytes behind a head's keys and values that hold their scales: `[L, 2, bs]` float32, then zeros."""
+        if self.dtype not in QUANTIZED_DTYPES:
+            return 0
+        return -(-self.num_layers * 2 * SCALE_BYTES // self.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -53,8 +80,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_bytes
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`[Hkv, L, 2, bs, D]`."""
+    def block_shape(self) -> tuple[int, ...]:
+        """`[Hkv, L, 2, bs, D]`; `[Hkv, L * 2 + num_scale_rows, bs, D]` with a quantised dtype."""
+        if self.dtype in QUANTIZED_DTYPES:
+            return (self.num_kv_heads, self.num_layers * 2 + self.num_scale_rows, self.block_size, self.head_dim)
         return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
 
     def differences(self, other: KvLayout) -> list[str]:

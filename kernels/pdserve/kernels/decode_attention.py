@@ -49,8 +49,8 @@ def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: At
 
 def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int, int]]:
     """Ranges of neighbouring rows with little padding that fit the workspace."""
-    limit_bytes = _GATHER_BYTES if pages.kv_cache.is_cpu else _DEVICE_GATHER_BYTES
-    limit = limit_bytes // (2 * pages.num_kv_heads * pages.head_dim * pages.kv_cache.element_size())
+    limit_bytes = _GATHER_BYTES if pages.like.is_cpu else _DEVICE_GATHER_BYTES
+    limit = limit_bytes // (2 * pages.num_kv_heads * pages.head_dim * pages.like.element_size())
     ranges = []
     start = total = longest = 0
     for row, full_length in enumerate(lens):
@@ -81,7 +81,7 @@ def _plan_group(
         tables = tables[:, first_block : -(-longest // block_size)]
         offset = first_block * block_size
         source = pages.plan_gather(tables, first_position - offset, longest - offset)
-        by_products = _uses_products(pages.kv_cache, spec, size * (longest - first_position))
+        by_products = _uses_products(pages.like, spec, size * (longest - first_position))
         return DecodeGroup(start, stop, source, None, by_products)
 
     seq_lens = batch.seq_lens[start:stop].clamp(min=1).unsqueeze(1)
@@ -99,8 +99,8 @@ def _plan_group(
     hidden = positions >= seq_lens
     if window is not None and windowed:
         hidden |= positions < seq_lens - window
-    mask = torch.zeros(hidden.shape, dtype=pages.kv_cache.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-    by_products = _uses_products(pages.kv_cache, spec, mask.numel())
+    mask = torch.zeros(hidden.shape, dtype=pages.like.dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+    by_products = _uses_products(pages.like, spec, mask.numel())
     if by_products:
         mask = mask.view(size, 1, -1).expand(-1, pages.num_kv_heads, -1).reshape(size * pages.num_kv_heads, 1, -1)
     else:

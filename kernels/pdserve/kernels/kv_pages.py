@@ -21,7 +21,7 @@ def check_cache(kv_cache: Tensor) -> None:
 
 def check_spec(kv_cache: Tensor, spec: AttentionSpec) -> None:
     """Raises: ValueError for a spec with other heads than the cache."""
-    if (spec.num_kv_heads, spec.head_dim) != (kv_cache.shape[1], kv_cache.shape[5]):
+    if (spec.num_kv_heads, spec.head_dim) != (kv_cache.shape[1], kv_cache.shape[-1]):
         raise ValueError(f"kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype} does not fit {spec}")
 
 
@@ -38,6 +38,8 @@ class GatheredKeys:
     first_key: int
     last_key: int
     """Rows attend to keys `first_key..last_key-1` of the N * bs gathered keys of a sequence."""
+    scale_rows: Tensor | None = None
+    """Rows of `QuantizedPages.scale_rows`, in the order of `rows`."""
 
 
 class KvPages:
@@ -50,23 +52,29 @@ class KvPages:
     def __init__(self, kv_cache: Tensor) -> None:
         check_cache(kv_cache)
         self.kv_cache = kv_cache
+        self.like = kv_cache
+        """A tensor of the dtype and the device of gathered keys."""
         self.num_blocks, self.num_kv_heads, self.num_layers, _, self.block_size, self.head_dim = kv_cache.shape
+        self._lay_out(kv_cache, self.num_layers * 2)
+
+    def _lay_out(self, kv_cache: Tensor, rows_of_head: int) -> None:
+        """rows_of_head: rows `[bs, D]` of one head in a block; those of layer l are the rows 2 l and 2 l + 1."""
         tokens = kv_cache.view(-1, self.head_dim)
         blocks = kv_cache.view(-1, self.block_size * self.head_dim)
         self.token_rows = [tokens[layer * 2 * self.block_size :] for layer in range(self.num_layers)]
         """A row is one head's key or value of one token: `[*, D]`."""
         self.block_rows = [blocks[layer * 2 :] for layer in range(self.num_layers)]
         """A row is one head's keys or values of one block: `[*, bs * D]`."""
-        self._rows_of_block = self.num_kv_heads * self.num_layers * 2
-        keys = torch.arange(self.num_kv_heads, device=kv_cache.device).mul_(self.num_layers * 2)
+        self._rows_of_block = self.num_kv_heads * rows_of_head
+        keys = torch.arange(self.num_kv_heads, device=kv_cache.device).mul_(rows_of_head)
         rows = torch.stack((keys, keys + 1))
         self._head_tokens = rows.flatten() * self.block_size
         self._head_blocks = rows.view(2, 1, self.num_kv_heads, 1)
         self._offsets = torch.arange(self.block_size, device=kv_cache.device)
-        self._gathered = kv_cache.new_empty(0)
+        self._gathered = self.like.new_empty(0)
 
     def write_rows(self, slot_mapping: Tensor) -> Tensor:
-        """Rows of `token_rows` that tokens in slots `[T]` own, in the order `[T, 2, Hkv]`, flat."""
+        """Rows of `token_rows` that tokens in slots `[T]` own, in the order `[T, 2, Hkv]`, flat: the argument of `store`."""
         # slot = block * bs + offset, and a block has `_rows_of_block` times as many rows as slots
         starts = slot_mapping // self.block_size
         starts = starts.mul_((self._rows_of_block - 1) * self.block_size).add_(slot_mapping)
@@ -85,9 +93,15 @@ class KvPages:
         rows = self.read_rows(block_tables)
         size = rows.numel() * self.block_size * self.head_dim
         if self._gathered.numel() < size:
-            self._gathered = self.kv_cache.new_empty(size + size // 2)
+            self._gathered = self.like.new_empty(size + size // 2)
         out = self._gathered[:size].view(rows.numel(), -1)
         return GatheredKeys(block_tables.shape[0], rows, out, first_key, last_key)
+
+    def store(self, layer: int, write_rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write keys and values `[T, Hkv, D]` to their `write_rows`. May round k and v to what it writes."""
+        # k and v are views of one projection: together they take one copy and one indexed write, separately two of each
+        rows = torch.cat((k, v), 1).view(-1, self.head_dim)
+        self.token_rows[layer].index_copy_(0, write_rows, rows)
 
     def gather(self, layer: int, source: GatheredKeys) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, Hkv, S, D]`, views of `source.out`."""

@@ -12,9 +12,11 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.quantized_pages import is_quantized
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 
 ENTRY_POINT_GROUP = "pdserve.attention_backends"
@@ -40,6 +42,17 @@ def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> A
     return TritonAttentionBackend(kv_cache, None if name == "auto" else name)
 
 
+def _make_quantized(name: str, kv_cache: Tensor, dtype: torch.dtype | None) -> AttentionBackend:
+    if name not in (AUTO, "torch"):
+        raise AttentionBackendError(
+            f"attention_backend is {name[:200]!r}, only torch reads a KV cache of {kv_cache.dtype}"
+        )
+    try:
+        return TorchAttentionBackend(kv_cache, dtype)
+    except ValueError as error:
+        raise AttentionBackendError(str(error)) from error
+
+
 def _make_auto(kv_cache: Tensor) -> AttentionBackend:
     """Triton's on a GPU where it is installed, else torch's."""
     if kv_cache.device.type == "cuda" and find_spec("triton") is not None:
@@ -55,12 +68,15 @@ _BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {
 }
 
 
-def make_attention(name: str, kv_cache: Tensor) -> AttentionBackend:
+def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
     """The back end called `name` over one engine's cache.
 
     name: `auto` for the fastest back end of the cache's device, a built-in back end, or an entry point. kv_cache: `[num_blocks,
-    Hkv, L, 2, bs, D]`. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
+    Hkv, L, 2, bs, D]`, or a quantised one (`QuantizedPages`), which only torch's back end reads. dtype: of queries; default: of the
+    cache. Raises: AttentionBackendError naming the setting, its value, and the installed back ends.
     """
+    if is_quantized(kv_cache):
+        return _make_quantized(name, kv_cache, dtype)
     if name in _BUILT_IN:
         return _BUILT_IN[name](kv_cache)
     points = _installed().get(name, [])

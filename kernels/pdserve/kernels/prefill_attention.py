@@ -67,17 +67,17 @@ def plan_prefill(chunk: PrefillChunk, pages: KvPages, spec: AttentionSpec) -> Pr
     """Choose the blocks to gather and cut the chunk into tiles."""
     window, context, end = spec.window, chunk.context_len, chunk.context_len + chunk.num_tokens
     first_seen = 0 if window is None else max(0, context - window + 1)
-    tile = _tile_rows(pages.kv_cache)
-    if not pages.kv_cache.is_cpu:
+    tile = _tile_rows(pages.like)
+    if not pages.like.is_cpu:
         # scores of all heads over a long context are larger than weights
-        row_bytes = spec.num_heads * (end - first_seen) * pages.kv_cache.element_size()
+        row_bytes = spec.num_heads * (end - first_seen) * pages.like.element_size()
         tile = max(1, min(tile, _DEVICE_SCORE_BYTES // row_bytes))
     tiles = []
     for start in range(0, chunk.num_tokens, tile):
         stop = min(start + tile, chunk.num_tokens)
         first = first_seen if window is None else max(0, context + start - window + 1)
         last = context + stop if spec.causal else end
-        mask = _tile_mask(context + start, last, first, window, pages.kv_cache) if spec.causal else None
+        mask = _tile_mask(context + start, last, first, window, pages.like) if spec.causal else None
         tiles.append(QueryTile(start, stop, first - first_seen, last - first_seen, mask))
     if context == first_seen:
         return PrefillPlan(chunk, None, tiles)
@@ -87,10 +87,10 @@ def plan_prefill(chunk: PrefillChunk, pages: KvPages, spec: AttentionSpec) -> Pr
     return PrefillPlan(chunk, pages.plan_gather(table.unsqueeze(0), first_seen - offset, end - offset), tiles)
 
 
-def _tile_rows(kv_cache: Tensor) -> int:
-    if not kv_cache.is_cpu:
+def _tile_rows(like: Tensor) -> int:
+    if not like.is_cpu:
         return _DEVICE_TILE
-    return _FLOAT32_TILE if kv_cache.dtype is torch.float32 else _HALF_TILE
+    return _FLOAT32_TILE if like.dtype is torch.float32 else _HALF_TILE
 
 
 def _tile_mask(query: int, last: int, first: int, window: int | None, like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
 from pdserve.kernels.kv_pages import KvPages, check_spec
 from pdserve.kernels.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
+from pdserve.kernels.quantized_pages import QuantizedPages, is_quantized
 
 
 class TorchAttentionBackend:
@@ -21,9 +22,11 @@ class TorchAttentionBackend:
 
     is_capturable = False
 
-    def __init__(self, kv_cache: Tensor) -> None:
-        """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous. Raises: ValueError for another shape."""
-        self._pages = KvPages(kv_cache)
+    def __init__(self, kv_cache: Tensor, dtype: torch.dtype | None = None) -> None:
+        """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous, or one that `QuantizedPages` takes. dtype: of queries; needed for
+        the latter alone. Raises: ValueError for another shape.
+        """
+        self._pages = QuantizedPages(kv_cache, dtype) if is_quantized(kv_cache) else KvPages(kv_cache)
         self._step: _Step | None = None
 
     def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> Mapping[str, NDArray[Any]]:
@@ -83,9 +86,7 @@ class TorchAttentionPlan:
         step.clear_tails(pages, is_masked=any(group.mask is not None for group in self._groups))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        # k and v are views of one projection: together they take one copy and one indexed write, separately two of each
-        rows = torch.cat((k, v), 1).view(-1, self._pages.head_dim)
-        self._pages.token_rows[layer].index_copy_(0, self._write_rows, rows)
+        self._pages.store(layer, self._write_rows, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pages, spec = self._pages, self._spec

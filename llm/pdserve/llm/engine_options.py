@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import msgspec
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.kv_layout import KvCacheDtype
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
@@ -21,6 +22,8 @@ class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "dummy"]
     quantization: Literal["int8"] | None
+    kv_cache_dtype: KvCacheDtype
+    """Dtype of keys and values in the KV cache: `int8`, `fp8`; default: the model's."""
     device: str
     """`cpu`, the default, `cuda` or `cuda:N`."""
     gpu_memory_utilization: float

@@ -13,6 +13,7 @@ from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import rotary_phases
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.model_inputs import ModelInputs
 
@@ -78,6 +79,11 @@ class Decoder:
             tuple(dict.fromkeys(specs[layer] for layer in group)) for group in config.kv_cache_group_layers
         )
         """Different specs of the layers, per KV cache group."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights and hidden states."""
+        return TORCH_DTYPES[self.config.dtype]
 
     @property
     def hidden_size(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.kv_layout import KvLayout
-from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.dtypes import CACHE_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class KVCacheConfig:
 
 
 def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:
-    """Zeros `[num_blocks, Hkv, L, 2, bs, D]`, contiguous. Writes every page, so that no step has to map one."""
-    dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
+    """Zeros `[num_blocks, *layout.block_shape]`, contiguous. Writes every page, so that no step has to map one."""
+    dtype, shape = CACHE_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
     if torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device).zero_()
     return make_host_memory(num_blocks * layout.block_bytes).view(dtype).view(shape)

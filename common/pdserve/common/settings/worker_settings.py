@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pdserve.common.address.host_address import is_wildcard, own_address
 from pdserve.common.errors import ConfigError
+from pdserve.common.kv_layout import CACHE_DTYPES, KvCacheDtype
 from pdserve.common.registry.registry import is_worker_id
 from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.security.deployment_key import is_loopback
@@ -43,6 +44,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     quantization: Literal["int8"] | None = None
     """`int8`: matrices of attention and MLP have int8 weights, rounded at loading, and their inputs are rounded per row; on a
     processor only."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Dtype of keys and values in the KV cache: `auto` the model's; `int8` or `fp8` (e4m3) with a scale per token and head, on a
+    processor only; other names of these: `CACHE_DTYPES`."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     tensor_parallel_size: int = 1
@@ -168,6 +172,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
+    def cache_dtype(self) -> str | None:
+        """Dtype of a quantised KV cache; None: the model's."""
+        return CACHE_DTYPES[self.kv_cache_dtype]
+
+    @property
     def waiting_limit(self) -> int:
         """Requests that may wait."""
         return 4 * self.max_num_seqs if self.max_waiting is None else self.max_waiting
@@ -247,6 +256,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"quantization is {self.quantization!r}, which runs on a processor only, and device is {self.device!r}"
             )
+        self._verify_cache_dtype()
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")
         for name in self.logits_processors:
@@ -280,6 +290,17 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.engine_stuck_exit_s:
             self._verify_seconds("engine_stuck_exit_s")
         self._verify_seconds("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s")
+
+    def _verify_cache_dtype(self) -> None:
+        if self.kv_cache_dtype == "auto":
+            return
+        possible = {"device": ("cpu",), "attention_backend": ("auto", "torch"), "kernels": ("auto", "torch")}
+        for name, values in possible.items():
+            if (value := getattr(self, name)) not in values:
+                raise ConfigError(
+                    f"kv_cache_dtype is {self.kv_cache_dtype!r} and {name} is {value[:200]!r}: only torch's operations on a "
+                    f"processor read such a cache, {name} must be {' or '.join(values)}"
+                )
 
     def _verify_lora(self) -> None:
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
@@ -17,6 +18,10 @@ class DecoderModel(Protocol):
     @property
     def hidden_size(self) -> int:
         """Hidden size H."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of hidden states and queries."""
 
     @property
     def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:

@@ -179,7 +179,8 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         decoder, targets = with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)
         adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
-    groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard)
+    cache_dtype = settings.cache_dtype
+    groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard, cache_dtype)
     block_bytes = sum(spec.layout.block_bytes for spec in groups)
     left_bytes = None
     if settings.num_blocks is None and settings.pool_mib is None:
@@ -222,7 +223,7 @@ def _budget(
     """Run the largest steps over caches of one block. Raises: ConfigError for back ends that cannot be made."""
     caches = [make_kv_cache(group.layout, 1, device) for group in groups]
     try:
-        attention = [make_attention(settings.attention_backend, cache) for cache in caches]
+        attention = [make_attention(settings.attention_backend, cache, decoder.dtype) for cache in caches]
         ops = make_layer_ops(settings.kernels, device)
     except (AttentionBackendError, LayerOpsError) as error:
         raise ConfigError(str(error)) from error
@@ -241,6 +242,8 @@ def _budget(
 
 def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> str:
     kept = model.dtype if settings.quantization is None else f"{model.dtype}/{settings.quantization}"
+    if settings.cache_dtype is not None:
+        kept += f"/{settings.cache_dtype} cache"
     if settings.load_format == "auto":
         return model_fingerprint(folder, kept)
     drawn = f"drawn by torch {torch.__version__} on {torch.device(settings.device).type}"

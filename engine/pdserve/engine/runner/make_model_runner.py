@@ -39,7 +39,7 @@ def make_model_runner(
     """
     try:
         if attention is None:
-            attention = [make_attention(config.attention_backend, kv_cache) for kv_cache in kv_caches]
+            attention = [make_attention(config.attention_backend, kv_cache, model.dtype) for kv_cache in kv_caches]
         ops = make_layer_ops(config.kernels, kv_caches[0].device)
     except (AttentionBackendError, LayerOpsError) as error:
         raise ConfigError(str(error)) from error

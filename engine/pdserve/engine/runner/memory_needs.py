@@ -84,7 +84,10 @@ def adapter_bytes(folder: Path, settings: WorkerSettings) -> int:
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
-    block_bytes = sum(group.layout.block_bytes for group in config.kv_cache_groups(settings.block_size, ""))
+    block_bytes = sum(
+        group.layout.block_bytes
+        for group in config.kv_cache_groups(settings.block_size, "", cache_dtype=settings.cache_dtype)
+    )
     on_gpu = settings.device != "cpu"
     # a pool without a size of its own takes what is left, and needs two blocks
     takes_rest = settings.num_blocks is None and settings.pool_mib is None

@@ -115,7 +115,7 @@ class ModelRunner:
         self._ops = ops
         self._kv_caches = kv_caches
         self._device = kv_caches[0].device
-        self._dtype = kv_caches[0].dtype
+        self._dtype = model.dtype
         self._before_layer = before_layer
         self._lora = lora
         self._runtime = runtime or make_runtime(self._device)

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.errors import ConfigError
+from pdserve.common.kv_layout import SCALE_BYTES, KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
@@ -96,13 +97,23 @@ class ModelConfig:
         verify_sharding(size, dimensions, self.num_kv_heads, f"{folder / 'config.json'}")
 
     def kv_cache_groups(
-        self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE
+        self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
     ) -> tuple[KVCacheGroupSpec, ...]:
-        layout = self.kv_layout(block_size, model_fingerprint, shard)
+        """cache_dtype: of keys and values; None: the model's."""
+        layout = self.kv_layout(block_size, model_fingerprint, shard, cache_dtype)
         return tuple(KVCacheGroupSpec(layers, "full_attention", None, layout) for layers in self.kv_cache_group_layers)
 
-    def kv_layout(self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE) -> KvLayout:
-        """The layout of one rank's blocks."""
+    def kv_layout(
+        self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
+    ) -> KvLayout:
+        """The layout of one rank's blocks. cache_dtype: of keys and values; None: the model's.
+
+        Raises: ConfigError for heads of a size whose scales would not be aligned.
+        """
+        if cache_dtype is not None and self.head_dim % SCALE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {self.head_dim}"
+            )
         return KvLayout(
             num_layers=self.num_layers,
             num_kv_heads=len(shard.heads(self.num_kv_heads)),
@@ -111,7 +122,7 @@ class ModelConfig:
             tp_size=shard.size,
             head_dim=self.head_dim,
             block_size=block_size,
-            dtype=self.dtype,
+            dtype=cache_dtype or self.dtype,
             model_fingerprint=model_fingerprint,
         )
 
