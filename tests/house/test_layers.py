@@ -51,7 +51,7 @@ FLOORS = {
     ),
     "worker": (
         {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"},
-        {"engine_client", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager"},
+        {"engine_client", "lora_modules", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager"},
         {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
          "step_totals"},
     ),

@@ -87,7 +87,13 @@ def worker_registry() -> CollectorRegistry:
     totals.add(ModelRunnerStats(layer_s=[0.0]))
     transfers = TransferCounts(num_ended=TransferLog().num_ended)
     engine = SimpleNamespace(
-        stats=SchedulerStats(), step_totals=totals, tick=0, tick_age_s=0.0, draining=False, transfer_counts=transfers
+        stats=SchedulerStats(),
+        step_totals=totals,
+        tick=0,
+        tick_age_s=0.0,
+        draining=False,
+        transfer_counts=transfers,
+        known_adapters={},
     )
     WorkerMetrics(registry, identity, engine)  # type: ignore[arg-type]
     LoopLag(registry)
@@ -109,7 +115,7 @@ def test_metrics_that_name_keys_are_described() -> None:
 @pytest.mark.parametrize("registry", [router_registry(), key_registry(), worker_registry()])
 def test_names_carry_units_and_labels_are_bounded(registry: CollectorRegistry) -> None:
     allowed = {"outcome", "code", "phase", "policy", "kind", "role", "state", "worker", "call", "connector", "task"}
-    allowed |= {"key", "tenant", "peers", "stage", "layer", "position"}
+    allowed |= {"key", "tenant", "peers", "stage", "layer", "position", "adapter"}
     for name, (kind, labels, _) in offered(registry).items():
         assert set(labels) <= allowed | {"model_fingerprint"}, name
         if kind == "histogram":

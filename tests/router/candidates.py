@@ -21,6 +21,7 @@ def worker(
     protocol_version: int = PROTOCOL_VERSION,
     sampler_version: int = 2,
     data_parallel_rank: int | None = None,
+    adapters: dict[str, str] | None = None,
     **load: Any,
 ) -> Worker:
     """A live worker that reported this load. limit: its `max_local_prefill_tokens`."""
@@ -39,7 +40,7 @@ def worker(
         sampler_version=sampler_version,
         data_parallel_rank=data_parallel_rank,
     )
-    made = Worker(identity, None, WorkerLoad(**load))  # type: ignore[arg-type]  # nothing is sent
+    made = Worker(identity, None, WorkerLoad(**load), adapters or {})  # type: ignore[arg-type]  # nothing is sent
     made.report(made.load)
     return made
 

@@ -276,6 +276,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.ended_sequences: asyncio.Queue[decode_pb2.EndSequencesRequest] = asyncio.Queue()
         self.met: list[worker_pb2.MeetRequest] = []
         self.load = worker_pb2.Load(engine_tick=1)
+        self.adapters: dict[str, str] = {}
+        """Name -> fingerprint; said in the watch before the first load, and with each `report`."""
         self.ticking = True
         self.blocks: list[worker_pb2.Blocks] = []
         """Changes that go out next, on the watch that asks for them."""
@@ -355,7 +357,12 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         if proof is None:
             return
         answer.verify(proof)
+        said: dict[str, str] = {}
         while True:
+            if said != self.adapters:
+                said = dict(self.adapters)
+                entries = [worker_pb2.Adapter(name=name, fingerprint=value) for name, value in said.items()]
+                yield worker_pb2.WatchEvent(adapters=worker_pb2.Adapters(adapters=entries))
             self.load.engine_tick += self.ticking
             yield worker_pb2.WatchEvent(load=self.load)
             while request.blocks and self.blocks:

@@ -143,7 +143,7 @@ class Cluster:
             )
             challenge.read(next(watch))
             requests.put(challenge.answer)
-            load = next(watch).load
+            load = next(event.load for event in watch if event.HasField("load"))
             watch.cancel()
             requests.put(None)
             return load

@@ -45,16 +45,20 @@ class InferenceClient:
         await self._channel.close()
 
     def start(
-        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", **sampling: Any
+        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", model: str = "", **sampling: Any
     ) -> grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
-        request = _request(prompt, cache_salt, sampling)
+        request = _request(prompt, cache_salt, sampling, model)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
 
     async def converse(
-        self, turns: Sequence[tuple[Sequence[int], Mapping[str, Any]]], timeout: float = HANG_S, cache_salt: str = ""
+        self,
+        turns: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
+        timeout: float = HANG_S,
+        cache_salt: str = "",
+        models: Sequence[str] = (),
     ) -> list[list[int]]:
-        """A session: the answer to each turn. turns: prompt and fields of `SamplingParams`.
+        """A session: the answer to each turn. turns: prompt and fields of `SamplingParams`. models: of the first turns.
 
         Raises: grpc.aio.AioRpcError.
         """
@@ -64,7 +68,8 @@ class InferenceClient:
         try:
             for number, (prompt, sampling) in enumerate(turns):
                 with contextlib.suppress(asyncio.InvalidStateError):  # it has ended: `read` says how
-                    await call.write(_request(prompt, "" if number else cache_salt, sampling))
+                    model = models[number] if number < len(models) else ""
+                    await call.write(_request(prompt, "" if number else cache_salt, sampling, model))
                 answers.append([])
                 while (message := await call.read()) is not grpc.aio.EOF:
                     answers[-1] += message.token_ids
@@ -78,11 +83,11 @@ class InferenceClient:
         return answers
 
     async def ask(
-        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", **sampling: Any
+        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", model: str = "", **sampling: Any
     ) -> Answer:
         """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
         answer = Answer()
-        async for message in self.start(prompt, timeout, cache_salt, **sampling):
+        async for message in self.start(prompt, timeout, cache_salt, model, **sampling):
             answer.token_ids += message.token_ids
             answer.text += message.text
             if message.finish_reason:
@@ -102,10 +107,13 @@ class InferenceClient:
         return await asyncio.gather(*(self.ask(prompt, **sampling) for prompt in prompts))
 
 
-def _request(prompt: Sequence[int], cache_salt: str, sampling: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+def _request(
+    prompt: Sequence[int], cache_salt: str, sampling: Mapping[str, Any], model: str = ""
+) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenPrompt(token_ids=prompt),
         sampling=request_pb2.SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | dict(sampling))),
         stream=True,
         cache_salt=cache_salt,
+        model=model,
     )

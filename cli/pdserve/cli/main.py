@@ -16,6 +16,7 @@ from pdserve.cli.options import (
     ApiKeysFile,
     Config,
     Connector,
+    EnableLora,
     GrpcPort,
     Hidden,
     Host,
@@ -23,6 +24,8 @@ from pdserve.cli.options import (
     Insecure,
     KeyFile,
     LocalPrefill,
+    LoraDir,
+    LoraModules,
     Model,
     ModelArgument,
     NoAuth,
@@ -87,6 +90,9 @@ def up(
         int | None, typer.Option(help="Tokens of prompt and output together; default: the model's own limit.")
     ] = None,
     connector: Connector = None,
+    enable_lora: EnableLora = None,
+    lora_modules: LoraModules = None,
+    lora_dir: LoraDir = None,
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
     redis: RedisUrl = None,
@@ -113,6 +119,7 @@ def up(
         "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
+        "enable_lora": enable_lora, "lora_modules": lora_modules, "lora_dir": lora_dir,
         "log_level": "info" if verbose else None,
     }  # fmt: skip
     on_ray = None if ray is None else RayCluster(ray, ray_timeout_s, verbose)
@@ -183,6 +190,9 @@ def prefill(
     advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
     worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
+    enable_lora: EnableLora = None,
+    lora_modules: LoraModules = None,
+    lora_dir: LoraDir = None,
     redis: RedisUrl = None,
     otlp: Otlp = None,
     insecure: Insecure = None,
@@ -196,7 +206,8 @@ def prefill(
     _worker(
         "prefill", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
         worker_id=worker_id, connector=connector, redis=redis, otlp=otlp, insecure=insecure,
-        deployment_key_file=deployment_key_file, report_fd=report_fd, lifeline_fd=lifeline_fd,
+        deployment_key_file=deployment_key_file, enable_lora=enable_lora, lora_modules=lora_modules,
+        lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
     )  # fmt: skip
 
 
@@ -209,6 +220,9 @@ def decode(
     advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
     worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
+    enable_lora: EnableLora = None,
+    lora_modules: LoraModules = None,
+    lora_dir: LoraDir = None,
     max_local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Longest uncached prompt this worker prefills itself; default: no limit.")
     ] = None,
@@ -225,8 +239,8 @@ def decode(
     _worker(
         "decode", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
         worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, redis=redis,
-        otlp=otlp, insecure=insecure, deployment_key_file=deployment_key_file, report_fd=report_fd,
-        lifeline_fd=lifeline_fd,
+        otlp=otlp, insecure=insecure, deployment_key_file=deployment_key_file, enable_lora=enable_lora,
+        lora_modules=lora_modules, lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
     )  # fmt: skip
 
 

@@ -58,6 +58,13 @@ Policy = Annotated[
 Connector = Annotated[
     str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
 ]
+EnableLora = Annotated[bool | None, typer.Option("--enable-lora", help="Serve LoRA adapters.")]
+LoraModules = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter in PEFT's format; may be repeated.")
+]
+LoraDir = Annotated[
+    str | None, typer.Option(help="Folder whose subfolders are LoRA adapters; they may come and go while it is served.")
+]
 Otlp = Annotated[
     str | None, typer.Option(help="Collector for traces: grpc://host:port or http://host:port.", show_default=False)
 ]

@@ -69,6 +69,11 @@ class BlockHasher:
         return self._digest(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)
 
 
+def lora_extras(fingerprint: str) -> bytes:
+    """The `extras` of the request digest for an adapter's fingerprint; empty without one."""
+    return b"lora" + fingerprint.encode() if fingerprint else b""
+
+
 def placement_hash(block_hash: bytes) -> bytes:
     """The part of a block's hash that routers get: enough for placement, and useless at a worker."""
     return block_hash[-PLACEMENT_HASH_BYTES:]

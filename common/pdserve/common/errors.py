@@ -22,6 +22,7 @@
         WrongWorker           a call reached another worker or epoch than it was made for
       Evicted                 a sequence lost its blocks and is placed again
       NeedsPrefill            decode requires a prefill worker first
+      AdapterUnavailable      a worker does not have a request's adapter, or has other content under its name
       Draining                the worker is shutting down
       InternalError           a bug of ours
         LogitsProcessorFailed a bug of a plug-in that the request named
@@ -239,6 +240,15 @@ class NeedsPrefill(PdServeError):
 
     uncached_tokens: int = 0
     """Prompt tokens that would have to be computed. Not part of what travels as an error: see `DecodeEvent.needs_prefill`."""
+
+
+class AdapterUnavailable(PdServeError):
+    """A worker does not have the LoRA adapter of a request, or has other content under its name."""
+
+    code = "adapter_unavailable"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
 
 
 class Draining(PdServeError):

@@ -397,7 +397,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SPECULATIVE_TOKENS_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """empty: whichever is served; another name is NOT_FOUND"""
+    """a model's name, or an adapter's; empty: the base model; another name is NOT_FOUND"""
     client_request_id: builtins.str
     """the client's id of the request, an attribute of its spans; at most 256 printable characters"""
     cache_salt: builtins.str
@@ -653,7 +653,7 @@ class EmbedRequest(google.protobuf.message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: builtins.int
     model: builtins.str
-    """empty: whichever is served; another name is NOT_FOUND"""
+    """a model's name, or an adapter's; empty: the base model; another name is NOT_FOUND"""
     client_request_id: builtins.str
     """as in GenerateRequest"""
     cache_salt: builtins.str
@@ -793,13 +793,19 @@ class GetModelResponse(google.protobuf.message.Message):
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     model: builtins.str
+    """the base model"""
     max_model_len: builtins.int
     vocab_size: builtins.int
     model_fingerprint: builtins.str
     """empty until a worker is known"""
     hidden_size: builtins.int
     """numbers in an embedding; 0 until a worker is known"""
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of LoRA adapters that requests may give as `model`"""
+
     def __init__(
         self,
         *,
@@ -808,8 +814,9 @@ class GetModelResponse(google.protobuf.message.Message):
         vocab_size: builtins.int = ...,
         model_fingerprint: builtins.str = ...,
         hidden_size: builtins.int = ...,
+        adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocab_size", b"vocab_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocab_size", b"vocab_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse

@@ -75,6 +75,7 @@ class WatchEvent(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     @property
     def identity(self) -> Global___Identity:
         """from a worker of version 1, which has no proof and is refused"""
@@ -87,6 +88,10 @@ class WatchEvent(google.protobuf.message.Message):
     def welcome(self) -> Global___Welcome:
         """the first event"""
 
+    @property
+    def adapters(self) -> Global___Adapters:
+        """from workers with enable_lora: before the first Load, and after each change"""
+
     def __init__(
         self,
         *,
@@ -94,16 +99,56 @@ class WatchEvent(google.protobuf.message.Message):
         load: Global___Load | None = ...,
         blocks: Global___Blocks | None = ...,
         welcome: Global___Welcome | None = ...,
+        adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load", "blocks", "welcome"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load", "blocks", "welcome", "adapters"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
+
+@typing.final
+class Adapters(google.protobuf.message.Message):
+    """LoRA adapters that requests may name at this worker: all of them, in place of those before. At most 1024."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Adapter]: ...
+    def __init__(
+        self,
+        *,
+        adapters: collections.abc.Iterable[Global___Adapter] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Adapters: typing_extensions.TypeAlias = Adapters
+
+@typing.final
+class Adapter(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    fingerprint: builtins.str
+    """32 hex digits over the adapter's content"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["fingerprint", b"fingerprint", "name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Adapter: typing_extensions.TypeAlias = Adapter
 
 @typing.final
 class Welcome(google.protobuf.message.Message):
@@ -270,6 +315,7 @@ class Load(google.protobuf.message.Message):
     NUM_SESSIONS_FIELD_NUMBER: builtins.int
     MAX_SESSIONS_FIELD_NUMBER: builtins.int
     MAX_WAITING_FIELD_NUMBER: builtins.int
+    LOADED_ADAPTERS_FIELD_NUMBER: builtins.int
     engine_tick: builtins.int
     """advances at each turn of the engine loop and before each layer"""
     draining: builtins.bool
@@ -299,6 +345,10 @@ class Load(google.protobuf.message.Message):
     """at most; 0: this worker takes none"""
     max_waiting: builtins.int
     """num_waiting and num_remote_kv, at most: more are refused; 0: no limit is told"""
+    @property
+    def loaded_adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """fingerprints of the adapters that have a slot on the device"""
+
     def __init__(
         self,
         *,
@@ -320,8 +370,9 @@ class Load(google.protobuf.message.Message):
         num_sessions: builtins.int = ...,
         max_sessions: builtins.int = ...,
         max_waiting: builtins.int = ...,
+        loaded_adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "draining", b"draining", "engine_tick", b"engine_tick", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "num_preemptions", b"num_preemptions", "num_remote_kv", b"num_remote_kv", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "open_transfers", b"open_transfers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_computed", b"prompt_tokens_computed"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_in_use", b"blocks_in_use", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "draining", b"draining", "engine_tick", b"engine_tick", "loaded_adapters", b"loaded_adapters", "max_sessions", b"max_sessions", "max_waiting", b"max_waiting", "num_preemptions", b"num_preemptions", "num_remote_kv", b"num_remote_kv", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "open_transfers", b"open_transfers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_computed", b"prompt_tokens_computed"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.common.errors import (
+    AdapterUnavailable,
     DeadlineExceeded,
     Draining,
     InvalidRequest,
@@ -25,6 +26,7 @@ from pdserve.common.request.engine_types import (
     SchedulerStats,
     StreamingUpdate,
 )
+from pdserve.common.request.known_adapters import NO_ADAPTERS
 from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.worker.engine_host.engine_host import NOTHING_MORE, EngineHost, RequestEnd, TransferCounts
@@ -103,6 +105,8 @@ class EngineClient:
         self.num_sessions = 0
         """Streaming sessions that are open, also between turns; counted by `DecodeServicer`."""
         self.max_sessions = max_sessions
+        self.known_adapters = NO_ADAPTERS
+        """Adapters that requests may name."""
         self.died = asyncio.Event()
         self.draining = False
         self.cached_blocks = KvEventPublisher()
@@ -144,11 +148,22 @@ class EngineClient:
         return len(self._streams)
 
     def verify(self, request: EngineCoreRequest) -> None:
-        """Raises: InvalidRequest for what the engine cannot serve, and when a sequence of that name is here already."""
+        """Raises: InvalidRequest for what the engine cannot serve, and when a sequence of that name is here already;
+        AdapterUnavailable."""
+        self._verify_adapter(request)
         self.host.verifier.verify(request)
         for sequence_id in _sequence_ids(request):
             if sequence_id in self._taken:
                 raise InvalidRequest(f"request {sequence_id} is here already", "request_id")
+
+    def _verify_adapter(self, request: EngineCoreRequest) -> None:
+        name, fingerprint = request.lora_name, request.lora_fingerprint
+        if name and self.known_adapters.get(name) != fingerprint:
+            here = self.known_adapters.get(name)
+            found = f"it has the fingerprint {here} here" if here else "it is not offered here"
+            raise AdapterUnavailable(
+                f"the request is for the adapter {name!r} with the fingerprint {fingerprint}: {found}"
+            )
 
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raises: InvalidRequest for a turn of a session that the engine cannot serve."""

@@ -23,6 +23,7 @@ from pdserve.common.errors import Draining
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DeploymentKey
@@ -40,6 +41,7 @@ from pdserve.v1 import worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_host.engine_host import EngineHost
 from pdserve.worker.engine_watchdog import EngineWatchdog
+from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
@@ -105,7 +107,13 @@ class Worker:
         self._watching_loop: asyncio.Task[None] | None = None
         peers = PeerRule(tls is not None, settings.insecure)
         self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
+        self._lora_modules = LoraModules(host, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
+        self._following_adapters: asyncio.Task[None] | None = None
         self._add_servicers(add_servicers)
+
+    def _offer_adapters(self, adapters: KnownAdapters) -> None:
+        self.engine.known_adapters = adapters
+        self._watch.announce()
 
     def _identity(self, role: WorkerRole) -> WorkerIdentity:
         settings, info = self.settings, self.host.info
@@ -143,11 +151,12 @@ class Worker:
         return "pdserve.v1.KvSourceService"
 
     async def start(self) -> None:
-        """Warm the engine up, then answer."""
+        """Warm the engine up, then answer. Raises: ConfigError for adapters of the settings that cannot be used."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         await self.host.start()
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
+        await self._lora_modules.start()
         if self.settings.engine_stuck_exit_s:
             self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s, self.host.kill)
             self._watchdog.start()
@@ -158,6 +167,8 @@ class Worker:
         self._watching_loop = background_task("loop_lag", self.telemetry.loop_lag.run)
         if self.publisher is not None:
             self._publishing = background_task("publisher", self.publisher.run)
+        if self._lora_modules.watches:
+            self._following_adapters = background_task("adapters", self._lora_modules.run)
         log.info(
             "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
             self.identity.worker_id, self.identity.address, self.identity.num_blocks, self.identity.layout.block_size,
@@ -222,7 +233,7 @@ class Worker:
                 self._publishing.cancel()
                 await asyncio.wait({self._publishing})
             await self.publisher.leave()
-        for task in (self._reporting_health, self._watching_loop):
+        for task in (self._reporting_health, self._watching_loop, self._following_adapters):
             if task is not None:
                 task.cancel()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)

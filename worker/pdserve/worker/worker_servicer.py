@@ -13,6 +13,7 @@ from pdserve.common.errors import KeyMismatch, ProtocolMismatch
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
+from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
@@ -48,7 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def announce(self) -> None:
-        """Send the load to routers now, before the next second."""
+        """Send the load, and the adapters if they have changed, to routers now, before the next second."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -73,9 +74,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _events(self, follower: KvEventSubscriber | None) -> AsyncIterator[worker_pb2.WatchEvent]:
         loop = asyncio.get_running_loop()
-        sequence = 0
+        sequence, adapters = 0, NO_ADAPTERS
         while True:
             announced, next_load = self._changed, loop.time() + LOAD_EVERY_S
+            if adapters != self._engine.known_adapters:
+                adapters = self._engine.known_adapters
+                yield worker_pb2.WatchEvent(adapters=_adapters_message(adapters))
             yield worker_pb2.WatchEvent(load=self._load_message())
             while not announced.is_set() and loop.time() < next_load:
                 waiting: list[Awaitable[object]] = (
@@ -123,6 +127,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_sessions=self._engine.num_sessions,
             max_sessions=self._engine.max_sessions,
             max_waiting=self._engine.max_waiting or 0,
+            loaded_adapters=stats.loaded_loras,
         )
 
 
@@ -133,6 +138,11 @@ async def _next(requests: AsyncIterator[worker_pb2.WatchRequest]) -> worker_pb2.
             return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
         raise KeyMismatch("the watch began without a proof of the deployment key") from None
+
+
+def _adapters_message(adapters: KnownAdapters) -> worker_pb2.Adapters:
+    entries = [worker_pb2.Adapter(name=name, fingerprint=fingerprint) for name, fingerprint in adapters.items()]
+    return worker_pb2.Adapters(adapters=entries)
 
 
 def _blocks_message(sequence: int, change: KvCacheEvents) -> worker_pb2.Blocks:

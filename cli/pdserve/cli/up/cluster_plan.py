@@ -113,7 +113,7 @@ def _child(
     role: WorkerRole, name: str, settings: Mapping[str, object], config: Path | None, environ: Mapping[str, str]
 ) -> ChildPlan:
     """Raises: ConfigError."""
-    own = {**environ, **{f"{ENV_PREFIX}{key.upper()}": str(value) for key, value in settings.items()}}
+    own = {**environ, **{f"{ENV_PREFIX}{key.upper()}": _as_text(value) for key, value in settings.items()}}
     flags = () if config is None else ("--config", str(config))
     # the port of the environment is the router's
     loaded = load_settings(_WORKERS[role], flags={**settings, "port": 0}, toml=config, environ=environ)
@@ -134,6 +134,9 @@ def _for_another_machine(child: ChildPlan) -> ChildPlan:
     )
     if (folder := Path(settings.model)).is_dir():
         settings = msgspec.structs.replace(settings, model=str(folder.resolve()))
+    modules = {name: str(Path(path).absolute()) for name, path in (settings.lora_modules or {}).items()} or None
+    lora_dir = None if settings.lora_dir is None else str(Path(settings.lora_dir).absolute())
+    settings = msgspec.structs.replace(settings, lora_modules=modules, lora_dir=lora_dir)
     defaults = _WORKERS[child.role]()
     environ = {
         f"{ENV_PREFIX}{name.upper()}": _as_text(value)
@@ -147,7 +150,9 @@ def _as_text(value: object) -> str:
     """A setting's value as an environment variable has it: lists with commas, tables as JSON."""
     if isinstance(value, msgspec.Struct):
         return msgspec.json.encode(value).decode()
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, Mapping):
+        return msgspec.json.encode(value).decode()
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def _defaults(place: int, num_workers: int) -> dict[str, object]:

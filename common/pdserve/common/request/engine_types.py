@@ -281,6 +281,12 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Blocks copied back."""
     num_host_blocks_evicted: int = 0
     """Blocks that lost their place in the tier to others."""
+    loaded_loras: tuple[str, ...] = ()
+    """Fingerprints of the adapters that have a slot, least recently used first."""
+    num_lora_loads: int = 0
+    """Adapters that got a slot since start; one that lost its slot and got another counts again."""
+    num_lora_evictions: int = 0
+    """Adapters that lost their slot to another one."""
 
     @property
     def num_capacity_reqs(self) -> int:

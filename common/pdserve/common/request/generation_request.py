@@ -25,7 +25,7 @@ MAX_TIMEOUT_S = 86_400.0
 """Longest deadline."""
 LORA_NAME = re.compile(r"[A-Za-z0-9][\w./:@-]{0,127}", re.ASCII)
 LORA_NAME_RULE = "1 to 128 letters, digits or `_./:@-`, the first a letter or digit,"
-_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+LORA_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 MAX_SPECULATIVE_TOKENS = 32
 """Tokens of a sequence that may be drafted per step: each costs a row of logits."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -88,7 +88,7 @@ def verify_lora(name: str, fingerprint: str) -> None:
         return
     if not LORA_NAME.fullmatch(name):
         raise InvalidRequest(f"request.lora_name is {name[:80]!r}, {LORA_NAME_RULE} are needed", "lora_name")
-    if not _FINGERPRINT.fullmatch(fingerprint):
+    if not LORA_FINGERPRINT.fullmatch(fingerprint):
         raise InvalidRequest(
             f"request.lora_fingerprint is {fingerprint[:40]!r}, 32 hex digits are needed", "lora_fingerprint"
         )

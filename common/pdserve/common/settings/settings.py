@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -53,6 +53,8 @@ _LISTS = (
 )
 _TABLES = ("speculative_config",)
 """Given as text, they are JSON."""
+_NAMED = ("lora_modules",)
+"""Given as text, they are `name=value`, with commas between several, or a JSON object."""
 _NO_BLANKS = ("api_keys",)
 """Lists in which a blank entry is an error, and not left out: a key that is missing must not read as one key fewer."""
 SECRETS = ("deployment_key", "api_keys", "otlp_headers")
@@ -180,8 +182,11 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A list that is given as text has commas between its entries, a table is JSON. Raises: ConfigError."""
-    if name in _TABLES and isinstance(value, str):
+    """A list that is given as text has commas between its entries, named values too, a table is JSON. Raises: ConfigError."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("{")
+    if name in _NAMED and not isinstance(value, Mapping) and not is_json:
+        return _named_values(name, value.split(",") if isinstance(value, str) else value)
+    if name in (*_TABLES, *_NAMED) and isinstance(value, str):
         try:
             return msgspec.json.decode(value)
         except msgspec.DecodeError as error:
@@ -189,3 +194,16 @@ def _parsed(name: str, value: Any) -> Any:
     if name in _LISTS and isinstance(value, str):
         return [part for part in map(str.strip, value.split(",")) if part or name in _NO_BLANKS]
     return value
+
+
+def _named_values(name: str, entries: Sequence[str]) -> dict[str, str]:
+    """`name=value` of each entry that is not blank. Raises: ConfigError."""
+    values: dict[str, str] = {}
+    for entry in filter(None, map(str.strip, entries)):
+        key, equals, value = map(str.strip, entry.partition("="))
+        if not equals:
+            raise ConfigError(f"{name} has {entry[:200]!r}, name=folder is needed")
+        if key in values:
+            raise ConfigError(f"{name} has the name {key[:200]!r} more than once")
+        values[key] = value
+    return values

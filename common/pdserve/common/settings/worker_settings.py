@@ -8,7 +8,8 @@ from pdserve.common.address.host_address import is_wildcard, own_address
 from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import CACHE_DTYPES, KvCacheDtype
 from pdserve.common.registry.registry import is_worker_id
-from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
+from pdserve.common.request.generation_request import LORA_NAME, LORA_NAME_RULE, MAX_DATA_PARALLEL_RANK
+from pdserve.common.request.known_adapters import MAX_ADAPTERS
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
 from pdserve.common.settings.speculative_config import SpeculativeConfig
@@ -87,6 +88,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
     enable_lora: bool = False
     """Serve LoRA adapters."""
+    lora_modules: dict[str, str] | None = None
+    """Adapter's name for clients -> its PEFT folder; as text `name=folder`, with commas between several."""
+    lora_dir: str | None = None
+    """Folder whose subfolders are adapters, each by its name; looked at every second, so that they come and go at run time."""
     max_loras: int = 1
     """Different adapters in one step, at most: slots on the device."""
     max_lora_rank: int = 16
@@ -307,6 +312,19 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(f"max_lora_rank is {self.max_lora_rank}, 1 to {MAX_LORA_RANK} are possible")
         if self.cpu_loras < self.max_loras:
             raise ConfigError(f"max_cpu_loras is {self.max_cpu_loras}, at least max_loras ({self.max_loras}) is needed")
+        for name, value in (("lora_modules", self.lora_modules), ("lora_dir", self.lora_dir)):
+            if value and not self.enable_lora:
+                raise ConfigError(f"{name} is {value!s:.200} and enable_lora is false: set enable_lora=true")
+        modules = self.lora_modules or {}
+        if len(modules) > MAX_ADAPTERS:
+            raise ConfigError(f"lora_modules has {len(modules)} adapters, at most {MAX_ADAPTERS} are possible")
+        for name, folder in modules.items():
+            if not LORA_NAME.fullmatch(name):
+                raise ConfigError(f"lora_modules has the name {name[:200]!r}, {LORA_NAME_RULE} are needed")
+            if not folder.strip():
+                raise ConfigError(f"lora_modules[{name}] is {folder!r}, the adapter's folder is needed")
+        if self.lora_dir is not None and not self.lora_dir.strip():
+            raise ConfigError(f"lora_dir is {self.lora_dir!r}, a folder is needed")
 
 
 class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from pdserve.common.errors import NotFound
 from pdserve.models.lora.lora_adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter
 from pdserve.models.lora.lora_targets import LoraTargets
 
-_FileState = tuple[tuple[int, int, int], ...]
+FileState = tuple[tuple[int, int, int], ...]
 """Per file: inode, size, and time of the last change in nanoseconds."""
 
 
@@ -19,7 +19,7 @@ _FileState = tuple[tuple[int, int, int], ...]
 class _Folder:
     """A folder, when it was read."""
 
-    state: _FileState
+    state: FileState
     fingerprint: str
 
 
@@ -41,7 +41,7 @@ class AdapterStore:
 
         Raises: ConfigError naming the file, the field or tensor, and the value; UnsupportedModel for what is not served.
         """
-        state = _file_state(folder)
+        state = adapter_file_state(folder)
         with self._lock:
             known = self._folders.get(folder)
             if known is not None and known.state == state:
@@ -52,6 +52,14 @@ class AdapterStore:
             self._path_of[adapter.fingerprint] = folder
             self._keep(adapter)
         return adapter.fingerprint
+
+    def remove(self, folder: Path) -> None:
+        """Forget a folder. Adapters that are in main memory stay there until others need the room."""
+        with self._lock:
+            self._folders.pop(folder, None)
+            self._path_of = {fingerprint: path for fingerprint, path in self._path_of.items() if path != folder}
+            # another folder may have the same content
+            self._path_of |= {known.fingerprint: path for path, known in self._folders.items()} | self._path_of
 
     def has(self, fingerprint: str) -> bool:
         """True if a folder with this content was added."""
@@ -87,7 +95,7 @@ class AdapterStore:
             self._adapters.popitem(last=False)
 
 
-def _file_state(folder: Path) -> _FileState:
+def adapter_file_state(folder: Path) -> FileState:
     """The state of both files; () if one is missing."""
     try:
         stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]

@@ -22,6 +22,9 @@ class Adapters(Protocol):
     def add(self, folder: Path) -> str:
         """See `AdapterStore.add`."""
 
+    def remove(self, folder: Path) -> None:
+        """See `AdapterStore.remove`."""
+
     def has(self, fingerprint: str) -> bool:
         """See `AdapterStore.has`."""
 

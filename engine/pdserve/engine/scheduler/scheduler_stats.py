@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
     """Current statistics; the cost is proportional to the running sequences."""
     pool, waiting, tier = scheduler.pool, scheduler.waiting, scheduler.pool.tier or HostTier(0)
+    slots = scheduler.running.lora_slots
     return SchedulerStats(
         num_running_reqs=len(scheduler.running),
         num_added_reqs=scheduler.num_added,
@@ -46,4 +47,7 @@ def make_stats(scheduler: Scheduler, profile: StepProfile) -> SchedulerStats:
         num_host_blocks_stored=tier.num_stored,
         num_host_blocks_loaded=tier.num_loaded,
         num_host_blocks_evicted=tier.num_evicted,
+        loaded_loras=tuple(slots.loaded),
+        num_lora_loads=slots.num_loads,
+        num_lora_evictions=slots.num_evictions,
     )

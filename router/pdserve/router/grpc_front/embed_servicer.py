@@ -62,8 +62,9 @@ class EmbedServicer(InferenceServiceServicer):
         inference = self.inference
         with inference.telemetry.count_rejections():
             client = caller()
-            inference.check_model(request.model)
-            build = partial(_embedding_requests, request, call_fields(inference, context, request.client_request_id))
+            lora_name = inference.models.lora_name(request.model)
+            call = call_fields(inference, context, request.client_request_id)._replace(lora_name=lora_name)
+            build = partial(_embedding_requests, request, call)
             requests = await inference.bodies.in_background_pool(request.ByteSize(), build)
             embedding = await inference.embedding(requests, field="inputs", client=client)
         vectors = await embedding.results()

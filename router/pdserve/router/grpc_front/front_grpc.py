@@ -192,7 +192,8 @@ class InferenceServicer(EmbedServicer):
     ) -> inference_pb2.GetModelResponse:
         limits = self.inference.limits()
         return inference_pb2.GetModelResponse(
-            model=self.inference.model,
+            model=self.inference.models.base,
+            adapters=self.inference.models.adapters(),
             max_model_len=limits.max_model_len if limits else 0,
             vocab_size=limits.vocab_size if limits else self.inference.tokenizer.vocab_size,
             model_fingerprint=self.inference.model_fingerprint(),
@@ -203,8 +204,11 @@ class InferenceServicer(EmbedServicer):
         self, request: inference_pb2.GenerateRequest, context: Context, session: StreamingSession | None = None
     ) -> ClientRequest:
         """The request in a message; a large one is read in a thread. Raises: InvalidRequest, NotFound."""
-        self.inference.check_model(request.model)
-        call = call_fields(self.inference, context, request.client_request_id)
+        lora_name = self.inference.models.lora_name(request.model)
+        if session is not None and session.token_ids and request.model and lora_name != session.lora_name:
+            began = session.lora_name or self.inference.models.base
+            raise InvalidRequest(f"model is {request.model[:128]!r}, and the session began with {began!r}", "model")
+        call = call_fields(self.inference, context, request.client_request_id)._replace(lora_name=lora_name)
         build = partial(self._client_request, request, call, session)
         return await self.inference.bodies.in_background_pool(request.ByteSize(), build)
 

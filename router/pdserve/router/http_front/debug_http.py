@@ -43,7 +43,7 @@ class DebugHttp:
         """Workers, queues, rates and the slowest requests."""
         client, inference = await authenticated(self._keys, request), self._inference
         view = status_of(
-            client, inference.model, inference.fleet, inference.admission, inference.selector, inference.telemetry,
+            client, inference.models.base, inference.fleet, inference.admission, inference.selector, inference.telemetry,
             healthy=inference.healthy,
         )  # fmt: skip
         return await self._large_json(view)

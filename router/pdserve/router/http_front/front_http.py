@@ -124,12 +124,14 @@ class HttpFront:
 
     async def models(self, request: Request) -> Response:
         await self._authenticate(request)
-        return json_response({"object": "list", "data": [self._model(name) for name in self._inference.models]})
+        models = self._inference.models
+        cards = [self._model(name) for name in models.names]
+        return json_response({"object": "list", "data": cards + [self._adapter(name) for name in models.adapters()]})
 
     async def model(self, request: Request) -> Response:
         await self._authenticate(request)
-        self._inference.check_model(name := request.path_params["model"])
-        return json_response(self._model(name))
+        lora_name = self._inference.models.lora_name(name := request.path_params["model"])
+        return json_response(self._adapter(lora_name) if lora_name else self._model(name))
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionBody)
@@ -144,14 +146,15 @@ class HttpFront:
             call = call_fields(request, inference.settings.request_timeout_s)
 
             def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
-                inference.check_model(body.model)
-                return body, body.requests(call)
+                return body, body.requests(call._replace(lora_name=inference.models.lora_name(body.model)))
 
             body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
             embedding = await inference.embedding(requests, field="input", client=client)
         return EmbeddingResponse(
             embedding,
-            lambda vectors: embeddings_parts(vectors, embedding.usage, inference.model, body.encoding_format),
+            lambda vectors: embeddings_parts(
+                vectors, embedding.usage, requests[0].lora_name or inference.models.base, body.encoding_format
+            ),
             inference.bodies,
         )
 
@@ -166,8 +169,9 @@ class HttpFront:
             call = call_fields(request, inference.settings.request_timeout_s)
 
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest], str]:
-                inference.check_model(body.model)
-                requests = body.requests(inference.tokenizer.generation_defaults, call, inference.parsers.forced_calls)
+                adapted = call._replace(lora_name=inference.models.lora_name(body.model))
+                defaults = inference.tokenizer.generation_defaults
+                requests = body.requests(defaults, adapted, inference.parsers.forced_calls)
                 echoed = body.echoed if isinstance(body, ChatBody) else ""
                 return body, [with_visible_markers(request, inference.parsers) for request in requests], echoed
 
@@ -177,7 +181,7 @@ class HttpFront:
         answer = CompletionResponseWriter(
             chat=isinstance(body, ChatBody),
             request_id=generation.request_id,
-            model=inference.model,
+            model=requests[0].lora_name or inference.models.base,
             include_usage=body.include_usage,
             include_timeline=asks_for_timeline(request),
             continuous_usage=body.continuous_usage,
@@ -201,6 +205,9 @@ class HttpFront:
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits else None,
         }
+
+    def _adapter(self, name: str) -> dict[str, Any]:
+        return self._model(name) | {"parent": self._inference.models.base}
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

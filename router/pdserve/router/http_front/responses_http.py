@@ -154,7 +154,7 @@ class ResponsesHttp:
     def _parsed(self, data: bytes) -> ResponsesBody:
         bodies = self._inference.bodies
         body = parse_body(data, ResponsesBody, bodies.model_len, bodies.ignored)
-        self._inference.check_model(body.model)
+        self._inference.models.lora_name(body.model)
         body.verify()
         return body
 
@@ -178,7 +178,7 @@ class ResponsesHttp:
         before: list[dict[str, Any]] = msgspec.json.decode(previous.items) if previous is not None else []
         asked = body.request(
             inference.tokenizer.generation_defaults,
-            call,
+            call._replace(lora_name=inference.models.lora_name(body.model)),
             before,
             inference.bodies.ignored,
             inference.parsers.forced_calls,
@@ -194,7 +194,7 @@ class ResponsesHttp:
         return _Prepared(
             body,
             with_visible_markers(asked, inference.parsers),
-            fixed_fields(body, asked, inference.model),
+            fixed_fields(body, asked, asked.lora_name or inference.models.base),
             conversation if body.store is not False else b"",
             len(before) + len(items),
         )

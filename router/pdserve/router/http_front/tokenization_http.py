@@ -115,7 +115,7 @@ class TokenizationHttp:
 
     def _verified(self, body: B) -> B:
         """Raises: NotFound, InvalidRequest."""
-        self._inference.check_model(body.model)
+        self._inference.models.lora_name(body.model)
         body.verify(self._inference.bodies.model_len)
         return body
 

@@ -12,6 +12,8 @@ shares with the next, and prefixes would be spread over all workers.
 
     kv_aware       lowest cost         least_loaded   lowest load         round_robin    the next in turn
 
+Where a worker would have to load the request's adapter, 64 blocks are added to its load.
+
 Of workers with equal cost, the one that this router has used least is chosen.
 
 D prefills although a prefill worker exists, if the estimates say that it is faster. With u tokens of the prompt uncached at D, and
@@ -50,6 +52,8 @@ COST_BLOCK_TOKENS = 16
 """The unit of cost."""
 HELD_WEIGHT = 0.25
 UNCACHED_WEIGHT = 2.0
+LORA_LOAD_BLOCKS = 64
+"""Cost of an adapter's way into a slot of a worker, where another one may lose its own."""
 _DECODE_GROWTH_BLOCKS = 1
 """Expected load that a request adds at decode before the next report."""
 
@@ -76,6 +80,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of the prompt's longest prefix that it has, including blocks of prompts that were just routed there."""
     confirmed_blocks: int = 0
     """The part of it that the worker has reported."""
+    loads_adapter: bool = False
+    """True if it would have to load the request's adapter, by its last report."""
 
     @property
     def block_size(self) -> int:
@@ -94,7 +100,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def load_blocks(self) -> float:
         tokens = self.worker.waiting_tokens + HELD_WEIGHT * self.worker.held_blocks * self.block_size
-        return tokens / COST_BLOCK_TOKENS
+        return tokens / COST_BLOCK_TOKENS + (LORA_LOAD_BLOCKS if self.loads_adapter else 0)
 
     @property
     def cost_blocks(self) -> float:

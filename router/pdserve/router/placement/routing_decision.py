@@ -38,6 +38,8 @@ class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens: int
     held_blocks: int
     num_requests: int
+    loads_adapter: bool
+    """True if the worker would have to load the request's adapter."""
 
     @classmethod
     def of(cls, role: WorkerRole, candidate: Candidate) -> CandidateView:
@@ -53,6 +55,7 @@ class CandidateView(msgspec.Struct, frozen=True, kw_only=True):
             waiting_tokens=worker.waiting_tokens,
             held_blocks=worker.held_blocks,
             num_requests=worker.num_requests,
+            loads_adapter=candidate.loads_adapter,
         )
 
 
@@ -78,6 +81,8 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     data_parallel_rank: int | None = None
     """The rank of decode workers that the request prefers; None: no preference."""
+    adapter: str = ""
+    """Name of the request's adapter; "" for none."""
     placement: Placement
     candidates: tuple[CandidateView, ...]
     left_out: tuple[LeftOut, ...]
@@ -104,6 +109,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "prompt_tokens": self.num_tokens,
             "data_parallel_rank": self.data_parallel_rank,
             "has_its_rank": self.has_its_rank,
+            "adapter": self.adapter,
             "prefill": _name(placement.prefill),
             "decode": _name(placement.decode),
             "local_prefill_tokens": placement.local_prefill_tokens,
@@ -132,6 +138,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
             "pdserve.route.decode_overlap_blocks": self._overlap(WorkerRole.DECODE, placement.decode),
             "pdserve.route.data_parallel_rank": self.data_parallel_rank,
             "pdserve.route.has_its_rank": self.has_its_rank,
+            "pdserve.adapter": self.adapter or None,
             "pdserve.route.local_prefill_tokens": placement.local_prefill_tokens,
             "pdserve.route.local_estimate_s": estimates.local_s,
             "pdserve.route.remote_estimate_s": estimates.remote_s,

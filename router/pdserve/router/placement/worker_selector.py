@@ -62,14 +62,23 @@ class WorkerSelector:
         sampler_version: int | None = None,
         data_parallel_rank: int | None = None,
         embeds: bool = False,
+        adapter: tuple[str, str] = ("", ""),
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
         tenant: the owner. num_tokens: length of the prompt. dead: workers that died under this request and have not reconnected.
         sampler_version, data_parallel_rank: preferred; None for no preference. embeds: True for an embedding, which only needs a
-        prefill worker.
+        prefill worker. adapter: name and fingerprint of what both workers must offer; empty for the base model.
         """
-        live = {role: self._fleet.workers(role) for role in WorkerRole}
+        lora_name, fingerprint = adapter
+        live = {
+            role: [
+                worker
+                for worker in self._fleet.workers(role)
+                if not lora_name or worker.adapters.get(lora_name) == fingerprint
+            ]
+            for role in WorkerRole
+        }
         full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, hint)}
         rules = Rules(
             policy=self._settings.policy,
@@ -87,7 +96,9 @@ class WorkerSelector:
                 WorkerRole.DECODE: [],
             }
         now_s = time.monotonic()
-        candidates = {role: self._candidates(live[role], num_tokens, hashes, dead, now_s) for role in WorkerRole}
+        candidates = {
+            role: self._candidates(live[role], num_tokens, hashes, dead, now_s, fingerprint) for role in WorkerRole
+        }
         prefill, decode = candidates[WorkerRole.PREFILL], candidates[WorkerRole.DECODE]
         placement = (
             place_prefill(prefill, rules) if embeds else place(max_tokens, prefill=prefill, decode=decode, rules=rules)
@@ -108,6 +119,7 @@ class WorkerSelector:
             num_tokens=num_tokens,
             data_parallel_rank=data_parallel_rank,
             placement=placement,
+            adapter=lora_name,
             candidates=views(WorkerRole.PREFILL, prefill) + views(WorkerRole.DECODE, decode),
             left_out=self._left_out(placement, candidates, blamed, dead, full),
         )
@@ -133,6 +145,7 @@ class WorkerSelector:
         hashes: Hashes,
         dead: Collection[WorkerKey],
         now_s: float,
+        fingerprint: str,
     ) -> list[Candidate]:
         by_layout: dict[KvLayout, list[Worker]] = {}
         for worker in workers:
@@ -149,6 +162,7 @@ class WorkerSelector:
                     num_tokens=num_tokens,
                     overlap_blocks=overlaps[worker.key],
                     confirmed_blocks=reported[worker.key],
+                    loads_adapter=bool(fingerprint) and fingerprint not in worker.load.loaded_adapters,
                 )
                 for worker in alike
             ]

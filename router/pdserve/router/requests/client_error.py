@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from pdserve.common.errors import (
+    AdapterUnavailable,
     Cancelled,
     DeadlineExceeded,
     Draining,
@@ -36,6 +37,7 @@ _ABOUT_THE_REQUEST = (
 )
 _SENTENCES: tuple[tuple[type[PdServeError], str], ...] = (
     (WorkerLost, "a worker was lost while it served this request"),
+    (AdapterUnavailable, "a worker has the request's adapter no more, or with other content"),
     (TransferFailed, "the prompt's KV blocks could not be moved between two workers"),
     (Draining, "the service is leaving and takes no new requests"),
 )

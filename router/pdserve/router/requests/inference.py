@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, NotFound
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
@@ -25,6 +25,7 @@ from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, 
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import ClientRequest, Limits, Preparation
 from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
 from pdserve.router.requests.tasks.beam_task import BeamPromptTask
 from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
@@ -55,9 +56,7 @@ class Inference:
         bodies: ClientBodies,
     ) -> None:
         """models: names of the model for clients. index: is informed of the blocks that workers hold."""
-        self.models = models
-        self.model = models[0]
-        """The name in responses."""
+        self.models = ServedModels(models, fleet)
         self.settings = settings
         self.bodies = bodies
         self.fleet = fleet
@@ -79,10 +78,10 @@ class Inference:
         company = Company()
         company.on_left = fleet.look_again
         self._services = RequestServices(
-            self.fleet, self.selector, self.admission, preparation, DenyList(), company, settings
+            self.fleet, self.models, self.selector, self.admission, preparation, DenyList(), company, settings
         )
         self.telemetry = RouterTelemetry(
-            settings, self.model, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
+            settings, self.models.base, lambda: self.admission.num_requests, fleet.counts, lambda: len(index)
         )
 
         self.keys.on_failure = self.telemetry.audit.failed_authentication
@@ -109,12 +108,6 @@ class Inference:
     def hidden_size(self) -> int:
         """Numbers in an embedding; 0 until a worker is known that computes any."""
         return max((worker.identity.hidden_size for worker in self.fleet.workers(WorkerRole.PREFILL)), default=0)
-
-    def check_model(self, name: str | None) -> None:
-        """Raises: NotFound for another model's name; None and "" mean whichever is served."""
-        if name and name not in self.models:
-            served = ", ".join(map(repr, self.models))
-            raise NotFound(f"model {name[:80]!r} is not served here; this router serves {served}")
 
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
@@ -217,6 +210,7 @@ class Inference:
             client,
             sampling=request.sampling_params,
             max_tokens=request.max_tokens,
+            lora_name=request.lora_name,
         )
 
     def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
@@ -248,6 +242,8 @@ class Inference:
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
         self._verify_template(request)
+        if not session.token_ids:
+            session.lora_name = request.lora_name
         priority = self._priority(request, client)
         # it came with the first turn and names them all
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
@@ -285,7 +281,12 @@ class Inference:
             self.verify_embedding_size(pooling, len(requests), field)
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
-            request_id, requests[0].trace_headers, "embeddings", requests[0].client_request_id, client
+            request_id,
+            requests[0].trace_headers,
+            "embeddings",
+            requests[0].client_request_id,
+            client,
+            lora_name=requests[0].lora_name,
         )
         cache = self._cache_group(client)
         inputs: list[EmbeddingInput] = []

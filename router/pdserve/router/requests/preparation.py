@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from pdserve.common.block_hash import BlockHasher, placement_hash
+from pdserve.common.block_hash import BlockHasher, lora_extras, placement_hash
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
@@ -77,6 +77,7 @@ class CallFields(NamedTuple):
     trace_headers: dict[str, str]
     client_request_id: str
     data_parallel_rank: int | None = None
+    lora_name: str = ""
 
     def with_rank(self, rank: int | None) -> CallFields:
         """With the rank of the client's body. Raises: InvalidRequest if the call itself has another."""
@@ -252,13 +253,15 @@ class Preparation:
         """The request for workers with blocks of this layout. prompt: the same request without output, if it has been hashed."""
         hasher = BlockHasher(self._key, layout.block_size)
         if prompt is None:
-            root = last = hasher.root(layout.model_fingerprint, request.cache_salt, tenant=cache.name)
+            root = last = hasher.root(
+                layout.model_fingerprint, request.cache_salt, request.lora_fingerprint, tenant=cache.name
+            )
             placed: list[bytes] = []
         else:
             root, last, placed = prompt.request.hash_root, prompt.last_hash, prompt.placement_hashes
         token_ids = request.given_token_ids[len(placed) * layout.block_size :]
         hashes = hasher.extend(last, token_ids)
-        digest = hasher.request_digest(last, hashes, token_ids)
+        digest = hasher.request_digest(last, hashes, token_ids, lora_extras(request.lora_fingerprint))
         return HashedRequest(
             msgspec.structs.replace(request, hash_root=root, request_digest=digest),
             [*placed, *map(placement_hash, hashes)],

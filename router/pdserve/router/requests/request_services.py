@@ -9,6 +9,7 @@ from pdserve.router.admission.admission import Admission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.preparation import Preparation
+from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.workers.fleet import Fleet
 
 
@@ -17,6 +18,7 @@ class RequestServices:
     """Made once a router."""
 
     fleet: Fleet
+    models: ServedModels
     selector: WorkerSelector
     admission: Admission
     preparation: Preparation

@@ -51,6 +51,8 @@ class StreamingSession:
         self.num_kept_output_tokens: int | None = None
         """Output tokens of the last turn, where the worker has more of it than the client; else None."""
         self.worker: Worker | None = None
+        self.lora_name = ""
+        """The adapter of all turns; "" for none."""
         self.client_request_id = ""
         """The client's id of the session."""
         self._call: SessionCall | None = None
@@ -140,6 +142,9 @@ class SessionPromptTask(PromptTask):
         services: RequestServices,
         record: RequestTrace,
     ) -> None:
+        if session.worker is not None:
+            # the worker knows the adapter since the first turn
+            request = msgspec.structs.replace(request, lora_name="")
         super().__init__(request_id, 0, request, stream, services, record)
         self._session = session
         self._turn_has_ended = False

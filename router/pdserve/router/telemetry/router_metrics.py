@@ -57,6 +57,9 @@ class RouterMetrics:
         self.placed_calls = PlacedCalls(
             count("pdserve_placed_calls_total", "Calls of attempts placed.", "role", "worker")
         )
+        self.adapter_requests = AdapterRequests(
+            count("pdserve_lora_requests_total", "Prompts with a LoRA adapter, by adapter.", "adapter")
+        )
         self.prompt_tokens = count("pdserve_prompt_tokens_total", "Prompt tokens of answers that began.")
         self.cached_tokens = count(
             "pdserve_cached_prompt_tokens_total", "The part of the prompt tokens that needed no computing."
@@ -77,6 +80,23 @@ class RouterMetrics:
         """Error's code -> requests since the start."""
         samples = (sample for family in self.errors.collect() for sample in family.samples)
         return {sample.labels["code"]: int(sample.value) for sample in samples}
+
+
+MAX_ADAPTER_SERIES = 128
+
+
+class AdapterRequests:
+    """Counts prompts in a metric with the label `adapter`: by name for the first 128 names, and as `other` for later ones."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._names: set[str] = set()
+
+    def add(self, name: str, num_prompts: int) -> None:
+        """Count prompts of one request."""
+        if name not in self._names and len(self._names) < MAX_ADAPTER_SERIES:
+            self._names.add(name)
+        self._counter.labels(name if name in self._names else "other").inc(num_prompts)
 
 
 KEPT_S = 600.0

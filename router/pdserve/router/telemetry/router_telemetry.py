@@ -61,19 +61,20 @@ class RouterTelemetry(ServiceTelemetry):
         client: Client = ANYBODY,
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
+        lora_name: str = "",
     ) -> RequestTrace:
         """Begin the trace of a client's request.
 
         caller_headers: the client's trace context, validated; may be empty. operation: OpenTelemetry's name of the request's kind.
         client_request_id: the client's id of the request; may be empty. client: owner of the request. sampling: None for a request
-        without output. max_tokens: the client's limit; None if it gave none.
+        without output. max_tokens: the client's limit; None if it gave none. lora_name: the adapter; "" for none.
         """
         started = now_unix_ns()
 
         def on_end(record: RequestTrace) -> None:
-            self._ended(record, client, request_id, operation)
+            self._ended(record, client, request_id, operation, lora_name)
 
-        trusted = self._trusts(client)
+        trusted, model = self._trusts(client), lora_name or self._model
         span = None
         if self._telemetry is None:
             headers = (dict(caller_headers) if trusted else {}) or new_trace_headers()
@@ -81,8 +82,8 @@ class RouterTelemetry(ServiceTelemetry):
             attributes: dict[str, str | int | float] = {
                 "pdserve.request.id": request_id,
                 "gen_ai.response.id": request_id,
-                "gen_ai.request.model": self._model,
-                "gen_ai.response.model": self._model,
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
                 "gen_ai.provider.name": "pdserve",
                 "gen_ai.operation.name": operation,
             }
@@ -97,7 +98,7 @@ class RouterTelemetry(ServiceTelemetry):
                 attributes |= {"pdserve.key": client.key_name, "pdserve.tenant": client.tenant}
             tracing = self._telemetry.tracing
             begin = tracing.root if trusted else tracing.linked_root
-            span = begin(f"{operation} {self._model}", caller_headers, started, attributes)
+            span = begin(f"{operation} {model}", caller_headers, started, attributes)
             headers = span.headers
         record = RequestTrace(self.metrics, started, span, headers, on_end)
         self.request_log.began(
@@ -126,8 +127,10 @@ class RouterTelemetry(ServiceTelemetry):
             self.metrics.errors.labels(error.code).inc()
             raise
 
-    def _ended(self, record: RequestTrace, client: Client, request_id: str, operation: str) -> None:
+    def _ended(self, record: RequestTrace, client: Client, request_id: str, operation: str, lora_name: str) -> None:
         self.request_log.ended(record)
+        if lora_name:
+            self.metrics.adapter_requests.add(lora_name, len(record.runs))
         for run in record.runs:
             self.key_metrics.ended(client, run.outcome)
             if run.num_output_tokens or run.cause is None:
@@ -146,6 +149,7 @@ class RouterTelemetry(ServiceTelemetry):
             outcome=record.runs[0].outcome if cause is None else cause.code,
             status=200 if cause is None else cause.http_status,
             duration_s=(now_unix_ns() - record.started_unix_ns) / 1e9,
+            lora_name=lora_name,
         )
 
     def _refused(self, error: PdServeError, duration_s: float) -> None:

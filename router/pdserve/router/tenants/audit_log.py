@@ -128,18 +128,19 @@ class AuditLog:
         outcome: str,
         status: int,
         duration_s: float,
+        lora_name: str = "",
     ) -> None:
         """Log the end of a client's request. request_id: "" if it was refused before it had an id.
 
         operation: OpenTelemetry's name of its kind. outcome: a finish reason, or the code of an error. status: the HTTP status,
-        also for gRPC. num_cached_tokens: as workers report it, even if the client gets 0.
+        also for gRPC. num_cached_tokens: as workers report it, even if the client gets 0. lora_name: the adapter; "" for none.
         """
         self._write(
             "request",
             client,
             request_id=request_id,
             operation=operation,
-            model=self._model,
+            model=lora_name or self._model,
             prompts=num_prompts,
             prompt_tokens=num_prompt_tokens,
             output_tokens=num_output_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -13,6 +13,7 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
+from pdserve.common.request.known_adapters import MAX_ADAPTERS, KnownAdapters, read_known_adapters
 from pdserve.common.request.wire import layout_from_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
@@ -24,12 +25,20 @@ from pdserve.v1 import worker_pb2
 MEET_TIMEOUT_S = 5.0
 _WATCH = "/pdserve.v1.WorkerService/Watch"
 _ROLES = {worker_pb2.ROLE_PREFILL: WorkerRole.PREFILL, worker_pb2.ROLE_DECODE: WorkerRole.DECODE}
+
+
+class Adapters(NamedTuple):
+    """All adapters that a worker offers, in place of those before."""
+
+    known: KnownAdapters
+
+
 _Call = grpc.aio.StreamStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchEvent]
 
 
 async def watch(
     channel: grpc.aio.Channel, key: DeploymentKey, where: str, *, blocks: bool = False
-) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents, None]:
+) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents | Adapters, None]:
     """Yield the worker's identity, after it has authenticated, then its reports until the stream ends or breaks.
 
     The router authenticates when the second value is requested. where: the worker's name in warnings. blocks: also request block
@@ -73,13 +82,15 @@ def _proved(challenge: WatchChallenge, event: worker_pb2.WatchEvent) -> WorkerId
     return identity
 
 
-async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents]:
+async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents | Adapters]:
     sequence = 0
     while (message := await call.read()) is not grpc.aio.EOF:
         event = readable(cast(worker_pb2.WatchEvent, message))
         match event.WhichOneof("event"):
             case "load":
                 yield _load(event.load)
+            case "adapters":
+                yield Adapters(_adapters(event.adapters))
             case "blocks":
                 sequence += 1
                 yield _blocks(event.blocks, sequence)
@@ -126,7 +137,14 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
     # estimates divide by the rate; values outside the range would overflow, and NaN is outside
     if not LEAST_RATE <= message.prefill_tokens_per_s <= MOST_RATE:
         fields["prefill_tokens_per_s"] = 0.0
+    fields["loaded_adapters"] = tuple(message.loaded_adapters[:MAX_ADAPTERS])
     return WorkerLoad(**fields)
+
+
+def _adapters(message: worker_pb2.Adapters) -> KnownAdapters:
+    """Raises: InvalidRequest."""
+    pairs = ((adapter.name, adapter.fingerprint) for adapter in message.adapters)
+    return read_known_adapters(pairs, len(message.adapters))
 
 
 def _blocks(blocks: worker_pb2.Blocks, sequence: int) -> KvCacheEvents:

@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
 from pdserve.common.worker_identity import WorkerIdentity
 
 REPORT_LAG_S = 0.25
@@ -46,6 +47,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Most sessions; 0 if not reported, or none."""
     max_waiting: int = 0
     """Most waiting requests, including those for remote KV; 0 if not reported."""
+    loaded_adapters: tuple[str, ...] = ()
+    """Fingerprints of the adapters that have a slot on its device."""
     prefill_tokens_per_s: float = 0.0
     """Tokens per second beyond a step's constant cost; 0: unknown."""
 
@@ -75,8 +78,16 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 class Worker:
     """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `Worker`."""
 
-    def __init__(self, identity: WorkerIdentity, channel: ServiceChannel, load: WorkerLoad | None = None) -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        channel: ServiceChannel,
+        load: WorkerLoad | None = None,
+        adapters: KnownAdapters = NO_ADAPTERS,
+    ) -> None:
         self.identity = identity
+        self.adapters = adapters
+        """LoRA adapters that requests may name there."""
         self.channel = channel
         self.load = load or WorkerLoad()
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE

@@ -14,11 +14,12 @@ from pdserve.common.errors import InvalidRequest, KeyMismatch, PdServeError, Pro
 from pdserve.common.kv_events import KvCacheEvents, KvEventSink, apply_change
 from pdserve.common.net.rpc import failed_to_shake_hands, make_channel
 from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
-from pdserve.router.workers.watch import watch
+from pdserve.router.workers.watch import Adapters, watch
 from pdserve.router.workers.worker import Worker, WorkerLoad
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class WorkerWatcher:
         """(epoch, engine_tick) last seen, also across reconnects."""
         self._tick_moved_at = 0.0
         self._last_warning = ""
+        self._adapters = NO_ADAPTERS
+        """Adapters that the watched worker offers."""
 
     async def keep(self) -> None:
         """Watch until cancelled."""
@@ -137,6 +140,7 @@ class WorkerWatcher:
 
     async def _watch_once(self, channel: grpc.aio.Channel) -> None:
         first = None
+        self._adapters = NO_ADAPTERS
         events = watch(channel, self._expected.key, self.address, blocks=self._held is not None)
         try:
             try:
@@ -155,6 +159,8 @@ class WorkerWatcher:
                     continue
                 if isinstance(event, WorkerLoad):
                     self._take_load(first, event, channel)
+                elif isinstance(event, Adapters):
+                    self._take_adapters(event.known)
                 elif isinstance(event, KvCacheEvents) and self._held is not None:
                     apply_change(self._held, first.key, event)
         finally:
@@ -181,9 +187,15 @@ class WorkerWatcher:
                 self._changed(self)
         elif moved:
             service = ServiceChannel(channel, self._signer, identity.key)
-            self.worker = Worker(identity, service, load)
+            self.worker = Worker(identity, service, load, self._adapters)
             self._last_warning = ""
             log.info("%s worker %s joined", self.role.value, self.worker)
+            self._changed(self)
+
+    def _take_adapters(self, known: KnownAdapters) -> None:
+        self._adapters = known
+        if self.worker is not None:
+            self.worker.adapters = known
             self._changed(self)
 
     def _mark_lost(self, cause: str, *, stalled: bool = False) -> None:

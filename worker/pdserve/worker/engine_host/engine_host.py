@@ -198,5 +198,14 @@ class EngineHost(Protocol):
     def meet(self, worker_id: str, epoch: int, address: str) -> None:
         """A peer has started: prepare to be its peer. address: one that `PeerChannels` allows."""
 
+    async def add_lora(self, folder: str) -> str:
+        """Read and check the adapter in a PEFT folder, if it is new or has changed, beside the steps; returns its fingerprint.
+
+        Raises: ConfigError naming the file, the field or tensor, and the value; UnsupportedModel for what is not served.
+        """
+
+    async def remove_lora(self, folder: str) -> None:
+        """Forget the adapter in a folder. Sequences that run with it end with it."""
+
     async def transfers(self) -> TransfersPage:
         """Transfers under way, and those that ended recently."""

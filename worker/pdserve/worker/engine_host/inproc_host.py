@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 
-from pdserve.common.errors import PdServeError, WorkerLost
+from pdserve.common.errors import ConfigError, PdServeError, WorkerLost
 from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -19,6 +20,7 @@ from pdserve.common.security.role_guard import CallerRoles
 from pdserve.common.tasks.first_done import first_done
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import ENGINE_FAILED, EngineThread, in_event_loop
+from pdserve.engine.lora.lora_runner import Adapters
 from pdserve.engine.output_stream import refused_outputs
 from pdserve.engine.request import Request
 from pdserve.engine.request_verifier import RequestVerifier
@@ -174,6 +176,18 @@ class InprocHost:
 
     def meet(self, worker_id: str, epoch: int, address: str) -> None:
         self._transfers.meet(worker_id, epoch, address)
+
+    async def add_lora(self, folder: str) -> str:
+        return await asyncio.to_thread(self._adapters.add, Path(folder))
+
+    async def remove_lora(self, folder: str) -> None:
+        self._adapters.remove(Path(folder))
+
+    @property
+    def _adapters(self) -> Adapters:
+        if self.core.adapters is None:
+            raise ConfigError("enable_lora is false: this engine has no adapters")
+        return self.core.adapters
 
     async def transfers(self) -> TransfersPage:
         return self.transfers_page()

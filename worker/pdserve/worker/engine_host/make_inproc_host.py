@@ -51,6 +51,7 @@ def make_inproc_host(
         outbox,
         model.grammar_compiler(settings),
         LogitsProcessors.from_entry_points(settings.logits_processors),
+        lora=model.lora_runner,
         host_caches=model.host_caches,
     )
 

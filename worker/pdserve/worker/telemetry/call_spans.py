@@ -21,6 +21,8 @@ def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes:
             attributes["pdserve.tenant.digest"] = record.request.tenant.hex()
         if record.request.client_request_id:
             attributes["pdserve.client_request.id"] = record.request.client_request_id
+        if record.request.lora_name:
+            attributes["pdserve.adapter"] = record.request.lora_name
         events: list[Event] = []
         match stage.name:
             case "prefill.compute":

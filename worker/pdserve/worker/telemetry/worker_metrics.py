@@ -99,6 +99,9 @@ def _state(identity: WorkerIdentity, engine: EngineClient) -> Iterable[Metric]:
     }
     for name, (meaning, counts) in states.items():
         yield by_label(GaugeMetricFamily, name, meaning, ["state"], counts)
+    adapters = {"offered": len(engine.known_adapters), "loaded": len(stats.loaded_loras)}
+    meaning = "LoRA adapters that requests may name, and those that have a slot on the device."
+    yield by_label(GaugeMetricFamily, "pdserve_lora_adapters", meaning, ["state"], adapters)
     stage_s = {"schedule": stats.scheduling_s, **engine.step_totals.stage_s, "update": stats.update_s}
     meaning = "Time of the engine's steps, by stage."
     yield by_label(CounterMetricFamily, "pdserve_step_stage_seconds", meaning, ["stage"], stage_s)
@@ -138,6 +141,8 @@ def _state(identity: WorkerIdentity, engine: EngineClient) -> Iterable[Metric]:
         ("pdserve_kv_host_blocks_loaded", "KV blocks loaded from host memory.", stats.num_host_blocks_loaded),
         ("pdserve_kv_host_blocks_evicted", "KV blocks that others displaced from host memory.",
          stats.num_host_blocks_evicted),
+        ("pdserve_lora_loads", "LoRA adapters that got a slot on the device.", stats.num_lora_loads),
+        ("pdserve_lora_evictions", "LoRA adapters that lost their slot to another.", stats.num_lora_evictions),
         ("pdserve_kv_transfer_fallbacks", "Transfers that continued over another connector.", transfers.num_fallbacks),
     ):  # fmt: skip
         yield CounterMetricFamily(name, meaning, value=count)

@@ -107,7 +107,8 @@ class EmbeddingTask:
         ) as self._holds:
             self._timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            embedded = await self._attempts(request)
+            adapted = await self._services.models.with_adapter(request, self._patience_s, (WorkerRole.PREFILL,))
+            embedded = await self._attempts(adapted)
         self._timeline.mark(moments.FINISHED)
         if not self._request.cache.is_shared:
             self._input.usage.cached_tokens = embedded.num_cached_tokens
@@ -183,6 +184,7 @@ class EmbeddingTask:
                 blamed=blamed | self._full.keys,
                 dead=self._crash_guard.unfit,
                 embeds=True,
+                adapter=(request.lora_name, request.lora_fingerprint),
             )
 
         while (decision := await self._services.fleet.wait_for(look, self._patience_s)) is None:

@@ -158,7 +158,8 @@ class PromptTask:
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            await self.attempts(request, self._processor, RetryState())
+            adapted = await self._services.models.with_adapter(request, WAIT_FOR_WORKER_S)
+            await self.attempts(adapted, self._processor, RetryState())
 
     @property
     def token_ids_before(self) -> list[int]:
@@ -273,13 +274,9 @@ class PromptTask:
         ):
             raise error
         if failure.in_transfer:
-            match self._services.settings.on_kv_failure:
-                case "fail":
-                    raise error
-                case "remote":
-                    return PlacementHint.REMOTE
-                case "local":
-                    return PlacementHint.LOCAL
+            if (answer := self._services.settings.on_kv_failure) == "fail":
+                raise error
+            return PlacementHint(answer)
         return PlacementHint.REMOTE if isinstance(error, Evicted) else PlacementHint.ANY
 
     def relay(self, outputs: Outputs) -> bool:
@@ -361,6 +358,7 @@ class PromptTask:
                 dead=self._crash_guard.unfit,
                 sampler_version=retry_state.sampler_version,
                 data_parallel_rank=self._request.data_parallel_rank,
+                adapter=(request.lora_name, request.lora_fingerprint),
             )
 
         while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:
@@ -386,8 +384,9 @@ class PromptTask:
 
     def _no_worker(self) -> WorkerLost:
         roles = "; ".join(self._services.fleet.describe(role) for role in WorkerRole)
-        never = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
-        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{never}").for_clients()
+        also = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
+        also += f", for adapter {self._request.lora_name!r}" if self._request.lora_name else ""
+        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{also}").for_clients()
 
     def hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
         """For blocks of this layout; generations of a model differ in them."""

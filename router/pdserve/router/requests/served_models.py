@@ -1,0 +1,83 @@
+"""`ServedModels`: the names that clients may give as `model`: those of the base model, and the adapters of live workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.common.errors import NotFound
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.worker import Worker
+
+_SHOWN_NAMES = 32
+"""Names in the error for an unknown one, at most."""
+
+
+class ServedModels:
+    """Safe from any thread."""
+
+    def __init__(self, names: tuple[str, ...], fleet: Fleet) -> None:
+        """names: of the base model, at least one; the first stands in responses."""
+        self.names = names
+        self._fleet = fleet
+
+    @property
+    def base(self) -> str:
+        return self.names[0]
+
+    def adapters(self) -> list[str]:
+        """Names of the adapters that some live worker offers, without those that are names of the base model."""
+        return sorted({name for worker in self._workers() for name in worker.adapters}.difference(self.names))
+
+    def lora_name(self, model: str | None) -> str:
+        """The adapter that a client's `model` names; "" for the base model, which None and "" mean, too. Raises: NotFound."""
+        if not model or model in self.names:
+            return ""
+        if any(model in worker.adapters for worker in self._workers()):
+            return model
+        raise self.unknown(model)
+
+    def unknown(self, model: str) -> NotFound:
+        """The error for a name that is not served."""
+        adapters = self.adapters()
+        served = ", ".join(map(repr, self.names))
+        if adapters:
+            more = f" and {len(adapters) - _SHOWN_NAMES} more" if len(adapters) > _SHOWN_NAMES else ""
+            served += f", and with adapters {', '.join(map(repr, adapters[:_SHOWN_NAMES]))}{more}"
+        return NotFound(f"model {model[:80]!r} is not served here; this router serves {served}")
+
+    async def with_adapter(
+        self, request: GenerationRequest, timeout_s: float, roles: Sequence[WorkerRole] = tuple(WorkerRole)
+    ) -> GenerationRequest:
+        """The request with the content of its adapter, which no attempt changes any more; waits for a worker that offers it.
+
+        Raises: NotFound after `timeout_s`.
+        """
+        if not (name := request.lora_name):
+            return request
+        fingerprint = await self._fleet.wait_for(lambda: self.fingerprint(name, roles), timeout_s)
+        if fingerprint is None:
+            raise self.unknown(name)
+        return msgspec.structs.replace(request, lora_fingerprint=fingerprint)
+
+    def fingerprint(self, lora_name: str, roles: Sequence[WorkerRole] = tuple(WorkerRole)) -> str | None:
+        """The content that a new request with this adapter gets; None while no live worker of these roles offers it.
+
+        Workers differ while a folder is being replaced: a content that every role has comes first, then the one that most workers
+        have.
+        """
+        offered = [(role, worker.adapters[lora_name]) for role in roles for worker in self._fleet.workers(role)
+                   if lora_name in worker.adapters]  # fmt: skip
+        if not offered:
+            return None
+        num_workers = Counter(fingerprint for _, fingerprint in offered)
+        num_roles = Counter(fingerprint for _, fingerprint in set(offered))
+        decodes = {fingerprint for role, fingerprint in offered if role is WorkerRole.DECODE}
+        return max(num_workers, key=lambda one: (num_roles[one], one in decodes, num_workers[one], one))
+
+    def _workers(self) -> list[Worker]:
+        return [worker for role in WorkerRole for worker in self._fleet.workers(role)]
