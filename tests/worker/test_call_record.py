@@ -194,7 +194,7 @@ def closed_records() -> list[CallStats]:
 def test_metrics_count_what_the_records_say() -> None:
     registry = CollectorRegistry()
     transfers = SimpleNamespace(num_open=3, num_pinned=2, num_fallbacks=1, num_ended={("source", "expired"): 2})
-    engine = SimpleNamespace(**vars(ENGINE), transfer_counts=transfers)
+    engine = SimpleNamespace(**vars(ENGINE), transfer_counts=transfers, known_adapters={"sql": "1" * 32})
     metrics = WorkerMetrics(registry, IDENTITY, engine)  # type: ignore[arg-type]
     for record in closed_records():
         metrics.call(record)
@@ -202,6 +202,8 @@ def test_metrics_count_what_the_records_say() -> None:
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
 
+    assert value("pdserve_lora_adapters", state="offered") == 1
+    assert value("pdserve_lora_adapters", state="loaded") == 0
     assert value("pdserve_calls_total", call="decode", outcome="ok") == 1
     assert value("pdserve_calls_total", call="prefill", outcome="ok") == 1
     assert value("pdserve_call_errors_total", code="transfer_failed") == 1
