@@ -19,7 +19,7 @@ from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 GIVEN, WATCHED = ("alpha", "beta"), "gamma"
 MAX_TOKENS = 12
 
@@ -54,7 +54,8 @@ def served(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
     flags += ["--enable-lora", "--set", "max_loras=2", "--set", "max_lora_rank=8", "--lora-dir", str(lora_dir)]
     for name in GIVEN:
         flags += ["--lora-modules", f"{name}={folder / name}"]
-    with pd_cluster(folder, base, both=flags, router=("--local-prefill", "never")) as cluster:
+    own_process = ("--set", "engine_process=true")
+    with pd_cluster(folder, base, both=flags, decode=own_process, router=("--local-prefill", "never")) as cluster:
         workers = [cluster.services[role] for role in ("prefill", "decode")]
         cluster.start_router(
             "--model", str(base), name="any", prefill=[workers[0].address], decode=[workers[1].address]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, WorkerLost
 from pdserve.common.request.generation_request import LORA_NAME, LORA_NAME_RULE
 from pdserve.common.request.known_adapters import MAX_ADAPTERS, NO_ADAPTERS, KnownAdapters
 from pdserve.engine.lora.adapter_store import FileState, adapter_file_state
@@ -84,6 +84,8 @@ class LoraModules:
                 await self.follow()
             except OSError as error:
                 log.warning("lora_dir %s cannot be read: %s", self._watched, error.strerror)
+            except WorkerLost:
+                return  # the worker ends
 
     async def follow(self) -> None:
         """Look once, and offer what has changed since. Raises: OSError."""

@@ -100,6 +100,19 @@ class GetTransfers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
 
 
+class AddLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read and check the adapter in a folder; `LoraAdded` answers."""
+
+    call_id: int
+    folder: str
+
+
+class RemoveLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget the adapter in a folder."""
+
+    folder: str
+
+
 class OpenAttach(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A peer's control stream, whose signature and role the worker has checked."""
 
@@ -182,6 +195,13 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     page: TransfersPage
 
 
+class LoraAdded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    fingerprint: str
+    """Empty if it cannot be used."""
+    cause: RequestFailure | None = None
+
+
 class AttachEvent(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A message to the peer: kv_source.proto's `AttachEvent`, serialized; None ends the stream."""
 
@@ -204,6 +224,8 @@ ToHost = (
     | RevokeTransfers
     | MeetPeer
     | GetTransfers
+    | AddLora
+    | RemoveLora
     | OpenAttach
     | AttachMessage
     | CloseAttach
@@ -220,6 +242,7 @@ FromHost = (
     | Released
     | HostState
     | Transfers
+    | LoraAdded
     | AttachEvent
 )
 STACKS_SIGNAL = signal.SIGUSR1

@@ -49,6 +49,7 @@ from pdserve.worker.engine_host.host_frames import (
     STACKS_SIGNAL,
     STATE_EVERY_S,
     AbortRequest,
+    AddLora,
     AddRequest,
     AttachMessage,
     BeginTransfers,
@@ -66,10 +67,12 @@ from pdserve.worker.engine_host.host_frames import (
     HostState,
     LoadedBytes,
     LoadHost,
+    LoraAdded,
     MeetPeer,
     OpenAttach,
     Released,
     ReleaseRequest,
+    RemoveLora,
     ResumeRequest,
     RevokeTransfers,
     ServeAttach,
@@ -103,6 +106,8 @@ class HostProcess:
         self._streams: CarriedStreams | None = None
         self._start = asyncio.Event()
         self._close = asyncio.Event()
+        self._adding: set[asyncio.Task[None]] = set()
+        """Adapters that are being read."""
         host.subscribe(self)
 
     async def run(self) -> int:
@@ -163,6 +168,9 @@ class HostProcess:
                     host.meet(worker_id, epoch, address)
             case GetTransfers(call_id):
                 self._send(Transfers(call_id, host.transfers_page()))
+            case AddLora(call_id, folder):
+                self._adding.add(task := asyncio.create_task(self._add_lora(call_id, folder)))
+                task.add_done_callback(self._adding.discard)
             case _:
                 self._on_rare(message)
 
@@ -179,12 +187,20 @@ class HostProcess:
                 host.begin_transfers(identity)
             case ServeAttach():
                 self._streams = CarriedStreams(host.attach_servicer(CallerRoles(None)), self._send)
+            case RemoveLora(folder):
+                host.forget_lora(folder)
             case StartEngine():
                 self._start.set()
             case CloseHost():
                 self._close.set()
             case _:
                 raise PeerError(f"{type(message).__name__} was sent twice, or to the wrong process")
+
+    async def _add_lora(self, call_id: int, folder: str) -> None:
+        try:
+            self._send(LoraAdded(call_id, await self._host.add_lora(folder)))
+        except PdServeError as error:
+            self._send(LoraAdded(call_id, "", RequestFailure.of(error)))
 
     def _add(self, message: AddRequest) -> None:
         try:

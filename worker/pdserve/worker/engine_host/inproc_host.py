@@ -181,6 +181,10 @@ class InprocHost:
         return await asyncio.to_thread(self._adapters.add, Path(folder))
 
     async def remove_lora(self, folder: str) -> None:
+        self.forget_lora(folder)
+
+    def forget_lora(self, folder: str) -> None:
+        """See `remove_lora`."""
         self._adapters.remove(Path(folder))
 
     @property

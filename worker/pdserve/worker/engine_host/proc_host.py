@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
@@ -36,6 +37,7 @@ from pdserve.worker.engine_host.frame_socket import FrameSocket
 from pdserve.worker.engine_host.host_frames import (
     STACKS_SIGNAL,
     AbortRequest,
+    AddLora,
     AddRequest,
     AttachEvent,
     BeginTransfers,
@@ -51,9 +53,11 @@ from pdserve.worker.engine_host.host_frames import (
     HostState,
     LoadedBytes,
     LoadHost,
+    LoraAdded,
     MeetPeer,
     Released,
     ReleaseRequest,
+    RemoveLora,
     ResumeRequest,
     RevokeTransfers,
     ServeAttach,
@@ -76,6 +80,8 @@ STACKS_S = 0.5
 """Seconds in which a stuck process must write its stacks, before it is killed."""
 ANSWER_S = 5.0
 """Seconds for the process to answer a question."""
+LORA_S = 120.0
+"""Seconds for it to read and check an adapter."""
 PROCESS_ENDED = "the engine's process has ended; the worker's log has the details"
 _MODULE = "pdserve.worker.engine_host.host_process"
 _ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, PeerError, msgspec.MsgspecError)
@@ -115,7 +121,9 @@ class ProcHost:
         self._started = asyncio.Event()
         self._events: EngineEvents | None = None
         self._attaches: CarryingServicer | None = None
-        self._answers: dict[int, asyncio.Future[TransfersPage]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._adapters: dict[str, str] = {}
+        """Folder -> fingerprint of the adapter that was read there."""
         self._call_ids = itertools.count()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -150,6 +158,7 @@ class ProcHost:
             hidden_size=engine.hidden_size,
             has_grammars=self._info.has_grammars,
             logits_processors=verifies,
+            knows_adapter=(lambda known: known in self._adapters.values()) if settings.enable_lora else None,
         )
 
     @property
@@ -250,19 +259,36 @@ class ProcHost:
     def meet(self, worker_id: str, epoch: int, address: str) -> None:
         self._send(MeetPeer(worker_id, epoch, address))
 
+    async def add_lora(self, folder: str) -> str:
+        """Raises: WorkerLost, too, when the process ends, or does not answer."""
+        added = await self._answer(lambda call_id: AddLora(call_id, folder), LORA_S)
+        if added.cause is not None:
+            raise added.cause.error()
+        self._adapters[folder] = added.fingerprint
+        return str(added.fingerprint)
+
+    async def remove_lora(self, folder: str) -> None:
+        self._adapters.pop(folder, None)
+        self._send(RemoveLora(folder))
+
     async def transfers(self) -> TransfersPage:
         """Raises: WorkerLost when the process ends, or does not answer."""
+        page: TransfersPage = (await self._answer(GetTransfers, ANSWER_S)).page
+        return page
+
+    async def _answer(self, question: Callable[[int], ToHost], timeout_s: float) -> Any:
+        """The message that answers `question(call_id)`. Raises: WorkerLost."""
         if self.dead.is_set():
             raise WorkerLost(PROCESS_ENDED)
         call_id = next(self._call_ids)
-        answer: asyncio.Future[TransfersPage] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
         self._answers[call_id] = answer
-        self._send(GetTransfers(call_id))
+        self._send(question(call_id))
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise WorkerLost(f"the engine's process has not answered for {ANSWER_S:g} s") from None
+            raise WorkerLost(f"the engine's process has not answered for {timeout_s:g} s") from None
         finally:
             del self._answers[call_id]
 
@@ -290,9 +316,9 @@ class ProcHost:
             case AttachEvent():
                 if self._attaches is not None:
                     self._attaches.take(message)
-            case Transfers(call_id, page):
+            case Transfers(call_id) | LoraAdded(call_id):
                 if (answer := self._answers.get(call_id)) is not None and not answer.done():
-                    answer.set_result(page)
+                    answer.set_result(message)
             case LoadedBytes(loaded_bytes, total_bytes):
                 self._on_progress(loaded_bytes, total_bytes)
             case HostLoaded(info):
