@@ -71,7 +71,7 @@ async def test_replacing_every_worker_under_load_loses_nothing(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     prompts = [prompt_of(30 + 11 * number, number) for number in range(12)]
-    sampling = {"max_tokens": 30, "temperature": 0.8, "seed": 5}
+    sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 0.8, "seed": 5}
     with running_cluster(tmp_path) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), ())
         async with InferenceClient(cluster.router.address) as client:
