@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
+from pdserve.models.lora.lora_targets import with_lora_targets
+from pdserve.models.read_config import read_config
 from pdserve.models.registry import FAMILIES
+from pdserve.models.weights.rank_shard import RankShard
 from tests.support.checkpoints import edit_json
 from tests.support.family_checkpoints import OPTIONS, cases, make_family
 from tests.support.family_exactness import RECORD, bfloat16_errors, float32_logits
+from tests.support.paged_run import PagedRun
+from tests.support.thread_ranks import ThreadRank, on_all_ranks
 
 ATOL = 3e-4
 """Largest difference of a logit in float32; the largest logits are near 80."""
@@ -91,6 +97,35 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("seed_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'; supported for SeedOssForCausalLM: silu"),
     ("seed_oss", {"attention_bias": False}, "12 weights have no place: .*k_proj.bias"),
     ("seed_oss", {"attention_out_bias": True}, r"o_proj\.bias is in none of model\.safetensors"),
+    (
+        "gemma2",
+        {"hidden_activation": "gelu"},
+        "hidden_activation 'gelu'; supported for Gemma2ForCausalLM: gelu_pytorch",
+    ),
+    ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a positive number, not 0"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true, which"),
+    ("gemma2", {"intermediate_size": 95}, r"gate_proj\.weight has shape \[96, 64\], config\.json says \[95, 64\]"),
+    ("gemma3_text", {"attn_logit_softcapping": 50}, "attn_logit_softcapping is 50, which Gemma3ForCausalLM does not"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"rope_theta": 5}},
+        "rope_theta is 5; known are full_attention, sliding_attention",
+    ),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "spiral"}}}, "rope type 'spiral'"),
+    ("gemma3_text", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern must be an integer"),
+    ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "such that an even number of a head's 16 is rotated"),
+    (
+        "glm4",
+        {"rope_parameters": {"partial_rotary_factor": 2}},
+        "such that an even number of a head's 16 is rotated, not 2",
+    ),
+    ("glm4", {"num_hidden_layers": 5}, r"layers\.4\.self_attn\.q_proj\.weight is in none of"),
+    ("olmo2", {"num_attention_heads": 8}, r"q_norm\.weight has shape \[64\], config\.json says \[128\]"),
+    ("olmo2", {"hidden_act": "relu2"}, "hidden_act 'relu2'; supported for Olmo2ForCausalLM: silu"),
+    ("phi3", {"num_key_value_heads": 1}, r"qkv_proj\.weight has shape \[128, 64\], config\.json says \[96, 64\]"),
+    ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, "rope type 'linear'; supported for Phi3"),
+    ("phi3", {"rope_parameters": {"rope_type": "su"}}, "rope type 'su'; supported: default"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1]}}, "short_factor must be a list of 8"),
     ("ministral", {"layer_types": ["full_attention"] * 3}, "layer_types must be 4 times"),
     ("ministral", {"layer_types": ["chunked_attention"] * 4}, "layer_types must be 4 times"),
     ("ministral", {"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is null"),
@@ -109,3 +144,36 @@ def test_broken_checkpoints_are_refused_by_name(
     with pytest.raises(ConfigError, match=message) as error:
         load_decoder(tmp_path)
     assert str(tmp_path) in error.value.message
+
+
+@pytest.mark.parametrize("family", ["glm4", "phi3"])
+def test_adapters_of_fused_projections_are_refused_by_name(
+    family: str, plain_checkpoint: Callable[[str], Path]
+) -> None:
+    decoder = load_decoder(plain_checkpoint(family))
+    with pytest.raises(UnsupportedModel, match=f"enable_lora is true, and adapters of {decoder.config.architecture}"):
+        with_lora_targets(decoder, max_loras=1, max_rank=8)
+
+
+def test_a_model_with_norms_over_all_heads_is_not_split(plain_checkpoint: Callable[[str], Path]) -> None:
+    config = read_config(plain_checkpoint("olmo2"))
+    config.verify_sharding(1, Path())
+    with pytest.raises(UnsupportedModel, match="tensor_parallel_size is 2, and Olmo2ForCausalLM normalises"):
+        config.verify_sharding(2, Path())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in NEW if family != "olmo2"])
+def test_two_ranks_share_a_family(family: str, tmp_path: Path) -> None:
+    model = make_family(tmp_path, family, cases(family)[0])
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+
+    def compute(rank: ThreadRank) -> torch.Tensor:
+        shard = RankShard(rank.rank, rank.size, rank)
+        run = PagedRun(load_decoder(tmp_path, shard=shard), shard=shard)
+        return torch.cat([run.step({}, {"a": tokens[:25]})["a"], run.step({}, {"a": tokens[25:]})["a"]])
+
+    first, _ = on_all_ranks(2, compute)
+    torch.testing.assert_close(first, expected, atol=ATOL, rtol=0)

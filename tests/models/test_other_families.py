@@ -74,6 +74,18 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("arcee", "LlamaForCausalLM", {"hidden_act": "silu"}, "gate_proj"),
     ("starcoder2", "Qwen2ForCausalLM", {}, "hidden_act"),
     ("hunyuan_v1_dense", "Qwen3ForCausalLM", {}, "q_norm|layernorm"),
+    ("gemma2", "Gemma3ForCausalLM", {}, "attn_logit_softcapping is 50.0|known are full_attention"),
+    ("gemma3_text", "Gemma2ForCausalLM", {}, "differ between layers"),
+    (
+        "gemma",
+        "Gemma2ForCausalLM",
+        {"hidden_activation": "gelu_pytorch_tanh"},
+        "feedforward_layernorm.weight is in none",
+    ),
+    ("glm", "Glm4ForCausalLM", {}, "post_self_attn_layernorm.weight is in none"),
+    ("olmo3", "Olmo2ForCausalLM", {}, "differ between layers"),
+    ("granitemoe", "GraniteForCausalLM", {}, "num_experts_per_tok is 2"),
+    ("phimoe", "MixtralForCausalLM", {}, "lm_head_bias|no place|sliding"),
 ]
 
 SAME_FIELDS_AND_TENSORS = ("helium", "ernie4_5")

@@ -29,6 +29,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """Head sizes, numbers of heads and layers, vocabularies, tied embeddings, shards; fields of the configuration in `transformers`."""
 
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5],
+    "long_factor": [2.0, 2.1, 2.2, 2.3, 3.5, 4.7, 5.0, 6.5],
+}
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 5}
 OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
@@ -52,6 +59,40 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"no_rope_layers": [0, 1, 1, 0, 1], "attention_bias": True, "mlp_bias": True},
     ],
     "seed_oss": [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}],
+    "gemma2": [
+        {"sliding_window": 13, "query_pre_attn_scalar": 20},
+        {"sliding_window": 9, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 7.0, "attention_bias": True},
+        {"sliding_window": 30, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ],
+    "gemma3_text": [
+        {
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 25.0,
+        },
+        {"sliding_window": 9, "layer_types": _MIXED, "attention_bias": True},
+        {
+            "sliding_window": 30,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ],
+    "glm4": [
+        {},
+        {"attention_bias": False, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
+    ],
+    "olmo2": [{}, {"attention_bias": True}],
+    "phi3": [
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 256},
+        {},
+        {"sliding_window": 15, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    ],
     "ministral": [
         {"sliding_window": 23},
         {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},

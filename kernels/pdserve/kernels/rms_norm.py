@@ -18,7 +18,7 @@ class RmsNorm:
         if weight.dim() != 1:
             raise ValueError(f"the weight of a norm must be [H], not {tuple(weight.shape)}")
         self.weight = weight
-        """`[H]`"""
+        """`[H]`, in the dtype of the inputs or in float32."""
         self.eps = eps
         self._size = weight.shape[0]
         self._doubled = torch.cat((weight, weight))
@@ -26,7 +26,7 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """`[*, H]` -> `[*, H]`."""
         if not x.is_cpu:
-            return F.rms_norm(x, (self._size,), self.weight, self.eps)
+            return F.rms_norm(x, (self._size,), self.weight, self.eps).to(x.dtype)
         both = torch.cat((x, -x), -1)
         return F.layer_norm(both, (2 * self._size,), self._doubled, None, self.eps)[..., : self._size]
 
@@ -46,3 +46,20 @@ class HeadNorm:
     def __call__(self, x: Tensor) -> None:
         """x `[T, heads, D]`, overwritten."""
         torch.mul(self._unit(x), self.weights, out=x)
+
+
+class ProjectionNorm:
+    """RMS normalisation of all query heads together, and of all key heads together, in place."""
+
+    def __init__(self, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+        """q_weight `[Hq * D]`, k_weight `[Hkv * D]`."""
+        self._norms = (RmsNorm(q_weight, eps), RmsNorm(k_weight, eps))
+
+    def __call__(self, qkv: Tensor) -> None:
+        """qkv `[T, Hq + 2 * Hkv, D]`; queries and keys are overwritten."""
+        start = 0
+        for norm in self._norms:
+            stop = start + norm.weight.shape[0] // qkv.shape[2]
+            heads = qkv[:, start:stop]
+            heads.copy_(norm(heads.flatten(1)).view(heads.shape))
+            start = stop

@@ -87,7 +87,7 @@ def _decoder(
     rows = shard.part(0, config.vocab_size)
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
     layers = [family.load_layer(weights, config, index) for index in range(config.num_layers)]
-    final_norm = weights.norm(family.final_norm_name, hidden, config.rms_norm_eps)
+    final_norm = family.load_norm(weights, family.final_norm_name, config)
     lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows))
     weights.check_all_read()
     scale = family.embedding_scale(embedding.dtype)

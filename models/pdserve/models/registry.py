@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdserve.models.config.model_config import ModelFamily
+from pdserve.models.families.gemma2 import Gemma2
+from pdserve.models.families.gemma3 import Gemma3
+from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.mixtral import Mixtral
+from pdserve.models.families.olmo2 import Olmo2
+from pdserve.models.families.phi3 import Phi3
 from pdserve.models.families.qwen2 import Qwen2
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.families.qwen3_moe import Qwen3Moe
@@ -17,11 +22,16 @@ from pdserve.models.families.seed_oss import SeedOss
 from pdserve.models.families.smollm3 import SmolLM3
 
 FAMILIES: Mapping[str, type[ModelFamily]] = {
+    "Gemma2ForCausalLM": Gemma2,
+    "Gemma3ForCausalLM": Gemma3,
+    "Glm4ForCausalLM": Glm4,
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
     "MinistralForCausalLM": Ministral,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
+    "Olmo2ForCausalLM": Olmo2,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,

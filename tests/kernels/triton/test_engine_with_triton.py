@@ -21,6 +21,7 @@ from tests.support.attention_batches import model_inputs, packed_batch
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
 from tests.support.engine_pair import Pair
+from tests.support.family_checkpoints import OPTIONS, cases, make_family
 from tests.support.oracle import Oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,3 +113,20 @@ def test_bfloat16_is_near_transformers_in_float32(
     assert errors.square().mean().sqrt() < 0.15
     # llama's largest error and that of qwen3_moe, where rounding may choose another expert, lie between 0.6 and 0.9
     assert errors.abs().max() < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in OPTIONS if family not in FAMILIES])
+def test_families_of_odd_layers_equal_transformers(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """Soft caps, windows in some layers, unrotated numbers and norms around 0, in all kernels."""
+    make_family(tmp_path, family, cases(family)[0])
+    engine = make_real_engine(tmp_path, DEVICE, max_num_batched_tokens=21, attention_backend="triton", kernels="triton")
+    oracle, prompts = Oracle(tmp_path), [prompt_of(size) for size in (3, 30)]
+    names = [engine.add(prompt, params={"max_tokens": 4}) for prompt in prompts]
+    answers = engine.run()
+    for name, prompt in zip(names, prompts, strict=True):
+        oracle.check(prompt, answers[name].token_ids)

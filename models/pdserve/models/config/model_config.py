@@ -9,9 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.kv_layout import SCALE_BYTES, KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.json_object import JsonObject
@@ -25,6 +26,16 @@ from pdserve.models.weights.weight_loader import WeightLoader
 
 SILU = ("silu", "swish")
 """Two names of one activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a layer's norms in the checkpoint, by their fields in `DecoderLayer`; None: no norm."""
+
+    input: str | None = "input_layernorm"
+    mlp: str | None = "post_attention_layernorm"
+    attention_post: str | None = None
+    mlp_post: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,12 @@ class ModelConfig:
         return (tuple(range(self.num_layers)),)
 
     def verify_sharding(self, size: int, folder: Path) -> None:
-        """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json."""
+        """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json, UnsupportedModel."""
+        if size > 1 and self.family.norms_projection:
+            raise UnsupportedModel(
+                f"tensor_parallel_size is {size}, and {self.architecture} normalises the queries of all heads together; "
+                "such a model is not split"
+            )
         dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
         dimensions |= self.family.inner_sizes(self.intermediate_size)
         verify_sharding(size, dimensions, self.num_kv_heads, f"{folder / 'config.json'}")
@@ -176,6 +192,15 @@ class ModelFamily(ABC):
     """Names of the activation in config.json; the first if the field is absent."""
     qk_norm: ClassVar[bool] = False
     """True: queries and keys are normalised per head."""
+    norms_projection: ClassVar[bool] = False
+    """True: they are normalised over all heads."""
+    norm_offset: ClassVar[float] = 0.0
+    """Added to the weights of all norms."""
+    norms: ClassVar[LayerNorms] = LayerNorms()
+    has_fused_qkv: ClassVar[bool] = False
+    """True: `qkv_proj` holds queries, keys and values."""
+    has_fused_mlp: ClassVar[bool] = False
+    """True: `gate_up_proj` holds gate and up."""
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"
@@ -212,13 +237,30 @@ class ModelFamily(ABC):
         attention = SelfAttention.load(
             weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
             order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
-            qk_norm_eps=eps if self.qk_norm else None,
+            qk_norm_eps=eps if self.qk_norm or self.norms_projection else None, qk_norm_offset=self.norm_offset,
+            norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
         )  # fmt: skip
-        mlp = self.load_mlp(weights, f"{prefix}.mlp", config, index)
-        input_norm = weights.norm(f"{prefix}.input_layernorm.weight", hidden, eps)
-        mlp_norm = weights.norm(f"{prefix}.post_attention_layernorm.weight", hidden, eps)
-        return DecoderLayer(input_norm, attention, mlp_norm, mlp, residual_multiplier=self.residual_multiplier)
+
+        def norm(name: str | None) -> RmsNorm | None:
+            return None if name is None else self.load_norm(weights, f"{prefix}.{name}.weight", config)
+
+        return DecoderLayer(
+            input_norm=norm(self.norms.input),
+            attention=attention,
+            mlp_norm=norm(self.norms.mlp),
+            mlp=self.load_mlp(weights, f"{prefix}.mlp", config, index),
+            attention_post_norm=norm(self.norms.attention_post),
+            mlp_post_norm=norm(self.norms.mlp_post),
+            residual_multiplier=self.residual_multiplier,
+        )
+
+    def load_norm(self, weights: WeightLoader, name: str, config: ModelConfig) -> RmsNorm:
+        """A norm over a token's hidden state. Raises: ConfigError."""
+        return weights.norm(name, config.hidden_size, config.rms_norm_eps, self.norm_offset)
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         """The part of layer `index` that follows the attention. Raises: ConfigError."""
-        return GatedMlp.load(weights, prefix, config.hidden_size, config.intermediate_size, bias=self.mlp_bias)
+        return GatedMlp.load(
+            weights, prefix, config.hidden_size, config.intermediate_size,
+            bias=self.mlp_bias, activation=self.activations[0], is_fused=self.has_fused_mlp,
+        )  # fmt: skip

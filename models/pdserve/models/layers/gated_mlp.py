@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from pdserve.kernels.gated_activations import geglu_tanh
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
+Gate = Callable[[Tensor], Tensor]
+"""Gate and up side by side `[T, 2 * I]`, which may be overwritten -> `[T, I]`."""
+GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tanh}
+"""Name of an activation in config.json -> what computes it; None: `LayerOps.swiglu`."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(silu(gate x) * up x)`."""
+    """`down(act(gate x) * up x)`."""
 
     gate_up: Linear
     """Gate and up side by side."""
     down: Linear
+    gate: Gate | None = None
+    """None: SiLU."""
 
     @classmethod
-    def load(cls, weights: WeightLoader, prefix: str, hidden_size: int, inner_size: int, *, bias: bool) -> GatedMlp:
-        """Read `{prefix}.gate_proj`, `up_proj` and `down_proj`. inner_size: I. Raises: ConfigError."""
-        return cls(
-            gate_up=weights.column_parallel(
-                [f"{prefix}.gate_proj", f"{prefix}.up_proj"], inner_size, hidden_size, bias=bias
-            ),
-            down=weights.row_parallel(f"{prefix}.down_proj", hidden_size, inner_size, bias=bias),
-        )
+    def load(
+        cls,
+        weights: WeightLoader,
+        prefix: str,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        bias: bool,
+        activation: str = "silu",
+        is_fused: bool = False,
+    ) -> GatedMlp:
+        """Read `{prefix}.gate_proj` and `up_proj`, or `gate_up_proj` without a bias, and `down_proj`.
+
+        inner_size: I. activation: a name in `GATES`. Raises: ConfigError.
+        """
+        if is_fused:
+            gate_up = weights.fused_column_parallel(f"{prefix}.gate_up_proj", 2, inner_size, hidden_size)
+        else:
+            halves = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+            gate_up = weights.column_parallel(halves, inner_size, hidden_size, bias=bias)
+        down = weights.row_parallel(f"{prefix}.down_proj", hidden_size, inner_size, bias=bias)
+        return cls(gate_up, down, GATES[activation])
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        return self.down(ops.swiglu(self.gate_up(x)))
+        return self.down(self._inner(x, ops))
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """`s = residual + mlp(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
-        return ops.add_norm(residual, ops.swiglu(self.gate_up(x)), self.down, norm)
+        return ops.add_norm(residual, self._inner(x, ops), self.down, norm)
+
+    def _inner(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """`[T, H]` -> `[T, I]`"""
+        return (ops.swiglu if self.gate is None else self.gate)(self.gate_up(x))

@@ -12,7 +12,7 @@ from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -32,6 +32,8 @@ class SelfAttention:
     qk_norm: HeadNorm | None
     """Normalises each head of queries and keys before the rotation; None: no norm."""
     output: Linear
+    projection_norm: ProjectionNorm | None = None
+    """Normalises all queries and all keys of a token before the rotation; None: no norm."""
 
     @classmethod
     def load(
@@ -46,11 +48,15 @@ class SelfAttention:
         qkv_bias: bool,
         output_bias: bool,
         qk_norm_eps: float | None = None,
+        qk_norm_offset: float = 0.0,
+        norms_projection: bool = False,
+        is_fused: bool = False,
     ) -> SelfAttention:
         """Read `{prefix}.q_proj`, `k_proj`, `v_proj`, `o_proj` and, with `qk_norm_eps`, `q_norm` and `k_norm`.
 
         spec: with the heads of all ranks; the layer has those of this rank. order: of the numbers of queries and keys.
-        Raises: ConfigError.
+        qk_norm_offset: added to the weights of the norms. norms_projection: the norms are over all heads, of one rank. is_fused:
+        read `qkv_proj` in place of the three. Raises: ConfigError.
         """
         shard = weights.shard
         own = replace(
@@ -58,16 +64,21 @@ class SelfAttention:
             num_heads=len(shard.heads(spec.num_heads)),
             num_kv_heads=len(shard.heads(spec.num_kv_heads)),
         )
-        qk_norm = None if qk_norm_eps is None else _load_qk_norm(weights, prefix, own, order, qk_norm_eps)
+        qk_norm = projection_norm = None
+        if qk_norm_eps is not None and norms_projection:
+            projection_norm = _load_projection_norm(weights, prefix, spec, order, qk_norm_eps)
+        elif qk_norm_eps is not None:
+            qk_norm = _load_qk_norm(weights, prefix, own, order, qk_norm_eps, qk_norm_offset)
         return cls(
             index=index,
             spec=own,
             order=order,
-            qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias),
+            qkv=_load_qkv(weights, prefix, spec, order, hidden_size, qkv_bias, is_fused),
             qk_norm=qk_norm,
             output=weights.row_parallel(
                 f"{prefix}.o_proj", hidden_size, spec.num_heads * spec.head_dim, bias=output_bias
             ),
+            projection_norm=projection_norm,
         )
 
     def __call__(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
@@ -83,27 +94,54 @@ class SelfAttention:
     def _attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, Hq * D]`"""
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+        if self.projection_norm is not None:
+            self.projection_norm(qkv)
         q, k, v = ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
         return plan.attend(self.index, q, k, v)
 
 
-def _load_qk_norm(weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, eps: float) -> HeadNorm:
+def _load_qk_norm(
+    weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, eps: float, offset: float
+) -> HeadNorm:
     """spec: with the heads of this rank."""
     q_weight, k_weight = (
-        order.paired(weights.tensor(f"{prefix}.{name}.weight", spec.head_dim)) for name in ("q_norm", "k_norm")
+        order.paired(weights.norm(f"{prefix}.{name}.weight", spec.head_dim, eps, offset).weight)
+        for name in ("q_norm", "k_norm")
     )
     return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
 
 
+def _load_projection_norm(
+    weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, eps: float
+) -> ProjectionNorm:
+    q_weight, k_weight = (
+        order.paired(weights.tensor(f"{prefix}.{name}.weight", heads * spec.head_dim))
+        for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))
+    )
+    return ProjectionNorm(q_weight, k_weight, eps)
+
+
 def _load_qkv(
-    weights: WeightLoader, prefix: str, spec: AttentionSpec, order: HeadOrder, hidden_size: int, bias: bool
+    weights: WeightLoader,
+    prefix: str,
+    spec: AttentionSpec,
+    order: HeadOrder,
+    hidden_size: int,
+    bias: bool,
+    is_fused: bool,
 ) -> Linear:
     """spec: with the heads of all ranks."""
     matrices, biases = [], []
+    all_rows, first = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, 0
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         rows, own = heads * spec.head_dim, weights.shard.heads(heads)
         part = None if len(own) == heads else Part(0, own.start * spec.head_dim, own.stop * spec.head_dim)
-        matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
+        if is_fused:
+            start, stop = (first, first + rows) if part is None else (first + part.start, first + part.stop)
+            matrix = weights.matrix(f"{prefix}.qkv_proj", all_rows, hidden_size, Part(0, start, stop))
+            first += rows
+        else:
+            matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
         matrices.append(matrix if name == "v" else _paired(matrix, order))
         if bias:
             added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)

@@ -75,6 +75,10 @@ def with_lora_targets(decoder: Decoder, *, max_loras: int, max_rank: int) -> tup
         raise UnsupportedModel(
             "enable_lora is true, and adapters are not served by a model that is split over several ranks"
         )
+    if config.family.has_fused_qkv or config.family.has_fused_mlp:
+        raise UnsupportedModel(
+            f"enable_lora is true, and adapters of {config.architecture} are for fused projections, which is not served"
+        )
     by_name: dict[str, LoraTarget] = {}
 
     def wrap(linear: Linear, in_size: int, products: Sequence[tuple[str, int, HeadOrder | None]]) -> LoraLinear:

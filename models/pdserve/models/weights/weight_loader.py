@@ -150,8 +150,9 @@ class WeightLoader:
         return tensor
 
     def _count(self, name: str, loaded: int, kept: int) -> None:
-        self._unread.discard(name)
-        self._loaded_bytes += loaded
+        if name in self._unread:
+            self._loaded_bytes += loaded
+            self._unread.discard(name)
         self._kept_bytes += kept
         if self._progress is not None:
             self._progress(LoadProgress(self._loaded_bytes, self._total_bytes, name, self._kept_bytes))
@@ -163,6 +164,12 @@ class WeightLoader:
         biases = [self.tensor(f"{name}.bias", rows, part=part) for name in names] if bias else []
         return make_linear(weight, torch.cat(biases) if biases else None)
 
+    def fused_column_parallel(self, name: str, num_parts: int, rows: int, columns: int) -> Linear:
+        """The layer `name`, whose output is `num_parts` outputs side by side, each `rows` wide, of which each rank has a part."""
+        own = self.shard.part(0, rows) or Part(0, 0, rows)
+        parts = [Part(0, first + own.start, first + own.stop) for first in range(0, num_parts * rows, rows)]
+        return make_linear(self.stack([self.matrix(name, num_parts * rows, columns, part) for part in parts], [name]))
+
     def row_parallel(self, name: str, rows: int, columns: int, *, bias: bool) -> Linear:
         """The layer `name`, whose `columns` inputs are divided among the ranks; each rank has the whole result."""
         weight = self.matrix(name, rows, columns, self.shard.part(1, columns))
@@ -171,8 +178,10 @@ class WeightLoader:
             return make_linear(weight, added)
         return RowParallelLinear(make_linear(weight), added, group)
 
-    def norm(self, name: str, size: int, eps: float) -> RmsNorm:
-        return RmsNorm(self.tensor(name, size), eps)
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RmsNorm:
+        """offset: added to the weights, in float32."""
+        weight = self.tensor(name, size)
+        return RmsNorm(weight.float() + offset if offset else weight, eps)
 
     def check_all_read(self) -> None:
         """Raises: ConfigError for weights that were not read: the checkpoint does not match its config.json."""
