@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-import urllib.request
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import Cluster, Service, pd_cluster
+from tests.support.cluster_processes import pd_cluster, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.phase_pauses import PhasePauses
 from tests.support.random_prompts import prompt_of
 from tests.support.rounded_keys import rounded_keys
-from tests.support.waiting import eventually
+from tests.support.waiting import HANG_S, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -23,13 +25,6 @@ STORED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 ROUNDED_NEAR_TIE = 0.03
 """Logits closer than this may change places with a rounded cache: as `TOLERANCE` of `tests/llm/test_kv_cache_dtype.py`."""
 PROMPTS = [prompt_of(90 + 7 * seed, seed) for seed in range(5)]
-
-
-def metric(cluster: Cluster, service: Service, name: str) -> float:
-    with urllib.request.urlopen(f"{cluster.metrics_url(service)}/metrics") as response:
-        found = re.search(rf"^{name} (\S+)$", response.read().decode(), re.MULTILINE)
-    assert found is not None, f"no {name}"
-    return float(found[1])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
@@ -52,7 +47,33 @@ async def test_i1_texts_are_those_of_transformers(
         for role in ("prefill", "decode"):
             service = cluster.services[role]
             # of 5 prompts with 5 full blocks each, asked for again twice; some may be in the pool
-            assert metric(cluster, service, "pdserve_kv_host_blocks_loaded_total") >= 25
+            assert cluster.metric(service, "pdserve_kv_host_blocks_loaded_total") >= 25
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+async def test_i4_a_text_goes_on_at_another_worker(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_checkpoints("llama", num_hidden_layers=4)
+    flags = ("--model", str(model), "--set", "dtype=float32", "--set", "kv_cache_dtype=int8", "--set", "kv_host_mib=4")
+    pauses, oracle = PhasePauses(tmp_path / "pauses"), Oracle(model)
+    with running_cluster(tmp_path, pauses.worker_program) as cluster:
+        prefill = cluster.start_worker("prefill", *flags)
+        decodes = [cluster.start_worker("decode", *flags, name=f"decode-{number}") for number in (1, 2)]
+        addresses = [decode.address for decode in decodes]
+        never = ("--local-prefill", "never")
+        cluster.start_router("--model", str(model), *never, prefill=[prefill.address], decode=addresses)
+        async with InferenceClient(cluster.router.address) as router:
+            pauses.arm("streaming")
+            asked = asyncio.create_task(router.ask(PROMPTS[0], max_tokens=40))
+            victim = await pauses.reached(cluster)
+            assert victim in decodes
+            victim.signal(signal.SIGKILL)
+            await asyncio.to_thread(victim.process.wait, HANG_S)
+            pauses.go_on()
+            answer = await asked
+        with rounded_keys("int8"):
+            oracle.check(PROMPTS[0], answer.token_ids, ROUNDED_NEAR_TIE)
+        assert len(answer.token_ids) == 40
         cluster.check_pools()
         cluster.check_logs()
 

@@ -27,10 +27,20 @@ PIECES = {"decode-2": ("--set", "stream_interval=3")}
 """An answer that goes on elsewhere may come in pieces of another size."""
 
 
+HOST_TIER = ("--set", "num_blocks=60", "--set", "kv_host_mib=16")
+"""Pools of a few sequences, and behind them room for all blocks."""
+
+
 @pytest.mark.parametrize(
-    ("connector", "at_once", "placement", "seed"),
-    [("tcp", 1, (), 1), ("nixl", 1, ALL_REMOTE, 2), ("tcp", 2, ALL_REMOTE, 3), ("nixl", 2, (), 4)],
-    ids=["tcp", "nixl-remote", "tcp-remote-two", "nixl-two"],
+    ("connector", "at_once", "placement", "memory", "seed"),
+    [
+        ("tcp", 1, (), (), 1),
+        ("nixl", 1, ALL_REMOTE, (), 2),
+        ("tcp", 2, ALL_REMOTE, (), 3),
+        ("nixl", 2, (), (), 4),
+        ("tcp", 1, ALL_REMOTE, HOST_TIER, 5),
+    ],
+    ids=["tcp", "nixl-remote", "tcp-remote-two", "nixl-two", "tcp-remote-tier"],
 )
 async def test_i4_faults_at_random_moments_change_no_answer(
     tiny_checkpoints: Callable[..., Path],
@@ -38,6 +48,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     connector: str,
     at_once: int,
     placement: Sequence[str],
+    memory: Sequence[str],
     seed: int,
 ) -> None:
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
@@ -45,7 +56,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     with running_cluster(tmp_path) as cluster:
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:
-            flags = ("--model", model, *FLAGS, "--set", f"connector={connector}", *PIECES.get(name, ()))
+            flags = ("--model", model, *FLAGS, "--set", f"connector={connector}", *memory, *PIECES.get(name, ()))
             addresses[role_of(name)].append(cluster.start_worker(role_of(name), *flags, name=name).address)
         cluster.start_router("--model", model, *placement, **addresses)
         async with InferenceClient(cluster.router.address) as client:
@@ -62,4 +73,7 @@ async def test_i4_faults_at_random_moments_change_no_answer(
             await load.end()
         assert load.num_answers > 10 * NUM_ROUNDS
         assert load.num_sessions or placement == ALL_REMOTE
+        if memory:
+            name = "pdserve_kv_host_blocks_loaded_total"
+            assert sum(cluster.metric(cluster.services[worker], name) for worker in WORKERS) > 0
         check_whole(cluster)

@@ -7,6 +7,7 @@ import queue
 import re
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -131,6 +132,13 @@ class Cluster:
         """Address at which a service serves `/metrics`, from its log."""
         found: list[str] = _METRICS.findall(service.read_log())
         return found[-1]
+
+    def metric(self, service: Service, name: str) -> float:
+        """A value of `/metrics` without labels."""
+        with urllib.request.urlopen(f"{self.metrics_url(service)}/metrics", timeout=HANG_S) as response:
+            found = re.search(rf"^{name} (\S+)$", response.read().decode(), re.MULTILINE)
+        assert found is not None, f"no {name}"
+        return float(found[1])
 
     def load(self, service: Service) -> worker_pb2.Load:
         """A worker's state now."""
