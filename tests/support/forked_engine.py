@@ -10,6 +10,7 @@ from typing import Any
 from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.clients.engine_core_proc import main
 from pdserve.engine.executor.executor import SingleDeviceExecutor
+from pdserve.worker.engine_host import host_process
 from tests.support.forked_process import ForkedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,11 @@ def start_failing(descriptor: int) -> ChildProcess:
     return _start(["-m", "tests.support.forked_engine", str(descriptor)], descriptor)
 
 
+def start_failing_host(descriptor: int) -> ChildProcess:
+    """The same in place of `proc_host.start_program`."""
+    return _start(["-m", "tests.support.forked_engine", "host", str(descriptor)], descriptor)
+
+
 def _start(program: list[str], descriptor: int) -> ChildProcess:
     environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return ForkedProcess(program, output=2, environ=environ, pass_fds=[descriptor])
@@ -58,4 +64,7 @@ def fail_at_fatal_token(execute: Any) -> Any:
 
 if __name__ == "__main__":
     SingleDeviceExecutor.execute_model = fail_at_fatal_token(SingleDeviceExecutor.execute_model)  # type: ignore[method-assign]
+    if sys.argv[1] == "host":
+        del sys.argv[1]
+        sys.exit(host_process.main())
     sys.exit(main())
