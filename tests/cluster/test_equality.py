@@ -21,6 +21,7 @@ ARCHITECTURES = (
     pytest.param("mistral", marks=pytest.mark.slow),
     pytest.param("qwen2", marks=pytest.mark.slow),
     "qwen3",
+    pytest.param("llama engine_process", marks=pytest.mark.slow),
 )
 """The way through the services is the same for all; `tests/models` has every architecture in `make test`."""
 LENGTHS = (1, 15, 16, 17, 31, 250, 1000)
@@ -31,9 +32,11 @@ MAX_TOKENS = 24
 def served(
     request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Oracle]]:
-    model = tiny_checkpoints(request.param)
+    architecture, *switches = request.param.split()
+    model = tiny_checkpoints(architecture)
     # chunks of 64 tokens: longer prompts are published while later chunks still compute
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+    flags: tuple[str, ...] = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+    flags += tuple(flag for switch in switches for flag in ("--set", f"{switch}=true"))
     # what decode holds would be prefilled there, and this is about the way through both
     through_both = ("--local-prefill", "never")
     with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, router=through_both) as cluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import signal
 import time
 import urllib.request
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pdserve.v1 import request_pb2
 from tests.support.cluster_processes import Cluster, Service, running_cluster
@@ -97,9 +100,19 @@ def running_matrix(model: Path, folder: Path, pauses: PhasePauses, *flags: str) 
         cluster.check_logs()
 
 
-async def hurt(matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str) -> None:
+def engine_process_of(worker: Service) -> int:
+    """The id of the process of a worker's engine."""
+    [process] = [
+        child for child in psutil.Process(worker.process.pid).children() if "engine-process" in child.cmdline()
+    ]
+    return process.pid
+
+
+async def hurt(
+    matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str, *, only_engine: bool = False
+) -> None:
     """Send a signal to a worker while a request is in a phase: every answer is that of an undisturbed run, and the worker is used
-    again afterwards."""
+    again afterwards. only_engine: the signal goes to the process of its engine alone."""
     cluster, salt = matrix.cluster, f"{phase}-{role}-{way}"
     log_before = len(cluster.router.read_log())
     async with InferenceClient(cluster.router.address) as client:
@@ -111,7 +124,8 @@ async def hurt(matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, wa
         held = next(decision for decision in new if decision[pausing.role] == pausing.name)
         victim = cluster.services[held[role]]
         since = time.monotonic()
-        victim.signal(WAYS[way])
+        target = engine_process_of(victim) if only_engine else victim.process.pid
+        os.kill(target, WAYS[way])
         if way == "SIGKILL":
             await asyncio.to_thread(victim.process.wait, HANG_S)
         matrix.pauses.go_on()
@@ -124,10 +138,11 @@ async def hurt(matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, wa
         if way == "SIGSTOP":
             # answers that did not need it any more may be here before it has been missed
             await eventually(lambda: " is lost: its " in cluster.router.read_log()[log_before:], "it is missed")
-            victim.signal(signal.SIGCONT)
+            os.kill(target, signal.SIGCONT)
         else:
             code = await asyncio.to_thread(victim.process.wait, HANG_S)
-            assert code == (-signal.SIGKILL if way == "SIGKILL" else 0), victim.read_log()
+            killed = 1 if only_engine else -signal.SIGKILL
+            assert code == (killed if way == "SIGKILL" else 0), victim.read_log()
             await asyncio.to_thread(cluster.restart, victim.name)
         await _used_again(matrix, client, victim, salt)
     log = cluster.router.read_log()[log_before:]

@@ -19,10 +19,19 @@ import pytest
 from pdserve.common.errors import Cancelled, ConfigError, InternalError, InvalidRequest, WorkerLost
 from pdserve.engine.clients import engine_connection
 from pdserve.engine.clients.process_client import ProcessClient
-from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, NamedLogitsProcessor, PoolingParams, StructuredOutputsParams
+from pdserve.llm import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    LoRARequest,
+    NamedLogitsProcessor,
+    PoolingParams,
+    StructuredOutputsParams,
+)
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import ROOT, start_forked
 from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from tests.support.lora_adapters import make_adapter
 from tests.support.waiting import HANG_S
 
 PLUG_INS = """[pdserve.logits_processors]
@@ -95,6 +104,31 @@ def test_structured_outputs(apart: LLM) -> None:
     params = greedy(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), ignore_eos=False)
     [answer] = apart.generate(TEXT, params, use_tqdm=False)
     assert answer.outputs[0].text in ("yes", "no")
+
+
+@pytest.mark.slow
+def test_adapters_and_drafts(folder: Path, tmp_path: Path) -> None:
+    adapter = LoRARequest("a", 1, str(make_adapter(tmp_path / "a", folder, seed=1)))
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    }
+    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 8}
+    texts = []
+    for engine_process in (False, True):
+        with LLM(folder, engine_process=engine_process, **TINY, **options) as llm:
+            answers = [
+                llm.generate(prompt, greedy(max_tokens=24), lora_request=request, use_tqdm=False)[0]
+                for request in (None, adapter)
+            ]
+            texts.append([answer.outputs[0].token_ids for answer in answers])
+            if engine_process:
+                assert client_of(llm).utility("get_stats")["spec_decoding_stats"]["num_draft_tokens"]
+            with pytest.raises(InvalidRequest) as refused:
+                llm.generate(prompt, lora_request=LoRARequest("b", 2, str(tmp_path)), use_tqdm=False)
+            assert refused.value.field == "lora_request"
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
 
 
 def test_bad_requests_are_refused_before_anything_is_computed(apart: LLM) -> None:

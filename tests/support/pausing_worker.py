@@ -2,7 +2,7 @@
 
 The test puts the name of a phase into `FOLDER/armed`; the first worker that comes to it renames the file to
 `FOLDER/reached.<pid>` and waits there, the thread that came to it and no other, until `FOLDER/go` exists. What happens
-to a process then, by signals, happens to it in that phase.
+to a process then, by signals, happens to it in that phase. With `engine_process` the engine's process pauses.
 
     phase      where                                        thread that waits
     queued     prefill, before the step that would begin    engine
@@ -17,20 +17,26 @@ to a process then, by signals, happens to it in that phase.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pdserve.cli.main import main
+from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.kv_transfer.tcp.tcp_source import TcpSource
 from pdserve.worker import kv_transfer_manager
+from pdserve.worker.engine_host import host_process, proc_host
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
+ENGINE_PROCESS = "engine-process"
+"""In place of the role: the process of a worker's engine."""
 LONGEST_S = 20.0
 NUM_FIRST = 2
 """Output tokens when decode has sampled one: the first is that of the prefill."""
@@ -122,6 +128,20 @@ def _computes(request: Request | None) -> bool:
     return request is not None and request.num_computed_tokens < request.num_prompt_tokens
 
 
+def start_pausing_engine(folder: Path, descriptor: int) -> ChildProcess:
+    """In place of `proc_host.start_program`."""
+    return subprocess.Popen(
+        [sys.executable, "-P", __file__, str(folder), ENGINE_PROCESS, str(descriptor)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(descriptor,),
+    )
+
+
 if __name__ == "__main__":
-    install(Pauses(Path(sys.argv.pop(1))))
+    met = Path(sys.argv.pop(1))
+    install(Pauses(met))
+    if sys.argv[1] == ENGINE_PROCESS:
+        del sys.argv[1]
+        sys.exit(host_process.main())
+    proc_host.start_program = partial(start_pausing_engine, met)
     main()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from .cluster_processes import Cluster, Service
 from .waiting import eventually
 
@@ -36,7 +38,8 @@ class PhasePauses:
         """Wait for the worker that pauses."""
         paths = await eventually(lambda: list(self.folder.glob("reached.*")), "a worker comes to this phase")
         pid = int(paths[0].suffix[1:])
-        return next(service for service in cluster.services.values() if service.process.pid == pid)
+        pids = {pid, psutil.Process(pid).ppid()}  # an engine's process belongs to its worker
+        return next(service for service in cluster.services.values() if service.process.pid in pids)
 
     def go_on(self) -> None:
         """End the pause, and let no other worker begin one."""

@@ -23,7 +23,7 @@ from pdserve.common.errors import (
     TransferFailed,
     WorkerLost,
 )
-from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason, StreamingUpdate
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.executor.executor import SingleDeviceExecutor
@@ -49,14 +49,11 @@ PEER = PeerId("decode-1", 7)
 
 
 async def started(folder: Path, kind: str) -> EngineHost:
-    host = await make_host(PrefillSettings(**SETTINGS, engine_process=kind == "in its own"), folder, KEY)
-    return host
+    return await make_host(PrefillSettings(**SETTINGS, engine_process=kind == "in its own"), folder, KEY)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
-async def client(
-    request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path]
-) -> AsyncIterator[EngineClient]:
+async def client(request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[EngineClient]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(proc_host, "start_program", start_host)
         host = await started(tiny_checkpoints("llama"), request.param)
@@ -81,7 +78,11 @@ def request_of(prompt: Sequence[int], *, max_tokens: int = 8, **fields: Any) -> 
     hasher = BlockHasher(KEY, 16)
     root = hasher.root("any")
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    given = {"request_id": secrets.token_hex(4), "sampling_params": params, "arrival_time": time.monotonic()} | fields
+    given: dict[str, Any] = {
+        "request_id": secrets.token_hex(4),
+        "sampling_params": params,
+        "arrival_time": time.monotonic(),
+    } | fields
     return EngineCoreRequest(
         prompt_token_ids=list(prompt), block_hashes=hasher.extend(root, list(prompt)), hash_root=root, **given
     )
@@ -130,11 +131,9 @@ async def test_requests_run_together_and_each_answer_is_whole(client: EngineClie
 
 
 async def test_everything_of_an_output_arrives(client: EngineClient) -> None:
-    params = SamplingParams(
-        temperature=1.0, seed=3, n=2, max_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=1
-    )
+    params = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     request = request_of(prompt_of(40, 9), sampling_params=params, n=2)
-    outputs = []
+    outputs: list[EngineCoreOutput] = []
     stream = client.submit(request, outputs.append)
     await read(stream)
     client.release(stream)
@@ -162,7 +161,7 @@ async def test_i7_a_released_request_is_aborted_and_its_last_moments_are_told(cl
 
 
 async def test_a_sequence_ends_where_its_text_ends(client: EngineClient) -> None:
-    outputs = []
+    outputs: list[EngineCoreOutput] = []
     stream = client.submit(request_of(prompt_of(20, 2), max_tokens=900), outputs.append)
     async with asyncio.timeout(HANG_S):
         await stream.get()
@@ -200,7 +199,9 @@ async def test_i8_a_transfer_that_cannot_begin_ends_its_request_alone(client: En
         (transfer_id, None, ""),
         (transfer_id, TransferFailed, "the transfer id was used before"),
     ):
-        request = request_of(prompt_of(20, 5), remote_prefill=transfer is source, transfer_source=transfer is not source)
+        request = request_of(
+            prompt_of(20, 5), remote_prefill=transfer is source, transfer_source=transfer is not source
+        )
         stream = client.submit(
             request, transfer=transfer if isinstance(transfer, SourceRef) else expected(request, transfer)
         )
