@@ -113,7 +113,7 @@ def test_adapters_and_drafts(folder: Path, tmp_path: Path) -> None:
         "enable_lora": True,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }
-    prompt = {"prompt_token_ids": [5, 6, 7, 8] * 8}
+    prompt = [5, 6, 7, 8] * 8
     texts = []
     for engine_process in (False, True):
         with LLM(folder, engine_process=engine_process, **TINY, **options) as llm:
@@ -125,7 +125,7 @@ def test_adapters_and_drafts(folder: Path, tmp_path: Path) -> None:
             if engine_process:
                 assert client_of(llm).utility("get_stats")["spec_decoding_stats"]["num_draft_tokens"]
             with pytest.raises(InvalidRequest) as refused:
-                llm.generate(prompt, lora_request=LoRARequest("b", 2, str(tmp_path)), use_tqdm=False)
+                llm.generate(prompt, greedy(), lora_request=LoRARequest("b", 2, str(tmp_path)), use_tqdm=False)
             assert refused.value.field == "lora_request"
     assert texts[0] == texts[1]
     assert texts[0][0] != texts[0][1]

@@ -182,7 +182,6 @@ async def test_what_no_engine_serves_is_refused_by_name(client: EngineClient) ->
         "prompt_token_ids": request_of([5, 10**6]),
         "n": request_of([5], n=65),
         "top_p": request_of([5], sampling_params=SamplingParams(top_p=2.0)),
-        "lora_request": request_of([5], lora_name="a", lora_fingerprint="f" * 32),
     }.items():
         with pytest.raises(InvalidRequest) as refused:
             client.verify(request)

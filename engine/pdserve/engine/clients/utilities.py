@@ -13,8 +13,11 @@ from pdserve.engine.engine_core import EngineCore
 
 
 def get_stats(core: EngineCore) -> dict[str, Any]:
-    """Fields of `SchedulerStats`."""
-    return msgspec.structs.asdict(core.stats())
+    """Fields of `SchedulerStats`; those of `spec_decoding_stats` by their names, too."""
+    stats = core.stats()
+    drafts = stats.spec_decoding_stats
+    fields = msgspec.structs.asdict(stats)
+    return fields | {"spec_decoding_stats": None if drafts is None else msgspec.structs.asdict(drafts)}
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
