@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.llm import (
@@ -280,3 +281,13 @@ def test_llm_has_its_engine(llm: LLM) -> None:
         outputs = llm.llm_engine.step()
     assert [output.request_id for output in outputs] == ["mine"]
     core_of(llm).scheduler.check(idle=True)
+
+
+def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM, folder: Path) -> None:
+    own, theirs = llm.get_tokenizer(), AutoTokenizer.from_pretrained(folder)
+    token_ids = own.encode(TEXT)
+    assert token_ids == theirs.encode(TEXT)
+    assert own.decode(token_ids) == theirs.decode(token_ids)
+    assert own.eos_token_id in own.eos_token_ids
+    [answer] = llm.generate(prompt_token_ids=token_ids, sampling_params=greedy(), use_tqdm=False)
+    assert answer.outputs == llm.generate(TEXT, greedy(), use_tqdm=False)[0].outputs

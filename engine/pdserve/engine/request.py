@@ -93,8 +93,8 @@ class Request:
         """Tokens of the prompt and of output of earlier attempts, computed or received before the first new token."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in this engine's pool, without scheduled or announced ones."""
-        self.num_cached_tokens = 0
-        """Given tokens found in the prefix cache or received, at first admission."""
+        self.num_cached_tokens = -1
+        """Given tokens found in the prefix cache or received, at first admission; -1 before it. Outputs say 0 then."""
         self.spec_token_ids: list[int] = []
         """Drafts of the tokens after the last known one."""
         self.block_hashes = list(core.block_hashes)

@@ -289,6 +289,11 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
     """Adapters that lost their slot to another one."""
 
     @property
+    def kv_cache_usage(self) -> float:
+        """Part of the pool's blocks that are in use, from 0 to 1."""
+        return self.num_blocks_in_use / self.num_blocks_total if self.num_blocks_total else 0.0
+
+    @property
     def num_capacity_reqs(self) -> int:
         """Sequences that wait for blocks or for a place in a step."""
         return self.num_waiting_reqs - self.num_grammar_reqs

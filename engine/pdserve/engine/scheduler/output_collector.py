@@ -54,7 +54,7 @@ class OutputCollector:
                 finish_reason=None if status is None else FINISH_REASONS[status],
                 awaits_input=awaits_input,
                 stop_reason=request.stop_reason,
-                num_cached_tokens=request.num_cached_tokens,
+                num_cached_tokens=max(0, request.num_cached_tokens),
                 transfer_unwanted=request.is_unwanted_source,
                 error_code=cause.code if cause is not None else "",
                 error_message=cause.message if cause is not None else "",

@@ -70,7 +70,7 @@ class LoggingStatLogger(StatLoggerBase):
             "prefix cache hit rate %.1f %%",
             self.engine_index, self._num_prompt_tokens / elapsed_s, self._num_generation_tokens / elapsed_s,
             stats.num_running_reqs, stats.num_waiting_reqs + stats.num_remote_kv_reqs,
-            100 * stats.num_blocks_in_use / max(1, stats.num_blocks_total),
+            100 * stats.kv_cache_usage,
             100 * (stats.prefix_cache_hits - before.prefix_cache_hits) / max(1, queried),
         )  # fmt: skip
         self._begin()

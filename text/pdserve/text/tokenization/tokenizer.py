@@ -94,6 +94,11 @@ class Tokenizer:
         return self._backend.token_to_id(text) in self.special_token_ids
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The first of `eos_token_ids`; None for a model without any."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
@@ -101,7 +106,7 @@ class Tokenizer:
         self,
         text: str,
         *,
-        add_special_tokens: bool,
+        add_special_tokens: bool = True,
         field: str = "prompt",
         count: Callable[[int], None] | None = None,
     ) -> list[int]:
@@ -129,7 +134,7 @@ class Tokenizer:
             return 0
         return -(-len(text.encode(errors="surrogatepass")) // self._longest_token_bytes)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of all ids together; ids without a token are skipped.
 
         Raises: InvalidRequest for a number that cannot be an id.
