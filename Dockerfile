@@ -13,6 +13,8 @@ ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT
 RUN python -m venv /opt/pdserve
 ENV PATH=/opt/pdserve/bin:$PATH
 WORKDIR /src
+# compiles decode attention for processors; without it the wheel is pure Python, and slower there
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # What pdserve depends on changes seldom: a layer of its own.
 COPY locks locks
 COPY deploy/install.py deploy/

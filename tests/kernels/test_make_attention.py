@@ -91,7 +91,7 @@ def test_a_plug_in_is_made_over_the_cache(kv_cache: Tensor, plugin_folder: Path)
 
 def test_an_unknown_name_lists_what_there_is(kv_cache: Tensor, plugin_folder: Path) -> None:
     install(plugin_folder, f"mine = {PLUGIN}:Mine")
-    message = "attention_backend is 'yours', which is not installed; there are auto, torch, triton, sdpa, mine"
+    message = "attention_backend is 'yours', which is not installed; there are auto, torch, native, triton, sdpa, mine"
     with pytest.raises(AttentionBackendError, match=message):
         make_attention("yours", kv_cache)
     assert PLUGIN not in sys.modules

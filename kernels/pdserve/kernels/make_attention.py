@@ -6,6 +6,7 @@ an `AttentionBackend`. An entry point is imported only if the setting names it, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.native.library import NativeLibraryError, load_library
+from pdserve.kernels.native.native_attention import NativeAttentionBackend, unsupported
 from pdserve.kernels.quantized_pages import is_quantized
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 
 ENTRY_POINT_GROUP = "pdserve.attention_backends"
 AUTO = "auto"
+_LOGGER = logging.getLogger(__name__)
 
 
 class AttentionBackendError(Exception):
@@ -53,16 +57,41 @@ def _make_quantized(name: str, kv_cache: Tensor, dtype: torch.dtype | None) -> A
         raise AttentionBackendError(str(error)) from error
 
 
+def _make_native(kv_cache: Tensor) -> AttentionBackend:
+    try:
+        library = load_library()
+    except NativeLibraryError as error:
+        raise AttentionBackendError(f"attention_backend is 'native', but {error}") from error
+    if reason := unsupported(kv_cache):
+        raise AttentionBackendError(f"attention_backend is 'native', but {reason}")
+    return NativeAttentionBackend(kv_cache, library)
+
+
 def _make_auto(kv_cache: Tensor) -> AttentionBackend:
-    """Triton's on a GPU where it is installed, else torch's."""
+    """Triton's on a GPU where it is installed; on a processor C++ where it is built; else torch's."""
     if kv_cache.device.type == "cuda" and find_spec("triton") is not None:
         return _make_triton("auto", kv_cache)
-    return TorchAttentionBackend(kv_cache)
+    if reason := _no_native(kv_cache):
+        _LOGGER.info("attention in torch operations: %s", reason)
+        return TorchAttentionBackend(kv_cache)
+    return NativeAttentionBackend(kv_cache, load_library())
+
+
+def _no_native(kv_cache: Tensor) -> str | None:
+    """Why decode attention over this cache is not computed in C++; None if it is."""
+    if reason := unsupported(kv_cache):
+        return reason
+    try:
+        load_library()
+    except NativeLibraryError as error:
+        return str(error)
+    return None
 
 
 _BUILT_IN: Mapping[str, Callable[[Tensor], AttentionBackend]] = {
     AUTO: _make_auto,
     "torch": TorchAttentionBackend,
+    "native": _make_native,
     "triton": partial(_make_triton, "triton"),
     "sdpa": partial(_make_triton, "sdpa"),
 }

@@ -27,7 +27,7 @@ class TorchAttentionBackend:
         the latter alone. Raises: ValueError for another shape.
         """
         self._pages = QuantizedPages(kv_cache, dtype) if is_quantized(kv_cache) else KvPages(kv_cache)
-        self._step: _Step | None = None
+        self._step: StepPlan | None = None
 
     def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> Mapping[str, NDArray[Any]]:
         """No arrays: `plan` needs lengths on the host alone."""
@@ -36,12 +36,16 @@ class TorchAttentionBackend:
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
         pages = self._pages
         check_spec(pages.kv_cache, spec)
+        return TorchAttentionPlan(self._step_plan(batch), pages, spec)
+
+    def _step_plan(self, batch: AttentionBatch) -> StepPlan:
+        """The part that plans of this batch share, made for the first."""
         if self._step is None or self._step.batch is not batch:
-            self._step = _Step(batch, pages)
-        return TorchAttentionPlan(self._step, pages, spec)
+            self._step = StepPlan(batch, self._pages)
+        return self._step
 
 
-class _Step:
+class StepPlan:
     """The part of a step's plan that all specs share."""
 
     def __init__(self, batch: AttentionBatch, pages: KvPages) -> None:
@@ -74,15 +78,19 @@ def _chunks(batch: AttentionBatch, seq_lens: list[int]) -> list[PrefillChunk]:
 class TorchAttentionPlan:
     """Implements `AttentionPlan`."""
 
-    def __init__(self, step: _Step, pages: KvPages, spec: AttentionSpec) -> None:
+    def __init__(self, step: StepPlan, pages: KvPages, spec: AttentionSpec) -> None:
         self.kv_cache = pages.kv_cache
         self.slot_mapping = step.batch.slot_mapping
         self._pages = pages
         self._spec = spec
         self._num_decodes = step.batch.num_decodes
         self._write_rows = step.write_rows
-        self._groups = plan_decode(step.batch, step.decode_lens, pages, spec)
+        self._plan_decodes(step)
         self._prefills = [plan_prefill(chunk, pages, spec) for chunk in step.chunks]
+
+    def _plan_decodes(self, step: StepPlan) -> None:
+        pages = self._pages
+        self._groups = plan_decode(step.batch, step.decode_lens, pages, self._spec)
         step.clear_tails(pages, is_masked=any(group.mask is not None for group in self._groups))
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -92,12 +100,11 @@ class TorchAttentionPlan:
         pages, spec = self._pages, self._spec
         num_tokens = q.shape[0]
         queries = q.view(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
-        groups = self._groups
-        if len(groups) == 1 and self._num_decodes == num_tokens:
-            return self._attend_group(layer, queries, groups[0]).reshape(num_tokens, -1)
+        if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries)) is not None:
+            return only.reshape(num_tokens, -1)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for group in groups:
-            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group)
+        if self._num_decodes:
+            self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes])
         for plan in self._prefills:
             first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
             if plan.source is None:
@@ -106,6 +113,15 @@ class TorchAttentionPlan:
                 keys, values = (gathered[0] for gathered in pages.gather(layer, plan.source))
             attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop])
         return out.view(num_tokens, -1)
+
+    def _attend_at_once(self, layer: int, queries: Tensor) -> Tensor | None:
+        """Attention of a step of one group, in the tensor that its call returns; None for other steps."""
+        return self._attend_group(layer, queries, self._groups[0]) if len(self._groups) == 1 else None
+
+    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor) -> None:
+        """Write the decode rows; queries and out `[num_decodes, Hkv, G, D]`, out contiguous."""
+        for group in self._groups:
+            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group)
 
     def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
         k, v = self._pages.gather(layer, group.source)

@@ -99,9 +99,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     max_cpu_loras: int | None = None
     """Adapters kept in main memory; others are read again when they are used; default: `max_loras`."""
     attention_backend: str = "auto"
-    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `triton` on GPUs, as `sdpa`, which
-    is `triton` with torch's fused attention within full prompt chunks; any other name is an entry point of the group
-    `pdserve.attention_backends`, imported only when this setting names it."""
+    """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `native` on
+    processors, with decode attention in C++ where that is built, `triton` on GPUs, as `sdpa`, which is `triton` with torch's fused
+    attention within full prompt chunks; any other name is an entry point of the group `pdserve.attention_backends`, imported only
+    when this setting names it."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
     `triton` on a GPU where it is installed."""
@@ -269,7 +270,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(f"logits_processors has {name!r}, each entry must be a name and stand there once")
         if not self.attention_backend.strip():
             raise ConfigError(
-                f"attention_backend is {self.attention_backend!r}, a name is needed: auto, torch, triton, sdpa, or a plug-in's"
+                f"attention_backend is {self.attention_backend!r}, a name is needed: "
+                "auto, torch, native, triton, sdpa, or a plug-in's"
             )
         if not 0 <= self.profile_interval_s < float("inf"):
             raise ConfigError(

@@ -1,0 +1,116 @@
+"""Compiles the C++ sources beside this file into one shared library: `python build_library.py [FOLDER]`.
+
+Needs a C++ compiler (the variable CXX, else c++, g++ or clang++) and nothing else: no header of Python's or torch's, so one library
+serves every version of both. The source of attention is compiled once per instruction set; the library chooses by the processor
+that it runs on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+COMPILERS = ("c++", "g++", "clang++")
+X86 = frozenset({"x86_64", "AMD64"})
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-strict-aliasing",
+    "-ffp-contract=fast",
+)  # fmt: skip
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+_TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """There is no compiler, or it refused the sources."""
+
+
+def library_name() -> str:
+    """File name of the library that belongs to these sources on this kind of machine. Reads the sources."""
+    digest = hashlib.sha256(platform.machine().encode())
+    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), Path(__file__)]):
+        digest.update(path.read_bytes())
+    return f"paged_decode-{digest.hexdigest()[:12]}.so"
+
+
+def find_compiler() -> list[str]:
+    """Command of the C++ compiler. Raises: BuildError if there is none."""
+    given = shlex.split(os.environ.get("CXX", ""))
+    found = next((path for name in (given[:1] or COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler: looked for {', '.join(given[:1] or COMPILERS)}")
+    return [found, *given[1:]]
+
+
+def build(folder: Path = SOURCES) -> Path:
+    """Compile into `folder`, and remove libraries of other sources there; a library that is there already is not made again.
+
+    Raises: BuildError with the compiler's words; OSError if the folder cannot be written.
+    """
+    target = folder / library_name()
+    if target.exists():
+        return target
+    compiler = find_compiler()
+    has_levels = platform.machine() in X86
+    levels = {"baseline": ()} | (_X86_LEVELS if has_levels else {})
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as room:
+        commands = [
+            [*compiler, *_FLAGS, *flags, "-c", str(SOURCES / "decode_level.cpp"), "-o", f"{room}/{name}.o",
+             f"-DLEVEL=LEVEL_{name.upper()}", f"-DLEVEL_NAME={name}"]
+            for name, flags in levels.items()
+        ]  # fmt: skip
+        entry = [*compiler, *_FLAGS, *(["-DHAS_X86_LEVELS"] if has_levels else [])]
+        commands.append([*entry, "-c", str(SOURCES / "paged_decode.cpp"), "-o", f"{room}/paged_decode.o"])
+        _run_all(commands)
+        objects = [f"{room}/{name}.o" for name in (*levels, "paged_decode")]
+        _run_all([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]])
+        Path(room, target.name).replace(target)
+    for other in folder.glob("paged_decode-*.so"):
+        if other != target:
+            other.unlink(missing_ok=True)
+    return target
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run the commands at once. Raises: BuildError with the output of the first that fails."""
+    running = []
+    try:
+        for command in commands:
+            running.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            )
+        for command, process in zip(commands, running, strict=True):
+            said, _ = process.communicate(timeout=_TIMEOUT_S)
+            if process.returncode:
+                raise BuildError(f"{shlex.join(command)} failed:\n{said[-4000:]}")
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{shlex.join(error.cmd)} took more than {_TIMEOUT_S} s") from error
+    except OSError as error:
+        raise BuildError(f"the compiler cannot be run: {error}") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+
+def main() -> None:
+    try:
+        print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCES))
+    except (BuildError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""`NativeLibrary`: the compiled library, loaded into this process, or the reason why there is none."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
+from functools import cache
+
+from pdserve.kernels.native.build_library import SOURCES, library_name
+
+
+class NativeLibraryError(Exception):
+    """The library is not built, or cannot be loaded."""
+
+
+class DecodeCall(ctypes.Structure):
+    """`DecodeCall` of `paged_decode.h`, field by field."""
+
+    _fields_ = (
+        ("kv_cache", c_void_p), ("num_blocks", c_int64), ("num_kv_heads", c_int64), ("num_layers", c_int64),
+        ("block_size", c_int64), ("head_dim", c_int64), ("dtype", c_int64),
+        ("block_tables", c_void_p), ("table_stride", c_int64), ("table_width", c_int64), ("seq_lens", c_void_p),
+        ("num_seqs", c_int64), ("group_size", c_int64), ("window", c_int64), ("scale", c_double), ("softcap", c_double),
+        ("q", c_void_p), ("q_stride", c_int64), ("q_head_stride", c_int64), ("out", c_void_p), ("layer", c_int64),
+        ("piece_starts", c_void_p), ("partials", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
+class NativeLibrary:
+    """Functions of one library. Calls release the interpreter's lock."""
+
+    def __init__(self, path: str) -> None:
+        """path: of the library. Raises: NativeLibraryError."""
+        try:
+            library = ctypes.CDLL(path)
+            self.plan_decode = library.pdserve_plan_decode
+            self.paged_decode = library.pdserve_paged_decode
+            level_name = library.pdserve_level_name
+            call_size = library.pdserve_call_size
+        except (OSError, AttributeError) as error:
+            raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
+        self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeCall)], c_int64
+        self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
+        level_name.argtypes, level_name.restype = [c_int64], c_char_p
+        call_size.argtypes, call_size.restype = [], c_int64
+        if call_size() != ctypes.sizeof(DecodeCall):
+            raise NativeLibraryError(f"{path} has arguments of {call_size()} bytes, not {ctypes.sizeof(DecodeCall)}")
+        self.levels: list[str] = []
+        """Instruction sets that this processor has, the fastest first."""
+        while name := level_name(len(self.levels)):
+            self.levels.append(name.decode())
+        self.parallel = _parallel()
+        """Address of libgomp's `GOMP_parallel`; None: calls use one thread."""
+
+
+def _parallel() -> int | None:
+    # torch has loaded OpenMP for all to see: its threads are used, since a second set of threads would compete for the cores
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
+def load_library() -> NativeLibrary:
+    """The library that was built of the sources beside this file. Raises: NativeLibraryError saying why there is none."""
+    path = SOURCES / library_name()
+    if not path.is_file():
+        raise NativeLibraryError(
+            "the native library is not built: install a C++ compiler, and run `python -m pdserve.kernels.native.build_library`"
+        )
+    return NativeLibrary(str(path))

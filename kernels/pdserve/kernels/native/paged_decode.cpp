@@ -1,0 +1,116 @@
+// Entry points: choose the level by the processor, cut the rows into pieces, and spread pieces over threads.
+#include "paged_decode.h"
+
+#include <cstring>
+
+extern const Level LEVEL_BASELINE;
+#ifdef HAS_X86_LEVELS
+extern const Level LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512_BF16;
+#endif
+
+namespace {
+
+// From the fastest that the processor has to the one that every processor has. Returns their number.
+int find_levels(const Level* found[4]) {
+  int count = 0;
+#ifdef HAS_X86_LEVELS
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) found[count++] = &LEVEL_AVX512_BF16;
+  if (avx512) found[count++] = &LEVEL_AVX512;
+  if (avx2) found[count++] = &LEVEL_AVX2;
+#endif
+  found[count++] = &LEVEL_BASELINE;
+  return count;
+}
+
+struct Work {
+  const DecodeCall* call;
+  const Level* level;
+  int64_t next_piece, next_join, is_bad;
+};
+
+int64_t partial_size(const DecodeCall& call) { return call.group_size * (call.head_dim + 2); }
+
+void attend_pieces(void* data) {
+  Work& work = *static_cast<Work*>(data);
+  const DecodeCall& call = *work.call;
+  const int64_t total = call.piece_starts[call.num_seqs] * call.num_kv_heads;
+  int64_t row = 0;
+  for (;;) {
+    const int64_t task = __atomic_fetch_add(&work.next_piece, 1, __ATOMIC_RELAXED);
+    if (task >= total) return;
+    const int64_t piece = task / call.num_kv_heads, head = task % call.num_kv_heads;
+    while (call.piece_starts[row + 1] <= piece) ++row;
+    const int64_t number = first_key(call, row) / PIECE_TOKENS + piece - call.piece_starts[row];
+    if (!work.level->attend_piece(call, row, number, head, call.partials + task * partial_size(call)))
+      __atomic_store_n(&work.is_bad, 1, __ATOMIC_RELAXED);
+  }
+}
+
+void join_rows(void* data) {
+  Work& work = *static_cast<Work*>(data);
+  const int64_t num_heads = work.call->num_kv_heads * work.call->group_size, total = work.call->num_seqs * num_heads;
+  for (;;) {
+    const int64_t task = __atomic_fetch_add(&work.next_join, 1, __ATOMIC_RELAXED);
+    if (task >= total) return;
+    work.level->join_pieces(*work.call, task / num_heads, task % num_heads);
+  }
+}
+
+void run(const DecodeCall& call, void (*function)(void*), Work& work, int64_t num_tasks) {
+  const int64_t num_threads = num_tasks < call.num_threads ? num_tasks : call.num_threads;
+  if (num_threads > 1 && call.parallel) {
+    call.parallel(function, &work, static_cast<unsigned>(num_threads), 0);
+  } else {
+    function(&work);
+  }
+}
+
+}  // namespace
+
+#define PUBLIC __attribute__((visibility("default")))
+
+extern "C" {
+
+PUBLIC int64_t pdserve_call_size() { return sizeof(DecodeCall); }
+
+// Name of the level at `index` of those that this processor has, the fastest first; null behind the last.
+PUBLIC const char* pdserve_level_name(int64_t index) {
+  const Level* found[4];
+  return index >= 0 && index < find_levels(found) ? found[index]->name : nullptr;
+}
+
+// Fills `piece_starts`. Returns the number of pieces, or -1 - row for the first row with keys outside its table, or with a
+// block number outside the cache.
+PUBLIC int64_t pdserve_plan_decode(const DecodeCall* plan) {
+  const DecodeCall& call = *plan;
+  int64_t total = 0;
+  for (int64_t row = 0; row < call.num_seqs; ++row) {
+    call.piece_starts[row] = total;
+    const int64_t length = call.seq_lens[row];
+    if (length <= 0) continue;
+    const int64_t first = first_key(call, row), last_block = (length - 1) / call.block_size;
+    if (last_block >= call.table_width) return -1 - row;
+    const int64_t* table = call.block_tables + row * call.table_stride;
+    for (int64_t column = first / call.block_size; column <= last_block; ++column)
+      if (table[column] < 0 || table[column] >= call.num_blocks) return -1 - row;
+    total += (length - 1) / PIECE_TOKENS - first / PIECE_TOKENS + 1;
+  }
+  call.piece_starts[call.num_seqs] = total;
+  return total;
+}
+
+// Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
+PUBLIC int64_t pdserve_paged_decode(const DecodeCall* plan, int64_t level) {
+  const DecodeCall& call = *plan;
+  const Level* found[4];
+  find_levels(found);
+  Work work = {&call, found[level], 0, 0, 0};
+  run(call, attend_pieces, work, call.piece_starts[call.num_seqs] * call.num_kv_heads);
+  if (!work.is_bad) run(call, join_rows, work, call.num_seqs * call.num_kv_heads * call.group_size / 32);
+  return work.is_bad;
+}
+}

@@ -1,0 +1,176 @@
+"""Attention in C++: the contract, at every instruction set of this processor, and what is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import make_attention as choice
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.native import build_library, library
+from pdserve.kernels.native.build_library import BuildError, build
+from pdserve.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
+from pdserve.kernels.native.native_attention import NativeAttentionBackend
+from pdserve.kernels.torch_attention import TorchAttentionBackend
+from tests.kernels.attention_contract import AttentionContract
+from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def built() -> NativeLibrary:
+    try:
+        return NativeLibrary(str(build()))
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+class TestNativeAttention(AttentionContract):
+    @pytest.fixture(autouse=True)
+    def _built(self, built: NativeLibrary) -> None:
+        self.library = built
+
+    def make_backend(self, kv_cache: Tensor) -> NativeAttentionBackend:
+        if kv_cache.dtype is torch.float16:
+            pytest.skip("float16 stays with torch")
+        return NativeAttentionBackend(kv_cache, self.library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(14, 2, 64), (5, 1, 10), (9, 1, 48), (32, 1, 128)], ids=str)
+def test_every_instruction_set(built: NativeLibrary, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Group sizes of one call and of several, heads of whole vectors and others."""
+    assert built.levels[-1] == "baseline"
+    fields: dict[str, Any] = {"decodes": [1, 700, 0, 256, 17], "heads": heads, "dtype": dtype}
+    for level in built.levels:
+        for block_size, options in ((16, {}), (48, {"window": 300}), (5, {"softcap": 2.0})):
+            case = make_case(block_size=block_size, **fields)
+            check_step(NativeAttentionBackend(case.kv_cache, built, level), case, make_spec(heads, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 3.0}], ids=str)
+def test_it_agrees_with_torch(built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    heads = (14, 2, 64)
+    case = make_case(decodes=[900, 33, 512], prefills=[(40, 9)], heads=heads, block_size=16, dtype=dtype)
+    found = run_step(NativeAttentionBackend(case.kv_cache.clone(), built), case, make_spec(heads, **options))
+    expected = run_step(TorchAttentionBackend(case.kv_cache.clone()), case, make_spec(heads, **options))
+    torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(built: NativeLibrary, dtype: torch.dtype) -> None:
+    heads, num_threads = (6, 2, 32), torch.get_num_threads()
+    case = make_case(decodes=[900, 33, 2000, 256], heads=heads, block_size=16, dtype=dtype)
+    spec = make_spec(heads)
+    backend = NativeAttentionBackend(case.kv_cache, built)
+    try:
+        torch.set_num_threads(1)
+        expected = run_step(backend, case, spec)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(run_step(backend, case, spec), expected)
+    finally:
+        torch.set_num_threads(num_threads)
+    for row, length in enumerate([900, 33, 2000, 256]):
+        one = slice(row, row + 1)
+        batch = replace(
+            case.batch, positions=case.batch.positions[one], slot_mapping=case.batch.slot_mapping[one],
+            query_start_loc=torch.tensor([0, 1]), query_start_loc_cpu=torch.tensor([0, 1]), seq_lens=case.batch.seq_lens[one],
+            seq_lens_cpu=case.batch.seq_lens_cpu[one], block_tables=case.batch.block_tables[one], num_decodes=1,
+            max_seq_len=length,
+        )  # fmt: skip
+        alone = replace(case, batch=batch, q=case.q[one], k=case.k[one], v=case.v[one])
+        assert torch.equal(run_step(backend, alone, spec)[0], expected[row])
+
+
+@pytest.mark.parametrize("number", [-1, -(2**62), 2**40, None], ids=str)
+@pytest.mark.parametrize("column", [0, 2])
+def test_a_block_outside_the_cache_is_refused(built: NativeLibrary, number: int | None, column: int) -> None:
+    heads = (4, 2, 8)
+    case = make_case(decodes=[3, 33], heads=heads, block_size=16, dtype=torch.float32)
+    backend, tables = NativeAttentionBackend(case.kv_cache, built), case.batch.block_tables.clone()
+    batch = replace(case.batch, block_tables=tables)
+    plan = backend.plan(batch, make_spec(heads))
+    tables[1, column] = len(case.kv_cache) if number is None else number
+    with pytest.raises(ValueError, match=r"block_tables of sequence 1 names a block outside the cache of \d+ blocks"):
+        backend.plan(batch, make_spec(heads))
+    with pytest.raises(ValueError, match="block_tables changed after the plan"):
+        plan.attend(0, case.q, case.k, case.v)
+    # what no key is read from may be anything
+    tables[1, column] = 0
+    tables[0, 1] = 2**40
+    plan = backend.plan(batch, make_spec(heads))
+    with pytest.raises(IndexError, match="layer 2 of 2"):
+        plan.attend(2, case.q, case.k, case.v)
+
+
+def test_windows_read_no_block_before_them(built: NativeLibrary) -> None:
+    """Blocks that a window left behind are freed: their numbers may be anything."""
+    heads = (4, 2, 8)
+    case = make_case(decodes=[500], heads=heads, block_size=16, dtype=torch.float32)
+    tables = case.batch.block_tables.clone()
+    tables[0, : (500 - 40) // 16] = -1
+    case = replace(case, batch=replace(case.batch, block_tables=tables))
+    check_step(NativeAttentionBackend(case.kv_cache, built), case, make_spec(heads, window=40))
+
+
+# ---- choice
+
+
+@pytest.fixture
+def _unloaded() -> Iterator[None]:
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.mark.usefixtures("_unloaded", "built")
+def test_auto_takes_it_where_it_is_built(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", choice.__name__)
+    for name in ("auto", "native"):
+        assert type(make_attention(name, torch.zeros(4, 1, 2, 2, 4, 8))) is NativeAttentionBackend
+    half = torch.zeros(4, 1, 2, 2, 4, 8, dtype=torch.float16)
+    assert type(make_attention("auto", half)) is TorchAttentionBackend
+    assert "attention in torch operations: it supports float32 and bfloat16; the cache is float16" in caplog.text
+    with pytest.raises(AttentionBackendError, match="'native', but it supports float32 and bfloat16"):
+        make_attention("native", half)
+    with pytest.raises(AttentionBackendError, match="'native', but it supports heads of at most 512 numbers"):
+        make_attention("native", torch.zeros(4, 1, 2, 2, 4, 520))
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_without_the_library_torch_computes_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    caplog.set_level("INFO", choice.__name__)
+    cache = torch.zeros(4, 1, 2, 2, 4, 8)
+    assert type(make_attention("auto", cache)) is TorchAttentionBackend
+    assert "the native library is not built: install a C++ compiler" in caplog.text
+    with pytest.raises(
+        AttentionBackendError, match="attention_backend is 'native', but the native library is not built"
+    ):
+        make_attention("native", cache)
+    (tmp_path / build_library.library_name()).write_bytes(b"no library")
+    with pytest.raises(AttentionBackendError, match="cannot be loaded"):
+        make_attention("native", cache)
+    with pytest.raises(NativeLibraryError, match="cannot be loaded"):
+        load_library()
+
+
+def test_a_build_without_a_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler: looked for no-such-compiler"):
+        build(tmp_path)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(BuildError, match=r"decode_level\.cpp .* failed"):
+        build(tmp_path)
+    assert not list(tmp_path.iterdir())
