@@ -160,8 +160,9 @@ struct Pages {
     return true;
   }
 
-  // Ask for a tile that comes later: the next block's address is in no pattern that hardware could find.
-  void prefetch(int64_t start, int64_t offset) const {
+  // Ask for a tile that comes later: the next block's address is in no pattern that hardware could find. Always inlined: a function
+  // that does nothing else has no result and no effect, and calls of it are removed.
+  __attribute__((always_inline)) void prefetch(int64_t start, int64_t offset) const {
     if (!is_direct || start < first || start >= end) return;
     const Number* found = key(start);
     if (!found) return;
@@ -388,7 +389,7 @@ OUTSIDE void weigh(const DecodeCall& call, float* scores, int64_t num_keys, int6
 // Query rows g..g + N - 1 of a KV head.
 template <int N, class Number>
 bool attend_rows(const Pages<Number>& pages, int64_t row, int64_t piece, int64_t query_head, float* partial) {
-  constexpr int64_t AHEAD = 4 * TILE;
+  constexpr int64_t AHEAD = 2 * TILE;
   const DecodeCall& call = pages.call;
   const int64_t length = call.head_dim, padded = pages.padded;
   const int64_t from = piece * PIECE_TOKENS, until = pages.end < from + PIECE_TOKENS ? pages.end : from + PIECE_TOKENS;
