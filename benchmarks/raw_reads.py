@@ -96,7 +96,7 @@ class RawNixl:
     def __init__(self, pool: HostPool, metadata: bytes) -> None:
         """metadata: of the source's `NixlConnector`."""
         self._peer = NixlPeer(pool, UcxAgent)
-        self._peer.connect(NixlAddress.from_metadata(metadata, pool.block_bytes), _CONNECT_S)
+        self._peer.connect(NixlAddress.from_metadata(metadata), _CONNECT_S, pool.block_bytes)
 
     def read(self, local: np.ndarray, remote: np.ndarray) -> None:
         """local, remote: block numbers `[n]`, int32, so that nothing is left to convert."""

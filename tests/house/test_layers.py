@@ -46,12 +46,13 @@ FLOORS = {
         {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
     ),
     "kv_transfer": (
-        {"control", "make_connectors"}, {"connector_set", "landing_ring", "nixl", "tcp"}, {"pull"}, {"connector"}, {"memory"},
+        {"control", "make_connectors"}, {"connector_set", "landing_ring", "nixl", "tcp"}, {"heads", "pull"}, {"connector"},
+        {"memory"},
         {"block_digest", "event_thread", "totals"},
     ),
     "worker": (
         {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"},
-        {"engine_client", "lora_modules", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager"},
+        {"engine_client", "lora_modules", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager", "ranks"},
         {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
          "step_totals"},
     ),
@@ -75,9 +76,10 @@ PLAIN_WITHOUT_TLS = {
 }  # fmt: skip
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
-    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc", "pdserve.engine.executor.rank_process",
+    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc",
     "pdserve.engine.structured_outputs.grammar_process",
     "pdserve.text.templates.client_template_process", "pdserve.worker.engine_host.host_process",
+    "pdserve.worker.ranks.worker_rank",
 }  # fmt: skip
 """Modules that a process starts with."""
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, WorkerLost
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
@@ -94,12 +93,6 @@ def test_a_stopped_rank_ends_the_engine_after_the_wait(folder: Path, monkeypatch
     wait_until(lambda: not Path(f"/proc/{process}").exists(), "the end of the stopped rank")
 
 
-@pytest.mark.parametrize("settings", [PrefillSettings, DecodeSettings])
-def test_services_refuse_several_ranks_by_name(settings: Any) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: workers move no KV blocks of several ranks"):
-        settings(tensor_parallel_size=2, model="demo").verify()
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -111,7 +104,7 @@ def test_services_refuse_several_ranks_by_name(settings: Any) -> None:
 def test_what_ranks_cannot_share_is_refused_before_a_process_starts(
     options: dict[str, Any], named: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(descriptor: int) -> ChildProcess:
+    def start(descriptor: int, module: str) -> ChildProcess:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(rank_processes, "start_program", start)

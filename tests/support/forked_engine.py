@@ -25,9 +25,9 @@ def start_forked(descriptor: int) -> ChildProcess:
     return _start(["-m", "pdserve.engine.clients.engine_core_proc", str(descriptor)], descriptor)
 
 
-def start_rank(descriptor: int) -> ChildProcess:
+def start_rank(descriptor: int, module: str) -> ChildProcess:
     """In place of `rank_processes.start_program`."""
-    return _start(["-m", "pdserve.engine.executor.rank_process", str(descriptor)], descriptor)
+    return _start(["-m", module, str(descriptor)], descriptor)
 
 
 def start_host(descriptor: int) -> ChildProcess:

@@ -98,8 +98,8 @@ class LocalConnector:
         limits = settings.limits(pool.block_bytes, max_readers=1)
         source = LocalSource(pool, ReadGrants(pool.num_blocks, self._events, _FENCE_AFTER_S))
 
-        def connect(address: str) -> _LocalWire:
-            return _LocalWire(self._network, address, into, self._read_stall_s)
+        def connect(address: str, parts: int) -> _LocalWire:
+            return _LocalWire(self._network, address, into.divided(parts), self._read_stall_s)
 
         reads = BlockReader[str]("local-read", into, limits, self._events, connect)
         self._started = (self._network.join(source), source, reads)
@@ -113,9 +113,9 @@ class LocalConnector:
     def read_counters(self) -> Totals:
         return self._require_started()[2].counters
 
-    def grant(self, token: bytes) -> Grant:
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
         """As `BlockConnector.grant`."""
-        return self._require_started()[1].grants.open(token)
+        return self._require_started()[1].grants.open(token, parts)
 
     def read(
         self,
@@ -125,9 +125,12 @@ class LocalConnector:
         listener: ReadListener,
         digest: BlockDigest = XXH3,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._require_started()[2].read(lambda: _address(metadata), token, blocks, listener, digest, unused)
+        reads = self._require_started()[2]
+        return reads.read(lambda: _address(metadata), token, blocks, listener, digest, unused, parts)
 
     def close(self) -> None:
         """As `BlockConnector.close`."""
@@ -188,7 +191,7 @@ class _LocalWire:
             for count, (block, number) in enumerate(zip(blocks, sending.blocks, strict=True), 1):
                 flipped = self._wait_for_block(block.index)
                 target = self._pool.block(block.local_block)
-                with self._source.pool.lend([number]) as [view]:
+                with self._source.pool.divided(sending.grant.parts).lend([number]) as [view]:
                     target[:] = view
                 target[0] ^= flipped
                 yield count
@@ -207,9 +210,14 @@ class _LocalWire:
         """Nothing is held."""
 
     def _begin(self, token: bytes, blocks: Sequence[BlockToRead]) -> InFlightSend | Refusal:
-        if self._source.pool.block_bytes != self._pool.block_bytes:
-            return Refusal.WRONG_BLOCK_BYTES
-        return self._source.grants.begin(token, blocks[0].index, len(blocks), self.interrupt)
+        sending = self._source.grants.begin(token, blocks[0].index, len(blocks), self.interrupt)
+        if (
+            isinstance(sending, Refusal)
+            or self._source.pool.block_bytes == self._pool.block_bytes * sending.grant.parts
+        ):
+            return sending
+        self._source.grants.end(sending)
+        return Refusal.WRONG_BLOCK_BYTES
 
     def _wait_for_block(self, index: int) -> int:
         """Wait until the source serves one more block; returns a mask of the bits to change in its first byte."""

@@ -22,11 +22,14 @@ from pdserve.kv_transfer.control.source_transfer import (
 )
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.control.transfer_view import TransferView
+from pdserve.kv_transfer.heads.head_groups import GroupSource
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 RECEIVER = PeerId("decode-1", 11)
 DIGEST = b"d" * 16
 TRANSFER_ID = b"t" * 16
+WHERE = [GroupSource(b"where", b"k" * 16)]
+"""Whole blocks of one rank."""
 NUM_PROMPT_BLOCKS = 64
 
 
@@ -98,7 +101,7 @@ class FakeConnector:
 
     def serve(self, pool: PoolMemory, landing: PoolMemory | None = None) -> None: ...
 
-    def grant(self, token: bytes) -> FakeGrant:
+    def grant(self, token: bytes, parts: int = 1) -> FakeGrant:
         grant = self.grants[token] = FakeGrant(self._fence_at_once)
         return grant
 
@@ -110,6 +113,8 @@ class FakeConnector:
         listener: ReadListener,
         digest: BlockDigest,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
     ) -> FakeRead:
         read = FakeRead(token, list(blocks), listener, digest)
         self.reads.append(read)

@@ -65,13 +65,18 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def running_pair(
-    folder: Path, key: DeploymentKey = KEY, *, decode: Mapping[str, Any] | None = None, **fields: Any
+    folder: Path,
+    key: DeploymentKey = KEY,
+    *,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> AsyncIterator[Pair]:
-    """decode: settings of the decode worker alone. fields: settings of both."""
+    """prefill, decode: settings of one worker alone. fields: settings of both."""
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
+        (PrefillSettings(**fields, **(prefill or {})), WorkerRole.PREFILL, prefill_service),
         (DecodeSettings(**fields, **(decode or {})), WorkerRole.DECODE, decode_service),
     ):
         host = await make_host(settings, folder, key)

@@ -551,7 +551,7 @@ def closed() -> Iterator[list[str]]:
 
 @pytest.fixture
 async def hostile(tiny_checkpoints: Callable[..., Path], fuzzer: Fuzzer, closed: list[str]) -> AsyncIterator[Hostile]:
-    settings = {"attach_timeout_s": 0.5, "lease_grace_s": 0.3, "lease_max_s": 5.0, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"attach_timeout_s": 0.5, "lease_grace_s": 0.3, "lease_max_s": 5.0, "max_num_seqs": 8}
     decode = {"max_sessions": 4, "session_idle_timeout_s": 0.5}
     folder = tiny_checkpoints("llama")
     relay = Relay()

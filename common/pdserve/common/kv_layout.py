@@ -1,4 +1,4 @@
-"""`KvLayout`: the shape and format of a KV block, which must be equal at both workers of a transfer."""
+"""`KvLayout`: the shape and format of a KV block, equal at both workers of a transfer; their ranks may differ in number."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ FORMAT = 1
     0   [L, 2, Hkv, bs, D]    workers whose messages have no format
     1   [Hkv, L, 2, bs, D]    each head is one run of bytes
 """
+
+
+_OF_RANKS = ("num_kv_heads", "tp_rank", "tp_size")
+"""Fields in which two workers of a transfer may differ."""
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +90,38 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
             return (self.num_kv_heads, self.num_layers * 2 + self.num_scale_rows, self.block_size, self.head_dim)
         return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
 
+    @property
+    def total_block_bytes(self) -> int:
+        """Bytes of one block in all ranks, each head once. Raises: LayoutMismatch for a dtype that is not known."""
+        return self.total_num_kv_heads * self.head_bytes
+
+    def ranks_with(self, head: int) -> range:
+        """Ranks that have a head, 0 to `total_num_kv_heads` - 1: one, or several where there are fewer heads than ranks."""
+        if self.total_num_kv_heads < self.tp_size:
+            copies = self.tp_size // self.total_num_kv_heads
+            return range(head * copies, (head + 1) * copies)
+        rank = head // self.num_kv_heads
+        return range(rank, rank + 1)
+
     def differences(self, other: KvLayout) -> list[str]:
-        """One line per field that differs, `name: ours != theirs`; empty if the layouts are equal."""
-        return [
+        """Reasons why blocks cannot be transferred between the two, one line each: `name: ours != theirs` for a field; empty if
+        they can. Ranks may differ in number if each side's ranks have equal parts of the heads.
+        """
+        found = [
             f"{name}: {getattr(self, name)} != {getattr(other, name)}"
             for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
+            if name not in _OF_RANKS and getattr(self, name) != getattr(other, name)
         ]
+        if not found and not (self._is_even() and other._is_even()):
+            found.append(
+                f"tp_size: {self.tp_size} and {other.tp_size} ranks with {self.num_kv_heads} and {other.num_kv_heads} of "
+                f"{self.total_num_kv_heads} KV heads each, which are no equal parts"
+            )
+        return found
+
+    def _is_even(self) -> bool:
+        """True if the ranks have equal parts of the heads, or each head is on equally many ranks."""
+        total, size = self.total_num_kv_heads, self.tp_size
+        if min(total, size) < 1 or not 0 <= self.tp_rank < size or (total % size and size % total):
+            return False
+        return self.num_kv_heads == max(1, total // size)

@@ -62,6 +62,7 @@ class Gmac:
         """key: `KEY_BYTES` bytes. Raises: ValueError for another length."""
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        self.key = key
         self._gmac = AESGCM(key[:_AES_KEY_BYTES])
         self._outer_key = key[_AES_KEY_BYTES:]
 

@@ -91,8 +91,9 @@ class BlockConnector(Protocol):
     def metadata(self) -> bytes:
         """The metadata that a peer needs to read from this process; at most 64 KiB."""
 
-    def grant(self, token: bytes) -> Grant:
-        """A new grant. token: 16 random bytes that the source drew for this transfer.
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
+        """A new grant. token: 16 random bytes that the source drew for this transfer. parts: the blocks that it publishes are those
+        of the pool divided into `parts` (`PoolMemory.divided`).
 
         Raises: ValueError if the token is already granted.
         """
@@ -105,11 +106,14 @@ class BlockConnector(Protocol):
         listener: ReadListener,
         digest: BlockDigest,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
     ) -> BlockRead:
         """Start to read blocks from the peer that `metadata` describes; returns at once.
 
         digest: verifies the blocks. unused: the event after which no step of an earlier owner writes the blocks; None on a host,
-        where steps are done when their blocks are free.
+        where steps are done when their blocks are free. parts: the local blocks are those of the pool divided into `parts`
+        (`PoolMemory.divided`); `location` counts parts of that size, too. source_parts: their number in a block of the source.
 
         Every error, malformed metadata included, is reported through `listener.ended`.
         """

@@ -11,11 +11,22 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.connector import BlockConnector, Grant, SupportsPeerEviction, SupportsPeerWarmup
+from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.connector import (
+    BlockConnector,
+    BlockRead,
+    BlockToRead,
+    Grant,
+    ReadListener,
+    SupportsPeerEviction,
+    SupportsPeerWarmup,
+)
+from pdserve.kv_transfer.heads.rank_transfers import RankTransfers
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 log = logging.getLogger(__name__)
@@ -25,15 +36,8 @@ AVOID_S = 60.0
 MAX_AVOIDED = 1024
 
 
-class GrantsReads(Protocol):
-    """The part of connectors that a source's transfer needs."""
-
-    def grant(self, token: bytes) -> Grant:
-        """As `BlockConnector.grant`."""
-
-
 class ConnectorSet:
-    """The connectors of one worker. Thread-safe.
+    """The connectors of one worker, and as `RankTransfers` those of its rank 0. Thread-safe.
 
     connectors: best first, at least one, with distinct names. optional: names of connectors that may fail to start.
     """
@@ -52,6 +56,8 @@ class ConnectorSet:
         self._lock = threading.Lock()
         self._avoided: dict[tuple[str, str], float] = {}
         self._lives = PeerEndpoints()
+        self._pool: PoolMemory | None = None
+        self._other_ranks: Sequence[RankTransfers] = ()
         self.num_fallbacks = 0
         """Number of transfers that continued over another connector."""
 
@@ -77,11 +83,20 @@ class ConnectorSet:
             try:
                 connector.serve(pool)
             except ConfigError as error:
-                if name not in self._optional or len(self._connectors) == 1:
-                    raise
-                log.warning("the connector %s is left out: %s", name, error.message)
-                del self._connectors[name]
-                connector.close()
+                self._leave_out(name, error)
+        self._pool = pool
+
+    def join(self, other_ranks: Sequence[RankTransfers], names: Collection[str]) -> None:
+        """Add the ranks above 0, which serve as this one does. names: connectors that all of them have. Raises: ConfigError."""
+        self._other_ranks = other_ranks
+        for name in [name for name in self._connectors if name not in names]:
+            self._leave_out(name, ConfigError("another rank cannot use it"))
+
+    def _leave_out(self, name: str, error: ConfigError) -> None:
+        if name not in self._optional or len(self._connectors) == 1:
+            raise error
+        log.warning("the connector %s is left out: %s", name, error.message)
+        self._connectors.pop(name).close()
 
     def meet(self, worker_id: str, epoch: int) -> None:
         """Prepare for a started peer; free the resources of its earlier epochs. Returns at once."""
@@ -91,21 +106,68 @@ class ConnectorSet:
         for connector in self._connectors.values():
             if isinstance(connector, SupportsPeerWarmup):
                 connector.meet(worker_id, epoch)
+        for rank in self._other_ranks:
+            rank.meet(worker_id, epoch)
 
-    def grant(self, token: bytes) -> Grant:
+    # ---- RankTransfers of rank 0
+
+    def of_rank(self, rank: int) -> RankTransfers:
+        """The blocks of one of this worker's ranks; those of rank 0 are this object's."""
+        return self if rank == 0 else self._other_ranks[rank - 1]
+
+    def metadata(self, connector: str) -> bytes:
+        """As `RankTransfers.metadata`."""
+        return self._connectors[connector].metadata
+
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
         """A grant on every connector, since the receiver's connector is known only when it attaches, and may change.
 
         Raises: ValueError if the token is already granted.
         """
-        return _Grants([connector.grant(token) for connector in self._connectors.values()])
+        return Grants([connector.grant(token, parts) for connector in self._connectors.values()])
 
-    def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes) -> None:
-        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended.
+    def read(
+        self,
+        connector: str,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest,
+        unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
+    ) -> BlockRead:
+        """As `RankTransfers.read`."""
+        return self._connectors[connector].read(metadata, token, blocks, listener, digest, unused, parts, source_parts)
 
-        Raises: TransferFailed if it has named another endpoint of this connector before.
+    def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
+        """As `RankTransfers.digests`; computed when this returns."""
+        found: Future[list[int]] = Future()
+        try:
+            if self._pool is None:
+                raise RuntimeError("serve() comes first")
+            indexes = range(first_index, first_index + len(blocks))
+            found.set_result(self._pool.divided(parts).digests(blocks, indexes, digest))
+        except Exception as error:
+            found.set_exception(error)
+        return found
+
+    def forget(self, connector: str, metadata: bytes) -> None:
+        """As `RankTransfers.forget`."""
+        known = self.get(connector)
+        if known is not None and isinstance(known, SupportsPeerEviction):
+            known.forget(metadata)
+
+    # ---- peers
+
+    def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes, rank: int = 0) -> None:
+        """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended. rank: the worker's.
+
+        Raises: TransferFailed if it has named another endpoint of this connector and rank before.
         """
         with self._lock:
-            ended = self._lives.reached(worker_id, epoch, name, metadata)
+            ended = self._lives.reached(worker_id, epoch, name, metadata, rank)
         self._forget(ended)
 
     def lost(self, worker_id: str, epoch: int) -> None:
@@ -114,11 +176,10 @@ class ConnectorSet:
             ended = self._lives.lost(worker_id, epoch)
         self._forget(ended)
 
-    def _forget(self, ways: Mapping[str, bytes]) -> None:
-        for name, metadata in ways.items():
-            connector = self.get(name)
-            if connector is not None and isinstance(connector, SupportsPeerEviction):
-                connector.forget(metadata)
+    def _forget(self, ways: Mapping[Endpoint, bytes]) -> None:
+        for (name, _), metadata in ways.items():
+            for rank in (self, *self._other_ranks):
+                rank.forget(name, metadata)
 
     def failed(self, peer: str, name: str) -> None:
         """Record that a read from this peer failed over this connector and its transfer continues over another."""
@@ -139,9 +200,11 @@ class ConnectorSet:
         """As `BlockConnector.close`, for all."""
         for connector in self._connectors.values():
             connector.close()
+        for rank in self._other_ranks:
+            rank.close()
 
 
-class _Grants:
+class Grants:
     """A `Grant` on several connectors."""
 
     def __init__(self, grants: Sequence[Grant]) -> None:
@@ -175,11 +238,14 @@ class _Countdown:
 
 MAX_WORKERS = 256
 
+Endpoint = tuple[str, int]
+"""(connector, rank) of a peer."""
+
 
 @dataclass(slots=True)
 class _Life:
     epoch: int
-    ways: dict[str, bytes] = field(default_factory=dict)
+    ways: dict[Endpoint, bytes] = field(default_factory=dict)
 
 
 class PeerEndpoints:
@@ -191,26 +257,28 @@ class PeerEndpoints:
     def __init__(self) -> None:
         self._lives: OrderedDict[str, _Life] = OrderedDict()
 
-    def reached(self, worker_id: str, epoch: int, connector: str, metadata: bytes) -> dict[str, bytes]:
-        """Record that an epoch is read at an endpoint. Returns connector -> endpoint of another epoch, which has ended.
+    def reached(
+        self, worker_id: str, epoch: int, connector: str, metadata: bytes, rank: int = 0
+    ) -> dict[Endpoint, bytes]:
+        """Record that an epoch is read at an endpoint. Returns the endpoints of another epoch, which has ended.
 
         Raises: TransferFailed for a second endpoint: each costs threads, agents, and a share of a ring.
         """
         ended = self.begun(worker_id, epoch)
         life = self._lives.setdefault(worker_id, _Life(epoch))
-        if life.ways.setdefault(connector, metadata) != metadata:
+        if life.ways.setdefault((connector, rank), metadata) != metadata:
             raise TransferFailed(f"source {worker_id} has named another endpoint of its connector {connector} before")
         self._lives.move_to_end(worker_id)
         if len(self._lives) > MAX_WORKERS:
             self._lives.popitem(last=False)
         return ended
 
-    def begun(self, worker_id: str, epoch: int) -> dict[str, bytes]:
+    def begun(self, worker_id: str, epoch: int) -> dict[Endpoint, bytes]:
         """Record that an epoch has started. Returns the endpoints of another epoch of the worker, which has ended."""
         life = self._lives.get(worker_id)
         return {} if life is None or life.epoch == epoch else self._lives.pop(worker_id).ways
 
-    def lost(self, worker_id: str, epoch: int) -> dict[str, bytes]:
+    def lost(self, worker_id: str, epoch: int) -> dict[Endpoint, bytes]:
         """Remove a peer that no longer responds. Returns its endpoints."""
         life = self._lives.get(worker_id)
         return self._lives.pop(worker_id).ways if life is not None and life.epoch == epoch else {}

@@ -74,6 +74,9 @@ class _RingRead:
     listener: ReadListener
     digest: BlockDigest
     unused: DeviceEvent | None
+    parts: int = 1
+    """Blocks are parts of blocks; each takes a slot of its own."""
+    source_parts: int = 1
     next: int = field(default=0, init=False)
     """First block that no batch has."""
     batches: list[_Batch] = field(default_factory=list, init=False)
@@ -124,9 +127,9 @@ class RingConnector:
     def metadata(self) -> bytes:
         return self._inner.metadata
 
-    def grant(self, token: bytes) -> Grant:
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
         """As `BlockConnector.grant`."""
-        return self._inner.grant(token)
+        return self._inner.grant(token, parts)
 
     def read(
         self,
@@ -136,13 +139,15 @@ class RingConnector:
         listener: ReadListener,
         digest: BlockDigest = XXH3,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
-        read = _RingRead(self, metadata, token, tuple(blocks), listener, digest, unused)
+        read = _RingRead(self, metadata, token, tuple(blocks), listener, digest, unused, parts, source_parts)
         if not blocks:
             return self._inner.read(metadata, token, (), listener, digest)
         try:
-            verify_read(token, blocks, self._pool.num_blocks)
+            verify_read(token, blocks, self._pool.num_blocks * parts)
         except TransferFailed as error:
             self.stop(read, ReadOutcome.FAILED, error)
             return read
@@ -216,10 +221,12 @@ class RingConnector:
         part = read.blocks[read.next : read.next + count]
         read.next += count
         into_slots = [
-            BlockToRead(block.index, block.digest, slot, block.location)
+            BlockToRead(block.index, block.digest, slot * read.parts, block.location)
             for block, slot in zip(part, slots, strict=True)
         ]
-        batch.inner = self._inner.read(read.metadata, read.token, into_slots, batch, read.digest)
+        batch.inner = self._inner.read(
+            read.metadata, read.token, into_slots, batch, read.digest, None, read.parts, read.source_parts
+        )
 
     def _give_back(self, batch: _Batch, positions: Sequence[int]) -> None:
         """Free slots that no read writes any more."""
@@ -263,7 +270,9 @@ class RingConnector:
         start = batch.first + first
         targets = [block.local_block for block in read.blocks[start : start + count]]
         try:
-            self._pool.move_in(self._ring, [batch.slots[position] for position in positions], targets, read.unused)
+            ring = self._ring.view(len(self._ring) * read.parts, -1)
+            slots = [batch.slots[position] * read.parts for position in positions]
+            self._pool.divided(read.parts).move_in(ring, slots, targets, read.unused)
         except Exception as error:  # of the device's driver
             self.stop(read, ReadOutcome.FAILED, TransferFailed(f"blocks could not be copied to the device: {error}"))
             return

@@ -153,7 +153,9 @@ Global___Open: typing_extensions.TypeAlias = Open
 
 @typing.final
 class KvLayout(google.protobuf.message.Message):
-    """Of a block [num_kv_heads, num_layers, 2, block_size, head_dim] of one rank. Only equal layouts are paired."""
+    """Of a block [num_kv_heads, num_layers, 2, block_size, head_dim] of one rank. Paired workers differ in the last three at most, and in
+    num_kv_heads.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -210,6 +212,7 @@ class Accepted(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     PROOF_FIELD_NUMBER: builtins.int
+    HEAD_GROUPS_FIELD_NUMBER: builtins.int
     connector: builtins.str
     digest_algorithm: builtins.str
     metadata: builtins.bytes
@@ -217,7 +220,11 @@ class Accepted(google.protobuf.message.Message):
     token: builtins.bytes
     """16 bytes, allows reading this transfer's blocks on the data plane"""
     proof: builtins.bytes
-    """of the deployment key, over all fields above and the transfer: kv_transfer/pull/digest_rule.py"""
+    """of the deployment key, over all other fields and the transfer: kv_transfer/pull/digest_rule.py"""
+    @property
+    def head_groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HeadGroup]:
+        """in the order of their heads; empty: whole blocks, with the metadata and token above"""
+
     def __init__(
         self,
         *,
@@ -226,11 +233,51 @@ class Accepted(google.protobuf.message.Message):
         metadata: builtins.bytes = ...,
         token: builtins.bytes = ...,
         proof: builtins.bytes = ...,
+        head_groups: collections.abc.Iterable[Global___HeadGroup] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connector", b"connector", "digest_algorithm", b"digest_algorithm", "metadata", b"metadata", "proof", b"proof", "token", b"token"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connector", b"connector", "digest_algorithm", b"digest_algorithm", "head_groups", b"head_groups", "metadata", b"metadata", "proof", b"proof", "token", b"token"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Accepted: typing_extensions.TypeAlias = Accepted
+
+@typing.final
+class HeadGroup(google.protobuf.message.Message):
+    """KV heads of every block that one token allows to read, at one rank of the source (kv_transfer/heads/head_groups.py)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_HEAD_FIELD_NUMBER: builtins.int
+    NUM_HEADS_FIELD_NUMBER: builtins.int
+    TP_RANK_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    first_head: builtins.int
+    num_heads: builtins.int
+    tp_rank: builtins.int
+    """the source's rank"""
+    parts: builtins.int
+    """the group is part `part` of `parts` equal ones of that rank's blocks"""
+    part: builtins.int
+    metadata: builtins.bytes
+    """of that rank's connector"""
+    token: builtins.bytes
+    def __init__(
+        self,
+        *,
+        first_head: builtins.int = ...,
+        num_heads: builtins.int = ...,
+        tp_rank: builtins.int = ...,
+        parts: builtins.int = ...,
+        part: builtins.int = ...,
+        metadata: builtins.bytes = ...,
+        token: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["first_head", b"first_head", "metadata", b"metadata", "num_heads", b"num_heads", "part", b"part", "parts", b"parts", "token", b"token", "tp_rank", b"tp_rank"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___HeadGroup: typing_extensions.TypeAlias = HeadGroup
 
 @typing.final
 class Want(google.protobuf.message.Message):
@@ -268,7 +315,7 @@ class Published(google.protobuf.message.Message):
     first_index: builtins.int
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """one per block, over its bytes"""
+        """one per block, over its bytes; with head groups one per group, all of a block together"""
 
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -78,7 +78,7 @@ class Rig:
     async def start(self) -> None:
         self.source_connector.serve(self.source_pool)
         self.receiver_connector.serve(self.receiver_pool)
-        self.transfers = SourceTransfers(self.source_connector, self.limits, self.source_owner)
+        self.transfers = SourceTransfers(ConnectorSet([self.source_connector]), self.limits, self.source_owner)
         await self.serve(0)
         self.channel = make_channel(f"127.0.0.1:{self.port}")
 

@@ -256,6 +256,8 @@ async def test_i6_a_connector_that_breaks_its_promise_fails_the_transfer(rig: An
             listener: ReadListener,
             digest: BlockDigest,
             unused: DeviceEvent | None = None,
+            parts: int = 1,
+            source_parts: int = 1,
         ) -> FakeRead:
             raise RuntimeError("a bug")
 

@@ -13,7 +13,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import receiver_transfer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from tests.support.transfer_fakes import DIGEST, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
+from tests.support.transfer_fakes import DIGEST, WHERE, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
 
 
 class Bench:
@@ -24,7 +24,7 @@ class Bench:
         self.transfer = ReceiverTransfer("r", source_ref(), ConnectorSet([self.connector]), self.owner)
 
     def attach(self) -> None:
-        self.transfer.attached(self.stream, "fake", b"where", b"k" * 16, XXH3)
+        self.transfer.attached(self.stream, "fake", WHERE, XXH3)
 
     def room(self) -> None:
         self.transfer.room(2, [40, 41, 42, 43])
@@ -160,7 +160,7 @@ async def test_a_reattach_says_want_again_changes_no_state_and_reads_go_on() -> 
     assert (bench.owner.heard, bench.transfer.num_landed) == ([("landed", 2)], 2)
     assert bench.transfer.state is ReceiverState.RECEIVING
     again = ReceiverEnd()
-    bench.transfer.attached(again, "fake", b"where", b"k" * 16, XXH3)
+    bench.transfer.attached(again, "fake", WHERE, XXH3)
     assert again.heard == [("want", 2, 4)]
     bench.transfer.detached(bench.stream)
     bench.publish(2, 4)
@@ -265,7 +265,7 @@ async def test_i13_every_end_at_every_stage_gives_back_once_and_after_the_last_r
         bench.room()
         assert bench.owner.words.count("fenced") == 1
     late = ReceiverEnd()
-    transfer.attached(late, "fake", b"", b"", XXH3)
+    transfer.attached(late, "fake", WHERE, XXH3)
     assert late.heard == [("close",)]
 
 
@@ -278,7 +278,7 @@ class TwoWays:
         self.owner, self.stream = ReceiverOwner(), ReceiverEnd()
         self.connectors = ConnectorSet([self.fast, self.slow])
         self.transfer = ReceiverTransfer("r", source_ref(), self.connectors, self.owner)
-        self.transfer.attached(self.stream, "fast", b"where", b"k" * 16, XXH3)
+        self.transfer.attached(self.stream, "fast", WHERE, XXH3)
         self.transfer.room(2, [40, 41, 42, 43])
 
     def publish(self, first: int, count: int) -> None:
@@ -309,7 +309,7 @@ async def test_i13_a_failed_connector_is_left_only_when_all_its_reads_have_ended
     assert ways.transfer.wants_attach
     assert ways.stream.heard[-1] == ("close",)
     ways.transfer.detached(ways.stream)
-    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16, XXH3)
+    ways.transfer.attached(ReceiverEnd(), "slow", WHERE, XXH3)
     assert not ways.transfer.wants_attach
     ways.publish(2, 4)
     assert ways.slow.reads[0].indexes == [3, 4], "blocks 2 and 5 have landed"
@@ -327,26 +327,26 @@ async def test_i13_a_stream_that_breaks_meanwhile_does_not_hurry_the_change() ->
     await ways.fail_first_of_two_reads()
     ways.transfer.detached(ways.stream)
     again = ReceiverEnd()
-    ways.transfer.attached(again, "slow", b"where", b"k" * 16, XXH3)
+    ways.transfer.attached(again, "slow", WHERE, XXH3)
     ways.publish(2, 4)
     assert ways.slow.reads == []
     await ways.end_second()
     assert ways.transfer.wants_attach
     assert again.heard[-1] == ("close",)
-    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16, XXH3)
+    ways.transfer.attached(ReceiverEnd(), "slow", WHERE, XXH3)
     ways.publish(2, 4)
     assert ways.slow.reads[0].indexes == [3, 4]
 
 
 async def test_a_connector_that_was_given_up_or_is_not_here_is_refused() -> None:
     bench = Bench()
-    bench.transfer.attached(bench.stream, "carrier pigeon", b"where", b"k" * 16, XXH3)
+    bench.transfer.attached(bench.stream, "carrier pigeon", WHERE, XXH3)
     assert (bench.owner.heard, bench.stream.heard) == ([("failed", "TransferFailed")], [("close",)])
     ways = TwoWays()
     await ways.fail_first_of_two_reads()
     await ways.end_second()
-    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16, XXH3)
-    ways.transfer.attached(ReceiverEnd(), "fast", b"where", b"k" * 16, XXH3)
+    ways.transfer.attached(ReceiverEnd(), "slow", WHERE, XXH3)
+    ways.transfer.attached(ReceiverEnd(), "fast", WHERE, XXH3)
     assert ("failed", "TransferFailed") in ways.owner.heard
     assert ways.transfer.state is ReceiverState.FAILED
 
@@ -359,7 +359,7 @@ async def test_i13_the_failed_connector_chosen_before_it_failed_is_not_read_over
     if drained:
         await ways.end_second()
     late = ReceiverEnd()
-    ways.transfer.attached(late, "fast", b"where", b"k" * 16, XXH3)
+    ways.transfer.attached(late, "fast", WHERE, XXH3)
     ways.publish(2, 4)
     if not drained:
         assert late.heard == [], "it is needed as long as reads drain"
@@ -367,7 +367,7 @@ async def test_i13_the_failed_connector_chosen_before_it_failed_is_not_read_over
     assert late.heard[-1] == ("close",)
     assert ways.transfer.wants_attach
     ways.transfer.detached(late)
-    ways.transfer.attached(ReceiverEnd(), "slow", b"where", b"k" * 16, XXH3)
+    ways.transfer.attached(ReceiverEnd(), "slow", WHERE, XXH3)
     ways.publish(2, 4)
     assert (len(ways.fast.reads), ways.slow.reads[0].indexes) == (2, [3, 4])
     assert "failed" not in ways.owner.words

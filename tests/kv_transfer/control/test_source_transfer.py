@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.common.errors import Draining, InternalError
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from tests.support.transfer_fakes import DIGEST, LIMITS, FakeConnector, SourceEnd, SourceOwner, expected, turns
@@ -21,7 +22,7 @@ class Bench:
 
     def __init__(self, limits: LeaseLimits = LIMITS, lease_s: float = 5.0, fence_at_once: bool = True) -> None:
         self.connector, self.owner, self.stream = FakeConnector(fence_at_once), SourceOwner(), SourceEnd()
-        self.transfer = SourceTransfer(expected(lease_s=lease_s), self.connector, limits, self.owner)
+        self.transfer = SourceTransfer(expected(lease_s=lease_s), ConnectorSet([self.connector]), limits, self.owner)
         self.grant = self.connector.grants[self.transfer.token]
 
     def complete(self) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.common.errors import Draining, TransferFailed
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import source_transfers
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
@@ -27,7 +28,7 @@ from tests.support.waiting import HANG_S
 
 def make(limits: LeaseLimits = LIMITS) -> tuple[SourceTransfers, SourceOwner]:
     owner = SourceOwner()
-    return SourceTransfers(FakeConnector(), limits, owner), owner
+    return SourceTransfers(ConnectorSet([FakeConnector()]), limits, owner), owner
 
 
 async def test_attach_may_come_after_the_prefill_call() -> None:

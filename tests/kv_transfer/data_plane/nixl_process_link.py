@@ -19,7 +19,7 @@ class _Source(RemoteSource):
     def close(self) -> None:
         super().close()
         with self.gate.lock:
-            self.gate.gone.add(NixlAddress.from_metadata(self.metadata, self.block_bytes).agent)
+            self.gate.gone.add(NixlAddress.from_metadata(self.metadata).agent)
 
 
 class NixlProcessLink:

@@ -46,7 +46,7 @@ class FakeConnector:
             raise ConfigError(self._why_not)
         self.is_serving = True
 
-    def grant(self, token: bytes) -> FakeGrant:
+    def grant(self, token: bytes, parts: int = 1) -> FakeGrant:
         self.grants.append(FakeGrant())
         return self.grants[-1]
 

@@ -209,7 +209,7 @@ def test_each_thread_that_uses_an_agent_of_a_device_enters_it(entered: list[tupl
     agent = _Agent(ReadStatus.DONE)
     source = NixlAddress("source", b"", 1, BLOCK_BYTES, POOL.num_blocks, 1, bytes(HELLO_BYTES))
     run("spares", lambda: peers.append(NixlPeer(device_pool(), lambda name: agent)))
-    run("reader", lambda: peers[0].connect(source, HANG_S))
+    run("reader", lambda: peers[0].connect(source, HANG_S, source.block_bytes))
     peers[0].destroy(threading.Event(), HANG_S)
     assert entered == [(0, "spares"), (0, "reader"), (0, "nixl-destroy")]
     connect(agent).close()

@@ -115,7 +115,7 @@ def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
     assert start_read(receiver, source.metadata, source.token, source.blocks).wait_ended() is ReadOutcome.DONE
-    agent = NixlAddress.from_metadata(source.metadata, BLOCK_BYTES).agent
+    agent = NixlAddress.from_metadata(source.metadata).agent
     readers = [thread for thread in threading.enumerate() if thread.name.startswith(f"nixl-read-{agent}")]
     assert 1 <= len(readers) <= NixlSettings().agents_per_peer
     source.signal(signal.SIGKILL)
@@ -165,7 +165,7 @@ LIES: list[tuple[dict[str, object], str]] = [
 
 
 def test_i9_what_a_lying_source_says_fails_the_read(source: SourceProcess, receiver: NixlConnector) -> None:
-    address = NixlAddress.from_metadata(source.metadata, BLOCK_BYTES)
+    address = NixlAddress.from_metadata(source.metadata)
     for changes, message in LIES:
         metadata = msgspec.structs.replace(address, **changes).to_metadata()
         assert message in start_read(receiver, metadata, source.token, source.blocks[:4]).wait_failed(), changes

@@ -85,7 +85,9 @@ class Reader:
         limits = ConnectionLimits(
             max_readers=1, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=600.0
         )
-        self.reader = BlockReader[str]("test-read", self.pool, limits, self.events, self.world.connect, max_resting)
+        self.reader = BlockReader[str](
+            "test-read", self.pool, limits, self.events, lambda address, _: self.world.connect(address), max_resting
+        )
 
     def begin(self, address: str) -> RecordedRead:
         blocks = [BlockToRead(index, XXH3.of(self.pool.block(0), index), index) for index in range(4)]
@@ -182,14 +184,14 @@ def test_another_life_of_a_worker_ends_the_one_before() -> None:
     assert lives.reached("p", 1, "nixl", b"one") == {}
     assert lives.reached("p", 1, "tcp", b"uno") == {}
     assert lives.begun("p", 1) == lives.begun("q", 9) == lives.lost("p", 2) == {}
-    assert lives.begun("p", 2) == {"nixl": b"one", "tcp": b"uno"}
+    assert lives.begun("p", 2) == {("nixl", 0): b"one", ("tcp", 0): b"uno"}
     assert lives.begun("p", 2) == {}
     lives.reached("p", 2, "nixl", b"two")
-    assert lives.reached("p", 3, "nixl", b"three") == {"nixl": b"two"}
-    assert lives.lost("p", 3) == {"nixl": b"three"}
+    assert lives.reached("p", 3, "nixl", b"three") == {("nixl", 0): b"two"}
+    assert lives.lost("p", 3) == {("nixl", 0): b"three"}
     for number in range(MAX_WORKERS):
         lives.reached(f"w{number}", 1, "nixl", b"")
-    assert lives.begun("w0", 2) == {"nixl": b""}
+    assert lives.begun("w0", 2) == {("nixl", 0): b""}
     lives.reached("last", 1, "nixl", b"")
     lives.reached("more", 1, "nixl", b"")
     assert lives.begun("w1", 2) == {}, "the one that was read from longest ago is forgotten"
@@ -202,7 +204,7 @@ def test_an_epoch_has_one_endpoint_per_connector() -> None:
         with pytest.raises(TransferFailed, match="source p has named another endpoint of its connector nixl before"):
             lives.reached("p", 1, "nixl", b"two")
     assert lives.reached("p", 1, "nixl", b"one") == {}
-    assert lives.reached("p", 2, "nixl", b"two") == {"nixl": b"one"}
+    assert lives.reached("p", 2, "nixl", b"two") == {("nixl", 0): b"one"}
 
 
 class Keeper:

@@ -37,6 +37,7 @@ from pdserve.kv_transfer.control.attach_client import ReceiverInfo, attach
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage, receiver_view, source_view
+from pdserve.kv_transfer.heads.group_digest import group_digests
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.worker.engine_outbox import EngineOutbox
@@ -274,8 +275,11 @@ class KvTransferManager:
             # nothing is published before Want, which arrives over a stream
             source.transfer.fail(InternalError("blocks are settled before a stream has agreed on their digest"))
             return
-        if self._pool.device_id is None and len(message.hold) * self._pool.block_bytes <= DIGEST_HERE_BYTES:
-            source.transfer.settled(message.first_index, message.hold.block_ids, self._digest(message, digest))
+        num_bytes = len(message.hold) * self._pool.block_bytes
+        if self._pool.device_id is None and num_bytes <= DIGEST_HERE_BYTES and not source.transfer.groups:
+            source.transfer.settled(
+                message.first_index, message.hold.block_ids, self._digest(message, digest, source.transfer)
+            )
             return
 
         def publish(done: asyncio.Future[list[int]]) -> None:
@@ -286,13 +290,19 @@ class KvTransferManager:
             else:
                 source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
 
-        self._loop.run_in_executor(self._block_work, self._digest, message, digest).add_done_callback(publish)
+        work = self._loop.run_in_executor(self._block_work, self._digest, message, digest, source.transfer)
+        work.add_done_callback(publish)
 
-    def _digest(self, message: Settled, digest: BlockDigest) -> list[int]:
-        """Digests of final blocks, once the step that wrote them is done; in the block thread where that takes long."""
+    def _digest(self, message: Settled, digest: BlockDigest, transfer: SourceTransfer) -> list[int]:
+        """Digests of final blocks, once the step that wrote them is done; in the block thread where that takes long, or where other
+        ranks take part."""
         if message.device_event is not None:
             message.device_event.synchronize()
-        return block_digests(self._pool, message.hold.block_ids, digest, message.first_index)
+        block_ids, first_index = message.hold.block_ids, message.first_index
+        if transfer.groups:
+            transfer.permit(first_index, block_ids)
+            return group_digests(self._connectors.of_rank, transfer.groups, block_ids, first_index, digest)
+        return block_digests(self._pool, block_ids, digest, first_index)
 
     # ---- receiver
 

@@ -32,7 +32,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     port: int = 0
     """gRPC; 0 draws a free one."""
     data_port: int = 0
-    """KV blocks over TCP; 0 draws a free one."""
+    """KV blocks over TCP; 0 draws a free one. Each rank of `tensor_parallel_size` listens at the port after the one before."""
     advertise_host: str | None = None
     """Host that peers connect to, if it is not `host`; default for a wildcard `host`: this machine's address."""
     worker_id: str | None = None
@@ -225,10 +225,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"tensor_parallel_size is {self.tensor_parallel_size} and kv_host_mib is {self.kv_host_mib}: blocks of "
                 "several ranks are not kept in main memory yet"
             )
-        if self.tensor_parallel_size > 1 and self.section in ("prefill", "decode"):
+        if self.data_port and self.data_port + self.tensor_parallel_size > 1 << 16:
             raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}: workers move no KV blocks of several ranks yet; "
-                "1 is supported here, more in LLM and AsyncLLM"
+                f"data_port is {self.data_port} and tensor_parallel_size is {self.tensor_parallel_size}: each rank listens at "
+                "the port after the one before, and 65535 is the last"
             )
 
     def verify(self) -> None:

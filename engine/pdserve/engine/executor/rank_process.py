@@ -1,6 +1,6 @@
 """The process of a rank above 0.
 
-Usage, by `RankProcesses` alone: python -m pdserve.engine.executor.rank_process DESCRIPTOR
+Usage, by `RankProcesses` alone: python -m pdserve.engine.executor.rank_process DESCRIPTOR; or another program that calls `main`.
 
 DESCRIPTOR is this process's end of a socket pair; the process ends when the other end is closed, by rank 0 or by the end of its
 process. A process that is stopped does not see that, so the kernel kills it together with its parent.
@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from pdserve.common.errors import InternalError, PdServeError, PeerError
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
-from pdserve.engine.runner.loaded_model import load_rank, rank_device
+from pdserve.engine.runner.loaded_model import LoadedModel, load_rank, rank_device
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.scheduler_output import RequestFailure
 from pdserve.engine.socket_frames import receive_frame, send_frame
@@ -52,8 +53,13 @@ def _receive(rank_0: socket.socket) -> ToRank | None:
     return None if payload is None else decode_to_rank(payload)
 
 
-def _serve(rank_0: socket.socket, start: StartRank) -> None:
+MoveBlocks = Callable[[socket.socket, StartRank, LoadedModel], None]
+"""Starts to move the blocks of a rank's pool, as messages of the socket say; returns at once."""
+
+
+def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | None) -> None:
     """Until the end of rank 0. Raises: the error that ended this rank."""
+    transfers = _receive_socket(rank_0) if start.has_transfers else None
     settings = start.settings
     torch.set_num_threads(settings.num_threads)
     _pin(settings.cpu_core, start.rank, settings.num_threads)
@@ -63,11 +69,20 @@ def _serve(rank_0: socket.socket, start: StartRank) -> None:
     model = load_rank(Path(start.folder), settings, group)
     group.limit_waits(start.wait_s)
     config, decoder = model.engine_config(settings), model.decoder
+    if transfers is not None and move_blocks is not None:
+        move_blocks(transfers, start, model)
     loop = RankLoop(lambda: make_model_runner(config, decoder, model.kv_caches, decoder.config.vocab_size, group=group))
     gc.collect()
     gc.freeze()
     while (message := _receive(rank_0)) is not None:
         loop.serve(message)
+
+
+def _receive_socket(rank_0: socket.socket) -> socket.socket:
+    _, descriptors, _, _ = socket.recv_fds(rank_0, 1, 1)
+    if not descriptors:
+        raise PeerError("no transfer socket came with StartRank")
+    return socket.socket(fileno=descriptors[0])
 
 
 def _pin(cpu_core: int | None, rank: int, num_threads: int) -> None:
@@ -81,7 +96,8 @@ def _pin(cpu_core: int | None, rank: int, num_threads: int) -> None:
             log.warning("cannot pin rank %d to core %d: %s", rank, first, error)
 
 
-def main() -> int:
+def main(move_blocks: MoveBlocks | None = None) -> int:
+    """move_blocks: of a program whose rank takes part in transfers."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # they go to the whole process group, or to all processes of a service; rank 0 decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -92,7 +108,7 @@ def main() -> int:
         if not isinstance(start, StartRank):
             return 0 if start is None else 1
         try:
-            _serve(rank_0, start)
+            _serve(rank_0, start, move_blocks)
         except Exception as error:
             known = error if isinstance(error, PdServeError) and not isinstance(error, PeerError) else None
             if known is None:

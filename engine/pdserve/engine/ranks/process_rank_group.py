@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch._C import _distributed_c10d
 LOADING_S = 3600.0
 """Seconds that a rank waits for one that is still loading its weights; an ended rank is noticed at once."""
 _LOOPBACK = "lo"
+_LOOK_EVERY_S = 0.02
 dist: Any = _distributed_c10d
 """Groups made here stand in no table of the process; type stubs lack them."""
 
@@ -20,15 +23,35 @@ dist: Any = _distributed_c10d
 class ProcessRankGroup:
     """Not torch's default group, which belongs to the program that uses the engine. Used by one thread at a time."""
 
-    def __init__(self, store: Path, rank: int, size: int, device: torch.device) -> None:
-        """Meet the other ranks. store: a file that does not exist, in a folder of this user alone. Raises: RuntimeError."""
+    def __init__(
+        self,
+        store: Path,
+        rank: int,
+        size: int,
+        device: torch.device,
+        require_all: Callable[[], None] | None = None,
+    ) -> None:
+        """Meet the other ranks. store: a file that does not exist, in a folder of this user alone. require_all: called while one is
+        waited for; raises when it has ended. Raises: RuntimeError, and as `require_all`.
+        """
         self.rank = rank
         self.size = size
         self._device = device
         self._wait = timedelta(seconds=LOADING_S)
         files = dist.FileStore(str(store), size)
+        if require_all is not None:
+            self._wait_for_all(files, require_all)
+        else:
+            files.set(f"rank {rank}", "is here")
         self._group: Any = self._nccl(files) if device.type == "cuda" else self._gloo(files)
         self._set_options()
+
+    def _wait_for_all(self, store: Any, require_all: Callable[[], None]) -> None:
+        """Until the other ranks' processes run: torch's own wait would not end with one of them."""
+        others = [f"rank {rank}" for rank in range(1, self.size)]
+        while not store.check(others):
+            require_all()
+            time.sleep(_LOOK_EVERY_S)
 
     def _gloo(self, store: Any) -> Any:
         options = dist.ProcessGroupGloo._Options()

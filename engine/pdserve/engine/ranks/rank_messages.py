@@ -26,6 +26,10 @@ class StartRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """File through which the ranks find each other."""
     wait_s: float
     """Seconds that a step waits for another rank."""
+    section: str = ""
+    """The worker's role: `WorkerSettings.section`."""
+    has_transfers: bool = False
+    """A second socket follows, as a descriptor with one byte."""
 
 
 class NewEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -27,7 +27,8 @@ from pdserve.engine.socket_frames import receive_frame, send_frame
 
 T = TypeVar("T")
 
-_MODULE = "pdserve.engine.executor.rank_process"
+RANK_PROGRAM = "pdserve.engine.executor.rank_process"
+"""The program of a rank whose blocks stay where they are."""
 _END_S = 5.0
 """Seconds for a process to end after its socket is closed."""
 _NOTICE_S = 2.0
@@ -36,9 +37,9 @@ DEFAULT_WAIT_S = 60.0
 """Seconds that a step waits for a rank, if `engine_stuck_exit_s` is 0."""
 
 
-def start_program(descriptor: int) -> ChildProcess:
+def start_program(descriptor: int, module: str) -> ChildProcess:
     """Start a rank's program."""
-    return start_module(_MODULE, descriptor)
+    return start_module(module, descriptor)
 
 
 class RankProcesses:
@@ -49,8 +50,17 @@ class RankProcesses:
     an operation for one that is gone, and neither does rank 0.
     """
 
-    def __init__(self, folder: Path, settings: WorkerSettings, device: torch.device) -> None:
-        """Start the processes, each of which loads its part, and meet them. Raises: WorkerLost, or a rank's own error."""
+    def __init__(
+        self, folder: Path, settings: WorkerSettings, device: torch.device, transfer_program: str | None = None
+    ) -> None:
+        """Start the processes, each of which loads its part, and meet them.
+
+        transfer_program: a module in place of `RANK_PROGRAM` that also moves its rank's blocks, as the messages of a second socket
+        say. Raises: WorkerLost, or a rank's own error.
+        """
+        self._program = transfer_program or RANK_PROGRAM
+        self.transfer_sockets: list[socket.socket] = []
+        """This end of each rank's second socket, from rank 1 on; empty without `transfer_program`. Who uses one closes it."""
         self._owner = os.getpid()
         size = settings.tensor_parallel_size
         self._wait_s = settings.engine_stuck_exit_s or DEFAULT_WAIT_S
@@ -68,9 +78,16 @@ class RankProcesses:
         try:
             started.result()
             store = Path(self._folder) / "store"
+            common = WorkerSettings(**{name: getattr(settings, name) for name in WorkerSettings.__struct_fields__})
             for place, peer in enumerate(self._sockets):
-                self._send_to(peer, StartRank(str(folder), settings, place + 1, str(store), self._wait_s))
-            self.group = self.attempt(lambda: ProcessRankGroup(store, 0, size, device))
+                has_transfers = transfer_program is not None
+                start = StartRank(
+                    str(folder), common, place + 1, str(store), self._wait_s, settings.section, has_transfers
+                )
+                self._send_to(peer, start)
+                if has_transfers:
+                    self._send_socket(peer)
+            self.group = self.attempt(lambda: ProcessRankGroup(store, 0, size, device, self.require_all))
         except BaseException:
             self.close()
             raise
@@ -137,6 +154,12 @@ class RankProcesses:
         with contextlib.suppress(OSError):  # the watcher finds out why
             send_frame(peer, encode(message))
 
+    def _send_socket(self, peer: socket.socket) -> None:
+        own, theirs = socket.socketpair()
+        self.transfer_sockets.append(own)
+        with theirs, contextlib.suppress(OSError):
+            socket.send_fds(peer, [b"\0"], [theirs.fileno()])
+
     def _end(self, cause: PdServeError) -> bool:
         """Note the first cause; False if there was one."""
         with self._lock:
@@ -162,7 +185,7 @@ class RankProcesses:
         own.settimeout(self._wait_s)
         self._sockets.append(own)
         with theirs:
-            self._processes.append(start_program(theirs.fileno()))
+            self._processes.append(start_program(theirs.fileno(), self._program))
 
     def _watch_sockets(self) -> None:
         """Until a rank ends, or `close`."""

@@ -133,10 +133,13 @@ class LoadedModel:
         )
 
 
-def load_model(folder: Path, settings: WorkerSettings, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    folder: Path, settings: WorkerSettings, progress: Progress | None = None, transfer_program: str | None = None
+) -> LoadedModel:
     """Read weights and make the pool, with several ranks in a process each: this one has rank 0.
 
-    progress: called after each weight. Raises: ConfigError, UnsupportedModel; WorkerLost when a rank ended meanwhile.
+    progress: called after each weight. transfer_program: as of `RankProcesses`. Raises: ConfigError, UnsupportedModel; WorkerLost
+    when a rank ended meanwhile.
     """
     size = settings.tensor_parallel_size
     for rank in range(size):
@@ -144,7 +147,7 @@ def load_model(folder: Path, settings: WorkerSettings, progress: Progress | None
     if size == 1:
         return _load(folder, settings, None, progress)
     read_config(folder, settings.dtype).verify_sharding(size, folder)
-    ranks = RankProcesses(folder, settings, torch.device(rank_device(settings.device, 0, size)))
+    ranks = RankProcesses(folder, settings, torch.device(rank_device(settings.device, 0, size)), transfer_program)
     try:
         loaded = ranks.attempt(lambda: _load(folder, settings, ranks.group, progress))
         ranks.loaded()

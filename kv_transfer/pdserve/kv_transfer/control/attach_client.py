@@ -41,6 +41,7 @@ from pdserve.kv_transfer.control.attach_servicer import (
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.control.source_transfer import PeerId
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
+from pdserve.kv_transfer.heads.head_groups import GroupSource, RankPart, receiving_ranks
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2, prefill_pb2, request_pb2
 
@@ -210,7 +211,12 @@ async def _one_stream(
                             transfer.fail(TransferFailed(told))
                             return
                     digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
-                    transfer.attached(requests, answer.connector, answer.metadata, answer.token, digest)
+                    try:
+                        groups = accepted_groups(answer, receiving.layout)
+                    except TransferFailed as error:
+                        transfer.fail(error)
+                        return
+                    transfer.attached(requests, answer.connector, groups, digest)
                 case "published":
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
                     if event.published.HasField("finished"):
@@ -252,6 +258,24 @@ async def _write(call: grpc.aio.StreamStreamCall[Any, Any], requests: _Requests)
         async for message in requests:
             await call.write(message)
         await call.done_writing()
+
+
+def accepted_groups(answer: kv_source_pb2.Accepted, layout: KvLayout) -> tuple[GroupSource, ...]:
+    """The places of a source's head groups, and their targets here. layout: of this worker. Raises: TransferFailed."""
+    named = answer.head_groups
+    if not named:
+        whole = receiving_ranks(layout, [(0, layout.total_num_kv_heads)])
+        return (GroupSource(answer.metadata, answer.token, receivers=whole[0]),)
+    if len(named) > layout.total_num_kv_heads:
+        raise TransferFailed(f"the source names {len(named)} groups of {layout.total_num_kv_heads} KV heads")
+    receivers = receiving_ranks(layout, [(group.first_head, group.num_heads) for group in named])
+    for group in named:
+        if not group.part < group.parts <= layout.total_num_kv_heads:
+            raise TransferFailed(f"the source sends a head group as part {group.part} of {group.parts} parts")
+    return tuple(
+        GroupSource(group.metadata, group.token, RankPart(group.tp_rank, group.parts, group.part), ranks)
+        for group, ranks in zip(named, receivers, strict=True)
+    )
 
 
 def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:

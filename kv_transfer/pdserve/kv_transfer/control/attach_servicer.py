@@ -23,6 +23,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import AttachedTooLate, SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
+from pdserve.kv_transfer.heads.head_groups import HeadGroup, head_groups
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, request_pb2
 
@@ -90,11 +91,14 @@ class _EventQueue:
         """The last message of blocks; while it is queued, the transfer's end may be added to it."""
 
     def published(self, blocks: PublishedRange) -> None:
-        for start in range(0, len(blocks.digests), MAX_DIGESTS_A_MESSAGE):
-            end = start + MAX_DIGESTS_A_MESSAGE
+        num_blocks = len(blocks.block_ids)
+        num_groups = len(blocks.digests) // num_blocks if num_blocks else 1
+        at_once = max(1, MAX_DIGESTS_A_MESSAGE // num_groups)
+        for start in range(0, num_blocks, at_once):
+            end = start + at_once
             message = kv_source_pb2.Published(
                 first_index=blocks.first_index + start,
-                digests=blocks.digests[start:end],
+                digests=blocks.digests[start * num_groups : end * num_groups],
                 locations=blocks.block_ids[start:end],
             )
             self._last_published = kv_source_pb2.AttachEvent(published=message)
@@ -164,7 +168,11 @@ def _verify_open(request: kv_source_pb2.Open) -> None:
 
 def answer_parts(accepted: kv_source_pb2.Accepted) -> list[bytes]:
     """The fields that an answer's proof covers."""
-    return [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
+    parts = [accepted.connector.encode(), accepted.digest_algorithm.encode(), accepted.metadata, accepted.token]
+    for group in accepted.head_groups:
+        numbers = (group.first_head, group.num_heads, group.tp_rank, group.parts, group.part)
+        parts += [b"".join(number.to_bytes(4, "big") for number in numbers), group.metadata, group.token]
+    return parts
 
 
 @dataclass(eq=False)
@@ -246,8 +254,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another epoch of this worker")
         _verify_open(request)
-        if differences := self._layout.differences(layout_from_wire(request.layout)):
-            raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
+        groups = self._groups(request)
         algorithm = self._digests.choose(request.digest_algorithms, host)
         connector = self._connectors.choose(request.connectors)
         if connector is None:
@@ -255,10 +262,19 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             raise TransferFailed(f"no common connector: {here} here, {there or 'none'} there")
         receiver = PeerId(request.receiver.worker_id, request.receiver.epoch)
         transfer = await self._transfers.attach(
-            request.transfer_id, receiver, request.request_digest, stream, request.have
+            request.transfer_id, receiver, request.request_digest, stream, request.have, groups
         )
         self._agree_on_digest(transfer, algorithm, request, stream)
         return transfer, connector
+
+    def _groups(self, request: kv_source_pb2.Open) -> tuple[HeadGroup, ...]:
+        """The transfer's head groups; empty for whole blocks of one rank on both sides. Raises: LayoutMismatch."""
+        receiver = layout_from_wire(request.layout)
+        if differences := self._layout.differences(receiver):
+            raise LayoutMismatch(f"KV layouts differ (source != receiver): {'; '.join(differences)}")
+        if self._layout.tp_size == receiver.tp_size == 1:
+            return ()
+        return head_groups(self._layout, receiver)
 
     def _agree_on_digest(
         self, transfer: SourceTransfer, algorithm: str, request: kv_source_pb2.Open, stream: _EventQueue
@@ -281,6 +297,18 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             metadata=connector.metadata,
             token=transfer.token,
         )
+        for group, token in zip(transfer.groups, transfer.group_tokens, strict=True):
+            rank, parts, part = group.source
+            metadata = self._connectors.of_rank(rank).metadata(connector.name)
+            accepted.head_groups.add(
+                first_head=group.first_head,
+                num_heads=group.num_heads,
+                tp_rank=rank,
+                parts=parts,
+                part=part,
+                metadata=metadata,
+                token=token,
+            )
         transfer_id = transfer.expected.transfer_id
         accepted.proof = self._digests.answer_proof(transfer_id, self._epoch, answer_parts(accepted))
         return kv_source_pb2.AttachEvent(accepted=accepted)

@@ -15,10 +15,12 @@ from typing import Protocol
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.control.group_reads import GroupReads, Way
 from pdserve.kv_transfer.control.transfer_state import RECEIVER_MOVES, ReceiverState, has_ended, move
+from pdserve.kv_transfer.heads.head_groups import GroupSource
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +77,6 @@ class ReceiverTransfer:
         self.request_id = request_id
         self.source = source
         self.state = ReceiverState.ATTACHING
-        self.num_landed = 0
-        """Number of landed wanted blocks, without a gap from the first."""
         self.given_up = connectors.avoided(self._peer)
         """Connectors that this transfer does not use, since they failed with this source, now or shortly before."""
         self.fell_back_from: list[str] = []
@@ -86,24 +86,21 @@ class ReceiverTransfer:
         self.began_at = time.monotonic()
         self._falls_back = False
         self._connectors = connectors
-        self._connector: BlockConnector | None = None
         self._events = events
         self._stream: ControlStream | None = None
-        self._metadata = b""
-        self._token = b""
-        self._digest: BlockDigest = XXH3
         self._first_index = 0
         self._local_blocks: tuple[int, ...] | None = None
-        self._unused: DeviceEvent | None = None
-        self._landed: list[bool] = []
-        self._asked: list[bool] = []
-        self._reads: dict[int, BlockRead] = {}
-        self._num_reads = 0
+        self._reads = GroupReads(connectors, lambda number, places: _AsyncioListener(self, number, places))
         self._num_told = 0
         self._told_at = float("-inf")
         self._source_finished = False
         self._ends_as: ReceiverState | None = None
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def num_landed(self) -> int:
+        """Number of landed wanted blocks, without a gap from the first."""
+        return self._reads.num_landed
 
     @property
     def has_ended(self) -> bool:
@@ -131,7 +128,7 @@ class ReceiverTransfer:
     @property
     def connector_name(self) -> str:
         """The current connector; empty before the source has accepted."""
-        return "" if self._connector is None else self._connector.name
+        return self._reads.way.connector
 
     @property
     def num_blocks(self) -> int:
@@ -145,9 +142,7 @@ class ReceiverTransfer:
             return 0
         if self._ends_as is not None:
             return self.num_blocks
-        if not self._falls_back:
-            return 0
-        return sum(asked and not landed for asked, landed in zip(self._asked, self._landed, strict=True))
+        return self._reads.num_asked if self._falls_back else 0
 
     # ---- the engine side
 
@@ -161,9 +156,7 @@ class ReceiverTransfer:
             return
         self._first_index = first_index
         self._local_blocks = tuple(local_blocks)
-        self._unused = unused
-        self._landed = [False] * len(local_blocks)
-        self._asked = [False] * len(local_blocks)
+        self._reads.reserve(first_index, local_blocks, unused)
         self._want()
 
     def stop(self) -> None:
@@ -173,13 +166,12 @@ class ReceiverTransfer:
     # ---- the control stream
 
     def attached(
-        self, stream: ControlStream, connector: str, metadata: bytes, token: bytes, digest: BlockDigest
+        self, stream: ControlStream, connector: str, groups: Sequence[GroupSource], digest: BlockDigest
     ) -> None:
-        """Handle `Accepted`, also after a break: the source has chosen connector and digest."""
+        """Handle `Accepted`, also after a break: the source has chosen connector and digest, and says where each head group is."""
         if self.is_ending:
             stream.close()
             return
-        chosen = self._connectors.get(connector)
         if connector in self.given_up and self._falls_back:
             # this connector has failed since `Open`: use this stream only for messages until the next stream, with another
             # connector
@@ -187,20 +179,21 @@ class ReceiverTransfer:
             if self.wants_attach:
                 stream.close()
             return
-        if chosen is None or connector in self.given_up:
+        if self._connectors.get(connector) is None or connector in self.given_up:
             self.fail(TransferFailed(f"the source chose the connector {connector[:64]!r}, which is not used with it"))
             stream.close()
             return
         try:
-            self._connectors.reached(self.source.worker_id, self.source.epoch, connector, metadata)
+            for group in groups:
+                peer, rank = self.source, group.source.rank
+                self._connectors.reached(peer.worker_id, peer.epoch, connector, group.metadata, rank)
         except TransferFailed as error:
             self.fail(error)
             stream.close()
             return
         if not self._falls_back or self.wants_attach:
-            self._connector, self._falls_back = chosen, False
-        self._stream, self._metadata, self._token = stream, metadata, token
-        self._digest = digest
+            self._reads.way, self._falls_back = Way(connector, tuple(groups), digest), False
+        self._stream = stream
         if self.state is ReceiverState.ATTACHING:
             self.state = move(RECEIVER_MOVES, self.state, ReceiverState.ATTACHED)
         self._want()
@@ -220,30 +213,14 @@ class ReceiverTransfer:
 
     def published(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
         """Start reading the published blocks that are wanted and not requested yet."""
-        if self.state is not ReceiverState.RECEIVING or self._local_blocks is None or self._connector is None:
+        if self.state is not ReceiverState.RECEIVING or not self._reads.way.connector:
             return
         if self._falls_back:
             return  # the source publishes it again on the next stream
-        if len(locations) not in (0, len(digests)):
-            self.fail(TransferFailed(f"{len(digests)} digests came with {len(locations)} locations"))
-            return
-        blocks = []
-        # a source may publish more blocks than wanted
-        begin = max(0, self._first_index - first_index)
-        end = min(len(digests), self._first_index + len(self._asked) - first_index)
-        for offset in range(begin, end):
-            place = first_index + offset - self._first_index
-            if not self._asked[place]:
-                self._asked[place] = True
-                location = locations[offset] if locations else 0
-                blocks.append(BlockToRead(first_index + offset, digests[offset], self._local_blocks[place], location))
-        if blocks:
-            number = self._num_reads
-            self._num_reads += 1
-            listener = _AsyncioListener(self, number, [block.index - self._first_index for block in blocks])
-            self._reads[number] = self._connector.read(
-                self._metadata, self._token, blocks, listener, self._digest, self._unused
-            )
+        try:
+            self._reads.begin(first_index, digests, locations)
+        except TransferFailed as error:
+            self.fail(error)
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
         """Handle the end of the source's prefill; compares count and request digest."""
@@ -276,12 +253,7 @@ class ReceiverTransfer:
     # ---- reads, reported by `_AsyncioListener` in the asyncio thread
 
     def read_landed(self, places: Sequence[int]) -> None:
-        for place in places:
-            self._landed[place] = True
-        before = self.num_landed
-        while self.num_landed < len(self._landed) and self._landed[self.num_landed]:
-            self.num_landed += 1
-        if self.num_landed > before and self._ends_as is None:
+        if self._reads.landed(places) and self._ends_as is None:
             has_all = self.num_landed == self.num_blocks
             if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
                 self._tell_landed()
@@ -295,7 +267,7 @@ class ReceiverTransfer:
         self._events.landed(self, self.num_landed)
 
     def read_ended(self, number: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
-        self._reads.pop(number, None)
+        self._reads.ended(number)
         if outcome is not ReadOutcome.DONE and self._ends_as is None and not self._falls_back:
             cause = cause or TransferFailed("a read was cancelled")
             if not self._fall_back(cause):
@@ -318,13 +290,12 @@ class ReceiverTransfer:
         self.fell_back_from.append(name)
         self._connectors.failed(self._peer, name)
         self._falls_back = True
-        for read in list(self._reads.values()):
-            read.cancel()
+        self._reads.cancel()
         return True
 
     def _attach_again(self) -> None:
         """Attach again after all reads over the old connector have ended; blocks that did not land may then be written again."""
-        self._asked = list(self._landed)
+        self._reads.ask_again()
         if self._stream is not None:
             self._stream.close()
 
@@ -351,8 +322,7 @@ class ReceiverTransfer:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        for read in list(self._reads.values()):
-            read.cancel()
+        self._reads.cancel()
         self._fence_if_quiet()
 
     def _fence_if_quiet(self) -> None:

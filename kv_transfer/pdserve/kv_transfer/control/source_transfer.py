@@ -17,8 +17,9 @@ from typing import Protocol
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
-from pdserve.kv_transfer.connector_set import GrantsReads
+from pdserve.kv_transfer.connector_set import ConnectorSet, Grants
 from pdserve.kv_transfer.control.transfer_state import SOURCE_MOVES, SourceState, has_ended, move
+from pdserve.kv_transfer.heads.head_groups import HeadGroup
 from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class PublishedRange:
 
     first_index: int
     digests: tuple[int, ...]
+    """One per block; with head groups one per group, all of a block together."""
     block_ids: tuple[int, ...]
 
 
@@ -109,7 +111,7 @@ class SourceTransfer:
     """One transfer at the source. Owned by `SourceTransfers`."""
 
     def __init__(
-        self, expected: ExpectedTransfer, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents
+        self, expected: ExpectedTransfer, connectors: ConnectorSet, limits: LeaseLimits, events: SourceEvents
     ) -> None:
         self.expected = expected
         self.state = SourceState.OPEN
@@ -124,7 +126,15 @@ class SourceTransfer:
         self.began_at = time.monotonic()
         self._limits = limits
         self._events = events
+        self.groups: tuple[HeadGroup, ...] = ()
+        """Head groups, fixed with the first stream; empty: whole blocks of rank 0."""
+        self.group_tokens: tuple[bytes, ...] = ()
+        """By group."""
+        self.is_divided = False
+        """True after `divide`."""
+        self._connectors = connectors
         self._grant: Grant = connectors.grant(self.token)
+        self._group_grants: list[Grant] = []
         self._stream: SourceStream | None = None
         self._wanted: tuple[int, int] | None = None
         self._published: list[PublishedRange] = []
@@ -150,6 +160,21 @@ class SourceTransfer:
 
     # ---- the control stream
 
+    def divide(self, groups: tuple[HeadGroup, ...]) -> None:
+        """Fix the head groups, at the first stream; a later one has the same. Raises: TransferFailed for others."""
+        if self.is_divided:
+            if groups != self.groups:
+                raise TransferFailed(
+                    f"the transfer moves {len(self.groups) or 1} head groups, this stream asks for {len(groups) or 1}"
+                )
+            return
+        self.is_divided, self.groups = True, groups
+        self.group_tokens = tuple(secrets.token_bytes(TOKEN_BYTES) for _ in groups)
+        self._group_grants = [
+            self._connectors.of_rank(group.source.rank).grant(token, group.source.parts)
+            for group, token in zip(groups, self.group_tokens, strict=True)
+        ]
+
     def attach(self, stream: SourceStream, have: int) -> None:
         """Attach the receiver's stream; it replaces an older one and continues after `have` landed blocks."""
         if self._stream is not None:
@@ -160,7 +185,7 @@ class SourceTransfer:
             return
         start = self._wanted[0] + have
         for blocks in self._published:
-            if blocks.first_index + len(blocks.digests) > start:
+            if blocks.first_index + len(blocks.block_ids) > start:
                 stream.published(blocks)
         self._tell_finished()
 
@@ -202,10 +227,18 @@ class SourceTransfer:
 
     # ---- the engine
 
+    def permit(self, first_index: int, block_ids: Sequence[int]) -> None:
+        """Let the receiver read final blocks of all head groups. Any thread may call it, before it asks ranks for the digests: a
+        rank that answers has done what it was told before, so no read arrives too early.
+        """
+        for group, grant in zip(self.groups, self._group_grants, strict=True):
+            grant.publish(first_index, group.source.numbers(block_ids))
+
     def settled(self, first_index: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
-        """Publish final blocks to the receiver."""
+        """Publish final blocks to the receiver, with head groups after `permit`. digests: as in `PublishedRange`."""
         blocks = PublishedRange(first_index, tuple(digests), tuple(block_ids))
-        self._grant.publish(first_index, block_ids)
+        if not self.groups:
+            self._grant.publish(first_index, block_ids)
         self._published.append(blocks)
         if self._stream is not None:
             self._stream.published(blocks)
@@ -220,7 +253,7 @@ class SourceTransfer:
     def _complete_if_done(self) -> None:
         if self.state is not SourceState.OPEN or self._result is None or self._wanted is None:
             return
-        num_published = sum(len(blocks.digests) for blocks in self._published)
+        num_published = sum(len(blocks.block_ids) for blocks in self._published)
         if num_published >= self._wanted[1]:
             self.state = move(SOURCE_MOVES, self.state, SourceState.COMPLETE)
             self._tell_finished()
@@ -258,7 +291,7 @@ class SourceTransfer:
         if self._stream is not None:
             self._stream.ended(state, cause)
             self._stream = None
-        self._grant.close(lambda: _call_soon(self._loop, self._fenced))
+        Grants([self._grant, *self._group_grants]).close(lambda: _call_soon(self._loop, self._fenced))
         if not self.over.done():
             self.over.set_result(state)
 

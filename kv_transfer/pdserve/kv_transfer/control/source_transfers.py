@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict
 
 from pdserve.common.errors import PdServeError, TransferFailed
-from pdserve.kv_transfer.connector_set import GrantsReads
+from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import (
     ExpectedTransfer,
     LeaseLimits,
@@ -16,6 +16,7 @@ from pdserve.kv_transfer.control.source_transfer import (
     SourceStream,
     SourceTransfer,
 )
+from pdserve.kv_transfer.heads.head_groups import HeadGroup
 
 TRANSFER_ID_BYTES = 16
 MAX_WAITING = 4096
@@ -32,7 +33,7 @@ class AttachedTooLate(TransferFailed):
 class SourceTransfers:
     """All transfers of one source. Runs in the asyncio thread. Attach and prefill call may arrive in either order."""
 
-    def __init__(self, connectors: GrantsReads, limits: LeaseLimits, events: SourceEvents) -> None:
+    def __init__(self, connectors: ConnectorSet, limits: LeaseLimits, events: SourceEvents) -> None:
         self._connectors = connectors
         self._limits = limits
         self._events = events
@@ -62,9 +63,15 @@ class SourceTransfers:
         return transfer
 
     async def attach(
-        self, transfer_id: bytes, receiver: PeerId, request_digest: bytes, stream: SourceStream, have: int
+        self,
+        transfer_id: bytes,
+        receiver: PeerId,
+        request_digest: bytes,
+        stream: SourceStream,
+        have: int,
+        groups: tuple[HeadGroup, ...] = (),
     ) -> SourceTransfer:
-        """Attach a receiver's control stream; waits for the prefill call if necessary.
+        """Attach a receiver's control stream; waits for the prefill call if necessary. groups: empty for whole blocks of rank 0.
 
         Raises: TransferFailed if the reference is stale, forged, of another receiver or another request (I8), or if no prefill call
         arrives within `attach_timeout_s`.
@@ -81,6 +88,7 @@ class SourceTransfers:
             raise TransferFailed("the transfer is of another request: the digests differ")
         if transfer.has_ended:
             raise AttachedTooLate("the transfer has ended")
+        transfer.divide(groups)
         transfer.attach(stream, have)
         return transfer
 

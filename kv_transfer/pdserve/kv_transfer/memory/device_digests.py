@@ -24,6 +24,9 @@ def device_digests(kv_cache: Tensor, kernels: str) -> DigestBlocks | None:
         ops = make_layer_ops(kernels, kv_cache.device)
     except LayerOpsError as error:
         raise ConfigError(str(error)) from error
-    size = kv_cache[0].nbytes
-    is_fit = size % DIGESTED_UNIT == 0 and size >= SHORTEST_DIGESTED
-    return None if isinstance(ops, TorchLayerOps) or not is_fit else ops.digests
+    return None if isinstance(ops, TorchLayerOps) or not can_digest(kv_cache[0].nbytes) else ops.digests
+
+
+def can_digest(block_bytes: int) -> bool:
+    """True if the kernel digests blocks of this size."""
+    return block_bytes % DIGESTED_UNIT == 0 and block_bytes >= SHORTEST_DIGESTED

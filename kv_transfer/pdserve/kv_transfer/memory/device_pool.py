@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.kv_transfer.block_digest import XXH3_64, BlockDigest
-from pdserve.kv_transfer.memory.device_digests import DigestBlocks
-from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
+from pdserve.kv_transfer.memory.device_digests import DigestBlocks, can_digest
+from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs, part_bytes
 
 LEND_SHARE = 16
 """One call of `lend` should ask for at most one part in 16 of the slots."""
@@ -44,6 +44,9 @@ class DevicePool:
         """kv_cache: `[num_blocks, ...]`, contiguous. num_slots: blocks of host memory, pinned for CUDA, through which blocks are
         lent. num_digest_slots: the same for digests on the host, which therefore wait for no peer. slot_wait_s: longest wait for
         slots. digest_blocks: computes xxh3_64 on the device; None: it is computed on the host."""
+        self._slot_wait_s = slot_wait_s
+        self._divided: dict[int, DevicePool] = {}
+        self._dividing = threading.Lock()
         self._blocks = kv_cache.view(kv_cache.shape[0], -1)
         self.num_blocks = kv_cache.shape[0]
         self.block_bytes = self._blocks[0].nbytes
@@ -61,6 +64,22 @@ class DevicePool:
     @property
     def device_id(self) -> int | None:
         return self._blocks.device.index or 0
+
+    def divided(self, parts: int) -> DevicePool:
+        """As `PoolMemory.divided`; each number of parts has as much host memory of its own as the whole pool."""
+        if parts == 1:
+            return self
+        part_bytes(self.block_bytes, parts)
+        with self._dividing:
+            if parts not in self._divided:
+                self._divided[parts] = DevicePool(
+                    self._blocks.view(self.num_blocks * parts, -1),
+                    self.num_slots * parts,
+                    self._digest_slots.memory.num_blocks * parts,
+                    self._slot_wait_s,
+                    self._digest_blocks if can_digest(self.block_bytes // parts) else None,
+                )
+            return self._divided[parts]
 
     @property
     def num_slots(self) -> int:

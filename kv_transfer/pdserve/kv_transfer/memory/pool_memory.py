@@ -29,6 +29,9 @@ class PoolMemory(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    def divided(self, parts: int) -> PoolMemory:
+        """The same memory in `num_blocks * parts` blocks of `block_bytes / parts` bytes. Raises: ValueError if not whole."""
+
     @property
     def most_lent(self) -> int:
         """Most blocks that one call of `lend` should ask for, so that room remains for other calls; at least 1."""
@@ -71,6 +74,10 @@ class HostPool:
             raise IndexError(f"block {number} is outside the pool of {self.num_blocks} blocks")
         return self.view[number * self.block_bytes : (number + 1) * self.block_bytes]
 
+    def divided(self, parts: int) -> HostPool:
+        """As `PoolMemory.divided`."""
+        return self if parts == 1 else HostPool(self.view, part_bytes(self.block_bytes, parts), self.num_blocks * parts)
+
     @property
     def most_lent(self) -> int:
         """As `PoolMemory.most_lent`: all blocks, since nothing is copied."""
@@ -97,6 +104,13 @@ class HostPool:
     def digests(self, blocks: Sequence[int], indexes: Sequence[int], digest: BlockDigest) -> list[int]:
         """As `PoolMemory.digests`."""
         return [digest.of(self.block(number), index) for number, index in zip(blocks, indexes, strict=True)]
+
+
+def part_bytes(block_bytes: int, parts: int) -> int:
+    """Bytes of each of `parts` equal parts of a block. Raises: ValueError unless that is a whole number."""
+    if parts < 1 or block_bytes % parts:
+        raise ValueError(f"blocks of {block_bytes} bytes have no {parts} equal parts")
+    return block_bytes // parts
 
 
 def number_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.memory.pool_memory import PoolMemory
+from pdserve.kv_transfer.memory.pool_memory import PoolMemory, part_bytes
 from pdserve.kv_transfer.nixl.agent_pool import AgentPool
 from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentMaker, Region, UcxAgent, enter_device, prepare_device_memory
 from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
@@ -94,9 +94,9 @@ class NixlConnector:
         limits = settings.limits(pool.block_bytes, settings.agents_per_peer)
         spares = AgentPool(lambda: NixlPeer(into, self._make_agent), self._closing, settings.close_wait_s)
 
-        def connect(source: NixlAddress) -> Connection:
+        def connect(source: NixlAddress, parts: int) -> Connection:
             condemned = partial(self.agent_counters.add, condemned=1)
-            return NixlConnection(source, into, settings, spares.take, self._closing, condemned)
+            return NixlConnection(source, into.divided(parts), settings, spares.take, self._closing, condemned)
 
         reads = BlockReader[NixlAddress]("nixl-read", into, limits, self._events, connect, settings.max_resting_peers)
         self._started = _Started(agent, hello, address, ReadGrants(pool.num_blocks, self._events, 0.0), spares, reads)
@@ -118,11 +118,11 @@ class NixlConnector:
         """As `SupportsPeerEviction.forget`; destroys the peer's agents after their reads have ended."""
         started = self._require_started()
         with contextlib.suppress(TransferFailed):
-            started.reads.close_idle(NixlAddress.from_metadata(metadata, started.address.block_bytes))
+            started.reads.close_idle(NixlAddress.from_metadata(metadata))
 
-    def grant(self, token: bytes) -> Grant:
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
         """As `BlockConnector.grant`; fenced as soon as it is closed, see the module's docstring."""
-        return self._require_started().grants.open(token)
+        return self._require_started().grants.open(token, parts)
 
     def read(
         self,
@@ -132,17 +132,18 @@ class NixlConnector:
         listener: ReadListener,
         digest: BlockDigest = XXH3,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
         started = self._require_started()
-        return started.reads.read(
-            lambda: NixlAddress.from_metadata(metadata, started.address.block_bytes),
-            token,
-            blocks,
-            listener,
-            digest,
-            unused,
-        )
+
+        def find_address() -> NixlAddress:
+            address = NixlAddress.from_metadata(metadata)
+            address.verify_block(part_bytes(started.address.block_bytes, parts), source_parts)
+            return address
+
+        return started.reads.read(find_address, token, blocks, listener, digest, unused, parts)
 
     def close(self) -> None:
         """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made."""

@@ -16,7 +16,7 @@ import importlib
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,6 +64,10 @@ class Region:
     @property
     def num_bytes(self) -> int:
         return self.piece_bytes * self.count
+
+    def divided(self, piece_bytes: int) -> Region:
+        """The same memory in pieces of `piece_bytes`, a divisor of its own pieces' size."""
+        return replace(self, piece_bytes=piece_bytes, count=self.num_bytes // piece_bytes)
 
 
 class ReadStatus(enum.Enum):

@@ -40,6 +40,7 @@ class NixlConnection:
     ) -> None:
         self._source = source
         self._settings = settings
+        self._block_bytes = pool.block_bytes
         self._piece_blocks = max(1, _PIECE_BYTES // pool.block_bytes)
         # A processor may copy within `status`, so that a piece seems to be moved by hardware: in memory of the host, more than one
         # piece ahead displaces the bytes to digest from the cache.
@@ -49,7 +50,7 @@ class NixlConnection:
         self._drain_until: float | None = None
         self._peer = take_peer()
         try:
-            self._peer.connect(source, settings.connect_timeout_s)
+            self._peer.connect(source, settings.connect_timeout_s, pool.block_bytes)
         except TransferFailed:
             self.close()
             raise
@@ -60,11 +61,12 @@ class NixlConnection:
         return self._read(blocks)
 
     def _read(self, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        num_blocks = self._source.pool.num_bytes // self._block_bytes
         for block in blocks:
-            if not 0 <= block.location < self._source.num_blocks:
+            if not 0 <= block.location < num_blocks:
                 raise TransferFailed(
                     f"{self._source} published block {block.index} at {block.location}, "
-                    f"outside its pool of {self._source.num_blocks} blocks"
+                    f"outside its pool of {num_blocks} blocks"
                 )
         waiting = deque(
             blocks[first : first + self._piece_blocks] for first in range(0, len(blocks), self._piece_blocks)

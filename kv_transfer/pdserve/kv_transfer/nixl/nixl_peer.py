@@ -84,8 +84,9 @@ class NixlPeer:
             self._agent.destroy()
             raise
 
-    def connect(self, source: NixlAddress, timeout_s: float) -> None:
-        """Load the source's metadata and read a test value from it. Called in the thread that reads.
+    def connect(self, source: NixlAddress, timeout_s: float, piece_bytes: int) -> None:
+        """Load the source's metadata and read a test value from it. Called in the thread that reads. piece_bytes: of the blocks, or
+        parts of blocks, that `read` reads.
 
         Raises: TransferFailed; `destroy` must follow.
         """
@@ -93,7 +94,7 @@ class NixlPeer:
         agent = self._agent
         agent.load(source.agent, source.agent_metadata)
         hello = agent.pair(self._hello_region, source.hello_region)
-        self._blocks = agent.pair(self._region, source.pool)
+        self._blocks = agent.pair(self._region.divided(piece_bytes), source.pool.divided(piece_bytes))
         read = agent.read(hello, [0], [0])
         backoff = PollBackoff()
         deadline = time.monotonic() + timeout_s

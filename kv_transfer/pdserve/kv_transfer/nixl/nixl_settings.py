@@ -78,9 +78,15 @@ class NixlAddress(msgspec.Struct, frozen=True):
     def to_metadata(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
+    def verify_block(self, part_bytes: int, parts: int) -> None:
+        """Raises: TransferFailed unless a block there has `parts` parts of `part_bytes` bytes."""
+        if self.block_bytes != part_bytes * parts:
+            here = f"{part_bytes} here" if parts == 1 else f"{parts} parts of {part_bytes} here"
+            raise TransferFailed(f"the source's blocks have another size: {self.block_bytes} bytes there, {here}")
+
     @staticmethod
-    def from_metadata(metadata: bytes, block_bytes: int) -> NixlAddress:
-        """Decode and check a peer's metadata. Raises: TransferFailed if it is invalid or does not fit `block_bytes`."""
+    def from_metadata(metadata: bytes) -> NixlAddress:
+        """Decode and check a peer's metadata. Raises: TransferFailed if it is invalid."""
         if len(metadata) > MAX_METADATA_BYTES:
             raise TransferFailed(f"the source's NIXL metadata has {len(metadata)} bytes, of {MAX_METADATA_BYTES}")
         try:
@@ -91,10 +97,6 @@ class NixlAddress(msgspec.Struct, frozen=True):
             raise TransferFailed(f"the source has version {address.version} of the NIXL connector's metadata")
         if not _NAME.fullmatch(address.agent) or len(address.hello) != HELLO_BYTES:
             raise TransferFailed(f"the source's NIXL metadata names no agent: {address.agent[:128]!r}")
-        if address.block_bytes != block_bytes:
-            raise TransferFailed(
-                f"the source's blocks have another size: {address.block_bytes} bytes there, {block_bytes} here"
-            )
         for region in (address.pool, address.hello_region):
             end = region.address + region.num_bytes
             if not 0 < region.address < end <= _ADDRESS_LIMIT or region.count > MAX_BLOCKS or region.device_id < 0:

@@ -74,15 +74,17 @@ class BlockReader(Generic[Address]):
     """Prefix of the reader threads' names."""
     _pool: PoolMemory
     _limits: ConnectionLimits
+    """For whole blocks."""
     _events: EventThread
-    _connect: Callable[[Address], Connection]
-    """Makes a connection to an address within a bounded time, or raises TransferFailed."""
+    _connect: Callable[[Address, int], Connection]
+    """(address, parts) -> a connection for the pool divided into `parts`, made within a bounded time; or raises TransferFailed."""
     _max_resting: int | None = None
     """Most peers whose idle connections are kept, beside the last one used; None: no limit, they close after their idle time."""
     counters: Totals = field(default_factory=Totals, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _closed: bool = field(default=False, init=False)
-    _peers: dict[Address, PeerConnections] = field(default_factory=dict, init=False)
+    _peers: dict[tuple[Address, int], PeerConnections] = field(default_factory=dict, init=False)
+    """(address, parts per block) -> connections."""
 
     def read(
         self,
@@ -92,13 +94,14 @@ class BlockReader(Generic[Address]):
         listener: ReadListener,
         digest: BlockDigest = XXH3,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
     ) -> BlockRead:
         """As `BlockConnector.read`. find_address: reads the peer's metadata, or raises TransferFailed."""
         if unused is not None:
             raise ValueError("bytes are written as they arrive: only a ring can wait for a step")
         try:
             address = find_address()
-            verify_read(token, blocks, self._pool.num_blocks)
+            verify_read(token, blocks, self._pool.num_blocks * parts)
         except TransferFailed as error:
             return self._ended(listener, ReadOutcome.FAILED, error)
         if not blocks:
@@ -106,15 +109,16 @@ class BlockReader(Generic[Address]):
         with self._lock:
             if self._closed:
                 return self._ended(listener, ReadOutcome.CANCELLED)
-            connections = self._connections(address)
+            connections = self._connections(address, parts)
             self._trim(connections)
             return connections.read(token, tuple(blocks), listener, digest)
 
     def close_idle(self, address: Address) -> None:
         """Close this peer's idle connections; a later read makes new ones. Returns at once."""
         with self._lock:
-            if (connections := self._peers.get(address)) is not None:
-                connections.close_idle()
+            for (known, _), connections in self._peers.items():
+                if known == address:
+                    connections.close_idle()
 
     def close(self) -> None:
         """End all reads with CANCELLED and join all reader threads. Idempotent."""
@@ -125,19 +129,19 @@ class BlockReader(Generic[Address]):
         for connections in peers:
             connections.close()
 
-    def _connections(self, address: Address) -> PeerConnections:
-        connections = self._peers.get(address)
+    def _connections(self, address: Address, parts: int) -> PeerConnections:
+        connections = self._peers.get((address, parts))
         if connections is None:
             # restarted workers have new ports; drop idle entries, so that those of ended workers do not accumulate
             self._peers = {known: old for known, old in self._peers.items() if not old.is_idle}
-            connections = self._peers[address] = PeerConnections(
+            connections = self._peers[address, parts] = PeerConnections(
                 str(address),
-                self._pool,
-                self._limits,
+                self._pool.divided(parts),
+                self._limits.for_parts(parts),
                 self.counters,
-                lambda: self._connect(address),
+                lambda: self._connect(address, parts),
                 self._events.call_soon,
-                f"{self._name}-{address}",
+                f"{self._name}-{address}" if parts == 1 else f"{self._name}-{address}/{parts}",
             )
         return connections
 

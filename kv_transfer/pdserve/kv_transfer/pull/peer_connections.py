@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
@@ -38,6 +38,15 @@ class ConnectionLimits:
     """Most blocks of one read in flight."""
     idle_close_s: float
     """Seconds without work after which a reader closes its connection and ends."""
+
+    def for_parts(self, parts: int) -> ConnectionLimits:
+        """The same bytes in parts of blocks."""
+        return replace(
+            self,
+            window_blocks=self.window_blocks * parts,
+            longest_window_blocks=self.longest_window_blocks * parts,
+            in_flight_blocks=self.in_flight_blocks * parts,
+        )
 
 
 class PeerConnections:

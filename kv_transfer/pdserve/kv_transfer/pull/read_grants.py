@@ -51,9 +51,11 @@ class InFlightSend:
 class ReadGrant:
     """A `Grant` of a `ReadGrants`."""
 
-    def __init__(self, book: ReadGrants, token: bytes) -> None:
+    def __init__(self, book: ReadGrants, token: bytes, parts: int) -> None:
         self._book = book
         self.token = token
+        self.parts = parts
+        """The pool is divided into this number of parts per block; numbers of blocks are those of the parts."""
         self.blocks: dict[int, int] = {}
         self.sendings: set[InFlightSend] = set()
         self.waiting: list[Callable[[], None]] = []
@@ -86,11 +88,11 @@ class ReadGrants:
         self._grants: dict[bytes, ReadGrant] = {}
         self._closed = False
 
-    def open(self, token: bytes) -> ReadGrant:
+    def open(self, token: bytes, parts: int = 1) -> ReadGrant:
         """A new grant; after `close`, a grant that allows nothing. Raises: ValueError for an invalid or granted token."""
         if len(token) != TOKEN_BYTES:
             raise ValueError(f"a token has {TOKEN_BYTES} bytes, not {len(token)}")
-        grant = ReadGrant(self, bytes(token))
+        grant = ReadGrant(self, bytes(token), parts)
         with self._lock:
             if token in self._grants:
                 raise ValueError("the token is already granted")
@@ -102,8 +104,9 @@ class ReadGrants:
 
     def publish(self, grant: ReadGrant, first_index: int, blocks: Sequence[int]) -> None:
         for number in blocks:
-            if not 0 <= number < self._num_blocks:
-                raise IndexError(f"block {number} is outside the pool of {self._num_blocks} blocks")
+            if not 0 <= number < self._num_blocks * grant.parts:
+                limit = f"{self._num_blocks * grant.parts} blocks"
+                raise IndexError(f"block {number} is outside the pool of {limit}")
         if first_index < 0:
             raise ValueError(f"the first index is {first_index}, and cannot be negative")
         with self._lock:

@@ -47,7 +47,11 @@ class TcpConnector:
         limits = settings.limits(pool.block_bytes, settings.sockets_per_peer)
         source = TcpSource(pool, settings, self._events)
         reads = BlockReader[TcpAddress](
-            "tcp-read", into, limits, self._events, lambda address: TcpConnection(address, into, settings)
+            "tcp-read",
+            into,
+            limits,
+            self._events,
+            lambda address, parts: TcpConnection(address, into.divided(parts), settings),
         )
         self._started = (source, reads)
 
@@ -74,9 +78,9 @@ class TcpConnector:
         """Number of refused connections, including new ones that were replaced by newer ones."""
         return self._source.num_refused_connections
 
-    def grant(self, token: bytes) -> Grant:
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
         """As `BlockConnector.grant`."""
-        return self._source.grant(token)
+        return self._source.grant(token, parts)
 
     def read(
         self,
@@ -86,9 +90,13 @@ class TcpConnector:
         listener: ReadListener,
         digest: BlockDigest = XXH3,
         unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
     ) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._reads.read(lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest, unused)
+        return self._reads.read(
+            lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest, unused, parts
+        )
 
     def close(self) -> None:
         """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made, and as long again for TLS

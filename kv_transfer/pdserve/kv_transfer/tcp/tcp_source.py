@@ -57,8 +57,8 @@ class TcpSource:
         """As `SourceConnections.num_refused`."""
         return self._connections.num_refused
 
-    def grant(self, token: bytes) -> ReadGrant:
-        return self._grants.open(token)
+    def grant(self, token: bytes, parts: int = 1) -> ReadGrant:
+        return self._grants.open(token, parts)
 
     def close(self) -> None:
         """End all grants and connections, join all threads, free the port. Idempotent."""
@@ -150,8 +150,9 @@ class TcpSource:
                 raise StreamBroken("too many connections")
             # in pieces, since blocks of a device are copied to memory that all peers share
             head = [memoryview(ReadAnswer.to_request(request).encode())]
-            for first in range(0, request.count, self._pool.most_lent):
-                with self._pool.lend(allowed.blocks[first : first + self._pool.most_lent], reader) as views:
+            pool = self._pool.divided(allowed.grant.parts)
+            for first in range(0, request.count, pool.most_lent):
+                with pool.lend(allowed.blocks[first : first + pool.most_lent], reader) as views:
                     stream.send([*head, *views])
                 head = []
             self.counters.add(blocks_sent=request.count)
@@ -159,11 +160,12 @@ class TcpSource:
             self._grants.end(allowed)
 
     def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> InFlightSend | Refusal:
-        block_bytes = self._pool.block_bytes
+        # a part of a block is smaller than a block
+        block_bytes = min(self._pool.block_bytes, max(1, request.block_bytes))
         if request.count > max(1, self._settings.max_request_bytes // block_bytes):
             return Refusal.TOO_MANY
         sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
-        if isinstance(sending, InFlightSend) and request.block_bytes != block_bytes:
+        if isinstance(sending, InFlightSend) and request.block_bytes * sending.grant.parts != self._pool.block_bytes:
             # only the holder of a token gets information about the pool
             self._grants.end(sending)
             return Refusal.WRONG_BLOCK_BYTES

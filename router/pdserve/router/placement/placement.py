@@ -290,7 +290,7 @@ def compatible_prefill_workers(decode: Candidate, prefill: Sequence[Candidate]) 
     return [
         candidate
         for candidate in prefill
-        if candidate.worker.identity.layout == own.layout
+        if not candidate.worker.identity.layout.differences(own.layout)
         and works_with(candidate.worker.identity.protocol_version, own.protocol_version)
     ]
 
@@ -299,7 +299,10 @@ def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estima
     """Compare prefilling at `decode` with prefilling at `source`; see the module's formulas."""
     local_rate = decode.worker.load.prefill_tokens_per_s
     remote_rate = source.worker.load.prefill_tokens_per_s
-    uncached, token_bytes = decode.unconfirmed_tokens, decode.worker.identity.layout.block_bytes / decode.block_size
+    uncached, token_bytes = (
+        decode.unconfirmed_tokens,
+        decode.worker.identity.layout.total_block_bytes / decode.block_size,
+    )
     limit = decode.block_size
     local_s = remote_s = None
     if local_rate > 0:

@@ -87,6 +87,7 @@ from pdserve.worker.engine_host.host_frames import (
 )
 from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+from pdserve.worker.ranks.join_ranks import WORKER_RANK
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ def _load(load: LoadHost, settings: WorkerSettings, send: Callable[[FromHost], N
     def progress(loaded: LoadProgress) -> None:
         send(LoadedBytes(loaded.loaded_bytes, loaded.total_bytes))
 
-    return load_model(Path(load.folder), settings, progress)
+    return load_model(Path(load.folder), settings, progress, WORKER_RANK)
 
 
 async def _run(load: LoadHost, settings: WorkerSettings, model: LoadedModel, worker: socket.socket) -> int:

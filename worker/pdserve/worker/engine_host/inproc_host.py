@@ -54,11 +54,13 @@ class InprocHost:
         cpu_core: int | None = None,
         info: HostInfo | None = None,
         make_transfers: MakeTransfers | None = None,
+        close_model: Callable[[], None] | None = None,
     ) -> None:
-        """make_transfers: None for an engine without transfers, for tests."""
+        """make_transfers: None for an engine without transfers, for tests. close_model: called last, when no step runs any more."""
         self.core = core
         self._info = info
         self._make_transfers = make_transfers
+        self._close_model = close_model
         self.kv_transfers: HostTransfers | None = None
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(core, in_event_loop(self._loop), self._dispatch, self._died, num_threads, cpu_core)
@@ -125,6 +127,8 @@ class InprocHost:
         """End the thread and what compiles and holds grammars; waits."""
         self._thread.stop()
         self.core.scheduler.grammars.close()
+        if self._close_model is not None:
+            self._close_model()
 
     def kill(self) -> None:
         dump_stacks()

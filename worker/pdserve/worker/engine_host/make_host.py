@@ -14,6 +14,7 @@ from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker.engine_host.engine_host import EngineHost
 from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
 from pdserve.worker.engine_host.proc_host import ProcHost
+from pdserve.worker.ranks.join_ranks import WORKER_RANK
 
 Progress = Callable[[int, int], None]
 """Takes the bytes of weights that are loaded, and of all."""
@@ -36,7 +37,7 @@ async def make_host(
         def report(loaded: LoadProgress) -> None:
             on_progress(loaded.loaded_bytes, loaded.total_bytes)
 
-        model = await asyncio.to_thread(load_model, folder, settings, report)
+        model = await asyncio.to_thread(load_model, folder, settings, report, WORKER_RANK)
         return make_inproc_host(settings, model, make_connectors(settings, tls=tls), deployment_key, tls)
     host = ProcHost(settings, deployment_key, on_progress)
     try:

@@ -24,6 +24,7 @@ from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.ranks.join_ranks import join_ranks
 
 
 def make_inproc_host(
@@ -33,9 +34,12 @@ def make_inproc_host(
     deployment_key: DeploymentKey,
     tls: TlsIdentity | None = None,
 ) -> InprocHost:
-    """Give the model's pool to engine and connectors. Used in the asyncio thread. Raises: ConfigError."""
+    """Give the model's pool to engine and connectors. Used in the asyncio thread. Raises: ConfigError; WorkerLost when another rank
+    has ended."""
     [kv_cache] = model.kv_caches  # transfers move blocks of one group
     pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
+    if model.ranks is not None:
+        join_ranks(connectors, model.ranks)
     digests = DigestRule(
         settings.kv_digest,
         lambda context: deployment_key.derive(DATA_PLANE, context),
@@ -53,6 +57,7 @@ def make_inproc_host(
         LogitsProcessors.from_entry_points(settings.logits_processors),
         lora=model.lora_runner,
         host_caches=model.host_caches,
+        ranks=model.ranks,
     )
 
     def make_transfers(host: InprocHost, identity: PeerId) -> HostTransfers:
@@ -85,4 +90,4 @@ def make_inproc_host(
         has_grammars=core.verifier.has_grammars,
         connectors=connectors.names,
     )
-    return InprocHost(core, settings.num_threads, settings.cpu_core, info, make_transfers)
+    return InprocHost(core, settings.num_threads, settings.cpu_core, info, make_transfers, model.close)

@@ -1,0 +1,138 @@
+"""`GroupReads`: the reads of one transfer, one per published range, head group and receiving rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.common.device_event import DeviceEvent
+from pdserve.common.errors import TransferFailed
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.kv_transfer.heads.group_digest import GroupDigest
+from pdserve.kv_transfer.heads.head_groups import GroupSource, RankPart
+
+MakeListener = Callable[[int, list[int]], ReadListener]
+"""(number of the read, place of each of its blocks) -> a listener for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the source's blocks are read, by its last `Accepted`."""
+
+    connector: str = ""
+    groups: Sequence[GroupSource] = ()
+    digest: BlockDigest = XXH3
+
+
+class GroupReads:
+    """Places are counted from the transfer's first wanted block. A block has landed when every rank has its heads."""
+
+    def __init__(self, connectors: ConnectorSet, make_listener: MakeListener) -> None:
+        self.way = Way()
+        self.num_landed = 0
+        """Landed blocks without a gap from the first."""
+        self._connectors = connectors
+        self._make_listener = make_listener
+        self._first_index = 0
+        self._local_blocks: tuple[int, ...] = ()
+        self._unused: DeviceEvent | None = None
+        self._asked: list[bool] = []
+        self._missing: list[int] = []
+        """Place -> reads that have not delivered their part of the block; at first one more than there can be."""
+        self._active: dict[int, BlockRead] = {}
+        self._num_reads = 0
+
+    def __bool__(self) -> bool:
+        """True while a read is active."""
+        return bool(self._active)
+
+    @property
+    def num_asked(self) -> int:
+        """Blocks of which reads may still write a part."""
+        return sum(asked and missing > 0 for asked, missing in zip(self._asked, self._missing, strict=True))
+
+    def reserve(self, first_index: int, local_blocks: Sequence[int], unused: DeviceEvent | None) -> None:
+        """Set the blocks to read into. unused: as in `BlockConnector.read`."""
+        self._first_index, self._local_blocks, self._unused = first_index, tuple(local_blocks), unused
+        self._asked = [False] * len(local_blocks)
+        self._missing = [1] * len(local_blocks)
+
+    def begin(self, first_index: int, digests: Sequence[int], locations: Sequence[int]) -> None:
+        """Read the published blocks that are wanted and not requested yet. Raises: TransferFailed for wrong counts."""
+        num_groups = len(self.way.groups)
+        num_blocks, rest = divmod(len(digests), num_groups)
+        if rest or len(locations) not in (0, num_blocks):
+            raise TransferFailed(
+                f"{len(digests)} digests came with {len(locations)} locations, for {num_groups} head groups"
+            )
+        # a source may publish more blocks than wanted
+        begin = max(0, self._first_index - first_index)
+        end = min(num_blocks, self._first_index + len(self._asked) - first_index)
+        offsets = [offset for offset in range(begin, end) if not self._asked[self._place(first_index, offset)]]
+        if not offsets:
+            return
+        places = [self._place(first_index, offset) for offset in offsets]
+        num_parts = sum(len(group.receivers) for group in self.way.groups)
+        for place in places:
+            self._asked[place], self._missing[place] = True, num_parts
+        for number, group in enumerate(self.way.groups):
+            own_digests = [digests[offset * num_groups + number] for offset in offsets]
+            there = group.source.numbers([locations[offset] if locations else 0 for offset in offsets])
+            digest = self.way.digest if num_groups == 1 else GroupDigest(self.way.digest, num_groups, number)
+            for part in group.receivers:
+                self._read(group, part, places, own_digests, there, digest)
+
+    def _place(self, first_index: int, offset: int) -> int:
+        return first_index + offset - self._first_index
+
+    def _read(
+        self,
+        group: GroupSource,
+        part: RankPart,
+        places: list[int],
+        digests: Sequence[int],
+        locations: Sequence[int],
+        digest: BlockDigest,
+    ) -> None:
+        local = part.numbers([self._local_blocks[place] for place in places])
+        blocks = [
+            BlockToRead(self._first_index + place, expected, block, location)
+            for place, expected, block, location in zip(places, digests, local, locations, strict=True)
+        ]
+        number = self._num_reads
+        self._num_reads += 1
+        listener = self._make_listener(number, places)
+        self._active[number] = self._connectors.of_rank(part.rank).read(
+            self.way.connector,
+            group.metadata,
+            group.token,
+            blocks,
+            listener,
+            digest,
+            self._unused,
+            part.parts,
+            group.source.parts,
+        )
+
+    def landed(self, places: Sequence[int]) -> bool:
+        """Note that one read has delivered its part of these blocks; True if `num_landed` grew."""
+        for place in places:
+            self._missing[place] -= 1
+        before = self.num_landed
+        while self.num_landed < len(self._missing) and not self._missing[self.num_landed]:
+            self.num_landed += 1
+        return self.num_landed > before
+
+    def ended(self, number: int) -> None:
+        self._active.pop(number, None)
+
+    def cancel(self) -> None:
+        """Stop all reads as soon as it is safe; the end of each follows."""
+        for read in list(self._active.values()):
+            read.cancel()
+
+    def ask_again(self) -> None:
+        """After all reads have ended: blocks that have not landed in all their parts may be read once more."""
+        self._asked = [not missing for missing in self._missing]

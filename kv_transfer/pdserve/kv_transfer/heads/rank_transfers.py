@@ -1,0 +1,50 @@
+"""`RankTransfers`: the interface of the blocks of one rank, with its pool and its connectors, in this process or in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from pdserve.common.device_event import DeviceEvent
+from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
+
+
+class RankTransfers(Protocol):
+    """Thread-safe. Numbers of blocks are those of the pool divided into `parts` (`PoolMemory.divided`)."""
+
+    def metadata(self, connector: str) -> bytes:
+        """As `BlockConnector.metadata`, of this rank's endpoint."""
+
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
+        """As `BlockConnector.grant`, on all of this rank's connectors."""
+
+    def read(
+        self,
+        connector: str,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest,
+        unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
+    ) -> BlockRead:
+        """As `BlockConnector.read`, into this rank's pool."""
+
+    def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
+        """The digests of blocks of this rank's pool; `blocks[0]` has the index `first_index`. May block while it computes.
+
+        The future raises as `PoolMemory.digests`, and WorkerLost when the rank has ended.
+        """
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        """As `SupportsPeerWarmup.meet`."""
+
+    def forget(self, connector: str, metadata: bytes) -> None:
+        """As `SupportsPeerEviction.forget`."""
+
+    def close(self) -> None:
+        """As `BlockConnector.close`, for all connectors of this rank."""

@@ -1,0 +1,135 @@
+"""`RankServer`: the transfers of a rank above 0, in its own process, as rank 0 asks for them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from pdserve.common.errors import TransferFailed
+from pdserve.engine.socket_frames import receive_frame, send_frame
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadOutcome
+from pdserve.kv_transfer.connector_set import ConnectorSet
+from pdserve.worker.ranks.transfer_messages import (
+    BeginRead,
+    CancelRead,
+    CloseGrant,
+    DigestBlocks,
+    DigestsFound,
+    ForgetPeer,
+    FromRank,
+    GrantFenced,
+    GrantReads,
+    MeetPeer,
+    PublishBlocks,
+    RankServes,
+    ReadEnded,
+    ReadLanded,
+    decode_to_rank,
+    encode,
+)
+
+
+class RankServer:
+    """Messages are read in the thread that calls `run`; digests have a thread of their own, so that no read waits for them."""
+
+    def __init__(self, rank_0: socket.socket, connectors: ConnectorSet) -> None:
+        """connectors: this rank's, which serve its pool."""
+        self._rank_0 = rank_0
+        self._connectors = connectors
+        self._sending = threading.Lock()
+        self._grants: dict[bytes, Grant] = {}
+        self._reads: dict[int, BlockRead] = {}
+        self._ended: set[int] = set()
+        """Reads that ended before `_begin` had noted them."""
+        self._lock = threading.Lock()
+        self._digesting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-digests")
+
+    def run(self) -> None:
+        """Until rank 0 closes the socket; then all reads and grants are ended."""
+        names = self._connectors.names
+        self.tell(RankServes({name: self._connectors.metadata(name) for name in names}))
+        try:
+            while (payload := self._receive()) is not None:
+                self._serve(payload)
+        finally:
+            self._digesting.shutdown(cancel_futures=True)
+            self._connectors.close()
+
+    def tell(self, message: FromRank) -> None:
+        """Send a message, from any thread; without effect after the end of rank 0."""
+        with self._sending, contextlib.suppress(OSError):
+            send_frame(self._rank_0, encode(message))
+
+    def _receive(self) -> bytearray | None:
+        with contextlib.suppress(OSError):
+            return receive_frame(self._rank_0)
+        return None
+
+    def _serve(self, payload: bytearray) -> None:
+        match decode_to_rank(payload):
+            case GrantReads(token, parts):
+                self._grants[token] = self._connectors.grant(token, parts)
+            case PublishBlocks(token, first_index, blocks):
+                if (grant := self._grants.get(token)) is not None:  # the transfer may have ended meanwhile
+                    grant.publish(first_index, blocks)
+            case CloseGrant(call_id, token):
+                self._grants.pop(token).close(lambda: self.tell(GrantFenced(call_id)))
+            case BeginRead() as begin:
+                self._begin(begin)
+            case CancelRead(read_id):
+                if (read := self._reads.get(read_id)) is not None:
+                    read.cancel()
+            case DigestBlocks() as asked:
+                self._digesting.submit(self._digest, asked)
+            case MeetPeer(worker_id, epoch):
+                self._connectors.meet(worker_id, epoch)
+            case ForgetPeer(connector, metadata):
+                self._connectors.forget(connector, metadata)
+
+    def _begin(self, begin: BeginRead) -> None:
+        read = self._connectors.read(
+            begin.connector,
+            begin.metadata,
+            begin.token,
+            [block.block() for block in begin.blocks],
+            _ToRankZero(self, begin.read_id),
+            begin.digest.digest(),
+            parts=begin.parts,
+            source_parts=begin.source_parts,
+        )
+        with self._lock:
+            if begin.read_id in self._ended:
+                self._ended.remove(begin.read_id)
+            else:
+                self._reads[begin.read_id] = read
+
+    def read_ended(self, read_id: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        with self._lock:
+            if self._reads.pop(read_id, None) is None:
+                self._ended.add(read_id)
+        self.tell(ReadEnded(read_id, outcome, None if cause is None else cause.message))
+
+    def _digest(self, asked: DigestBlocks) -> None:
+        found: Future[list[int]] = self._connectors.digests(
+            asked.blocks, asked.first_index, asked.digest.digest(), asked.parts
+        )
+        error = found.exception()
+        digests = found.result() if error is None else []
+        self.tell(DigestsFound(asked.call_id, digests, None if error is None else str(error)))
+
+
+@dataclass(frozen=True, slots=True)
+class _ToRankZero:
+    """A `ReadListener` that reports to rank 0."""
+
+    server: RankServer
+    read_id: int
+
+    def landed(self, first: int, count: int) -> None:
+        self.server.tell(ReadLanded(self.read_id, first, count))
+
+    def ended(self, outcome: ReadOutcome, cause: TransferFailed | None) -> None:
+        self.server.read_ended(self.read_id, outcome, cause)

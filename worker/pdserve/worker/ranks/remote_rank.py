@@ -1,0 +1,242 @@
+"""`RemoteRank`: the transfers of a rank above 0, as rank 0 uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from pdserve.common.device_event import DeviceEvent
+from pdserve.common.errors import PeerError, TransferFailed, WorkerLost
+from pdserve.engine.socket_frames import receive_frame, send_frame
+from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener, ReadOutcome
+from pdserve.worker.ranks.transfer_messages import (
+    BeginRead,
+    BlockValues,
+    CancelRead,
+    CloseGrant,
+    DigestBlocks,
+    DigestsFound,
+    DigestValues,
+    ForgetPeer,
+    FromRank,
+    GrantFenced,
+    GrantReads,
+    MeetPeer,
+    PublishBlocks,
+    RankServes,
+    ReadEnded,
+    ReadLanded,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+
+_T = TypeVar("_T")
+
+
+class RemoteRank:
+    """Implements `RankTransfers`. A thread writes the socket, so that no caller waits for the rank, and another reads it.
+
+    At the end of the rank's process its reads end with FAILED, its grants are fenced, and its digests fail: nothing of it reads or
+    writes any more.
+    """
+
+    def __init__(self, peer: socket.socket, rank: int) -> None:
+        """peer: this end of the rank's transfer socket."""
+        self._peer = peer
+        self._rank = rank
+        self._serves: Future[Mapping[str, bytes]] = Future()
+        self._unsent: queue.SimpleQueue[tuple[ToRank, DeviceEvent | None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._is_closed = False
+        self._call_ids = itertools.count()
+        self._reads: dict[int, ReadListener] = {}
+        self._fences: dict[int, Callable[[], None]] = {}
+        self._digests: dict[int, Future[list[int]]] = {}
+        self._threads = [
+            threading.Thread(target=run, name=f"rank-{rank}-{name}", daemon=True)
+            for name, run in (("reader", self._read), ("writer", self._write))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_until_served(self) -> Mapping[str, bytes]:
+        """Connector -> endpoint of the rank, when it serves. Raises: ConnectionError when it ended before."""
+        return self._serves.result()
+
+    # ---- RankTransfers
+
+    def metadata(self, connector: str) -> bytes:
+        return self._serves.result(0)[connector]
+
+    def grant(self, token: bytes, parts: int = 1) -> Grant:
+        self.send(GrantReads(token, parts))
+        return _RemoteGrant(self, token)
+
+    def read(
+        self,
+        connector: str,
+        metadata: bytes,
+        token: bytes,
+        blocks: Sequence[BlockToRead],
+        listener: ReadListener,
+        digest: BlockDigest,
+        unused: DeviceEvent | None = None,
+        parts: int = 1,
+        source_parts: int = 1,
+    ) -> BlockRead:
+        """As `RankTransfers.read`. unused: of rank 0, whose step ends after every other rank has written its part."""
+        values = [BlockValues.of(block) for block in blocks]
+        of = DigestValues.of(digest)
+        with self._lock:
+            read_id = next(self._call_ids)
+            has_ended = self._has_ended
+            if not has_ended:
+                self._reads[read_id] = listener
+        if has_ended:
+            listener.ended(ReadOutcome.FAILED, self._failure())
+        else:
+            begin = BeginRead(read_id, connector, metadata, token, values, of, parts, source_parts)
+            self.send(begin, after=unused)
+        return _RemoteRead(self, read_id)
+
+    def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
+        found: Future[list[int]] = Future()
+        with self._lock:
+            call_id = next(self._call_ids)
+            has_ended = self._has_ended
+            if not has_ended:
+                self._digests[call_id] = found
+        if has_ended:
+            found.set_exception(WorkerLost(self._failure().message))
+        else:
+            self.send(DigestBlocks(call_id, list(blocks), first_index, DigestValues.of(digest), parts))
+        return found
+
+    def meet(self, worker_id: str, epoch: int) -> None:
+        self.send(MeetPeer(worker_id, epoch))
+
+    def forget(self, connector: str, metadata: bytes) -> None:
+        self.send(ForgetPeer(connector, metadata))
+
+    def close(self) -> None:
+        """End the rank's reads and grants; its process ends with its step socket."""
+        with self._lock:
+            self._is_closed = True
+        self._unsent.put(None)
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._peer.close()
+
+    # ---- grants and reads
+
+    def send(self, message: ToRank, after: DeviceEvent | None = None) -> None:
+        """Queue a message, which waits for an event of rank 0."""
+        self._unsent.put((message, after))
+
+    def close_grant(self, token: bytes, on_fenced: Callable[[], None]) -> None:
+        with self._lock:
+            call_id = next(self._call_ids)
+            has_ended = self._has_ended
+            if not has_ended:
+                self._fences[call_id] = on_fenced
+        if has_ended:
+            on_fenced()
+        else:
+            self.send(CloseGrant(call_id, token))
+
+    # ---- threads
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader notices the end
+            while (unsent := self._unsent.get()) is not None:
+                message, after = unsent
+                if after is not None:
+                    after.synchronize()
+                send_frame(self._peer, encode(message))
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, PeerError, msgspec.DecodeError):
+            while (payload := receive_frame(self._peer)) is not None:
+                self._handle(decode_from_rank(payload))
+        self._end()
+
+    def _handle(self, message: FromRank) -> None:
+        match message:
+            case RankServes(metadata):
+                self._serves.set_result(metadata)
+            case ReadLanded(read_id, first, count):
+                if (listener := self._reads.get(read_id)) is not None:
+                    listener.landed(first, count)
+            case ReadEnded(read_id, outcome, cause):
+                if (listener := self._taken(self._reads, read_id)) is not None:
+                    listener.ended(outcome, None if cause is None else TransferFailed(cause))
+            case GrantFenced(call_id):
+                if (on_fenced := self._taken(self._fences, call_id)) is not None:
+                    on_fenced()
+            case DigestsFound(call_id, digests, error):
+                found = self._taken(self._digests, call_id)
+                if found is not None and error is not None:
+                    found.set_exception(TransferFailed(f"rank {self._rank}: {error}"))
+                elif found is not None:
+                    found.set_result(digests)
+
+    def _taken(self, waiting: dict[int, _T], call_id: int) -> _T | None:
+        with self._lock:
+            return waiting.pop(call_id, None)
+
+    def _end(self) -> None:
+        """The rank has ended, or `close` was called: all that waits for it ends."""
+        with self._lock:
+            self._has_ended = True
+            reads, self._reads = self._reads, {}
+            fences, self._fences = self._fences, {}
+            digests, self._digests = self._digests, {}
+        outcome, cause = ReadOutcome.FAILED, self._failure()
+        if self._is_closed:
+            outcome = ReadOutcome.CANCELLED
+        for listener in reads.values():
+            listener.ended(outcome, None if self._is_closed else cause)
+        for on_fenced in fences.values():
+            on_fenced()
+        for found in digests.values():
+            found.set_exception(WorkerLost(cause.message))
+        if not self._serves.done():
+            self._serves.set_exception(ConnectionError(cause.message))
+
+    def _failure(self) -> TransferFailed:
+        return TransferFailed(f"rank {self._rank} of this worker has ended")
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteGrant:
+    rank: RemoteRank
+    token: bytes
+
+    def publish(self, first_index: int, blocks: Sequence[int]) -> None:
+        self.rank.send(PublishBlocks(self.token, first_index, list(blocks)))
+
+    def close(self, on_fenced: Callable[[], None]) -> None:
+        self.rank.close_grant(self.token, on_fenced)
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteRead:
+    rank: RemoteRank
+    read_id: int
+
+    def cancel(self) -> None:
+        self.rank.send(CancelRead(self.read_id))

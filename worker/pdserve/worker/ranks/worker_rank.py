@@ -1,0 +1,61 @@
+"""The process of a worker's rank above 0: it computes its part of each step, and moves its part of the KV blocks.
+
+Usage, by `RankProcesses` alone: python -m pdserve.worker.ranks.worker_rank DESCRIPTOR
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+
+from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
+from pdserve.engine.executor.rank_process import main
+from pdserve.engine.ranks.rank_messages import StartRank
+from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.kv_transfer.make_connectors import make_connectors, serve_pool
+from pdserve.worker.ranks.rank_server import RankServer
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""As in `Worker`: readers of blocks and the step share one interpreter."""
+
+
+def rank_settings(start: StartRank) -> WorkerSettings:
+    """The settings with the role, whose certificates are used, and with the rank's data port, if that is fixed."""
+    kind = PrefillSettings if start.section == PrefillSettings.section else DecodeSettings
+    fields = {name: getattr(start.settings, name) for name in WorkerSettings.__struct_fields__}
+    return kind(**fields | {"data_port": start.settings.data_port and start.settings.data_port + start.rank})
+
+
+def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) -> None:
+    """Serve and read blocks of this rank's pool, in threads. Raises: ConfigError."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    settings = rank_settings(start)
+    tls = settings.tls()
+    connectors = make_connectors(settings, tls=tls)
+    [kv_cache] = model.kv_caches
+    serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
+    if tls is not None:
+        renewal = TlsRenewal(settings, tls)
+        threading.Thread(target=lambda: asyncio.run(renewal.run()), name="certificates", daemon=True).start()
+    server = RankServer(transfers, connectors)
+    threading.Thread(target=_run, args=(server,), name="rank-transfers", daemon=True).start()
+
+
+def _run(server: RankServer) -> None:
+    try:
+        server.run()
+    except Exception:
+        # rank 0 notices the end of this process, and ends the worker
+        log.exception("the transfers of a rank failed")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(move_blocks))
