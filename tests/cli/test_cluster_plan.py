@@ -163,3 +163,11 @@ def test_a_reserved_port_is_free_for_its_service_alone() -> None:
             other.bind(("127.0.0.1", numbers[0]))
         for _ in "a service", "the same after a restart":
             listening_socket("127.0.0.1", numbers[0]).close()
+
+
+def test_each_rank_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
+    workers = plan({"tensor_parallel_size": "2"}, decode=1).children
+    assert [(child.settings.cpu_core, child.settings.num_threads) for child in workers] == [(0, 4), (8, 4)]
+    own = plan(environ={"PDSERVE_TENSOR_PARALLEL_SIZE": "2"}, decode=2).children
+    assert [(child.settings.cpu_core, child.settings.num_threads) for child in own] == [(0, 2), (4, 2), (8, 2)]

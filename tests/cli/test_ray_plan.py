@@ -61,6 +61,11 @@ def test_a_relative_folder_of_the_model_is_absolute_at_the_nodes(
     assert plan({"model": "ORG/NAME"}).children[0].settings.model == "ORG/NAME"
 
 
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: workers on Ray have one rank each"):
+        plan({"tensor_parallel_size": "2"})
+
+
 def test_a_numbered_gpu_is_refused() -> None:
     assert plan({"device": "cuda"}).children[0].settings.device == "cuda"
     with pytest.raises(ConfigError, match=r"device is 'cuda:1': Ray assigns the GPU"):

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from pdserve.v1 import request_pb2
+from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.phase_pauses import PhasePauses
@@ -31,6 +32,8 @@ FLAGS = (
 )  # fmt: skip
 SOON_S = 10.0
 """Twice what a worker's death or silence may take to be noticed."""
+RANK = "SIGKILL of rank 1"
+"""Kills a rank of a worker with two ranks, which then ends by itself."""
 WAYS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
 SCHEMA = {
     "type": "object",
@@ -108,6 +111,13 @@ def engine_process_of(worker: Service) -> int:
     return process.pid
 
 
+def rank_1_of(worker: Service) -> int:
+    """The id of the process of a worker's rank 1."""
+    children = psutil.Process(worker.process.pid).children()
+    [process] = [child for child in children if WORKER_RANK in child.cmdline()]
+    return process.pid
+
+
 async def hurt(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str, *, only_engine: bool = False
 ) -> None:
@@ -125,7 +135,9 @@ async def hurt(
         victim = cluster.services[held[role]]
         since = time.monotonic()
         target = engine_process_of(victim) if only_engine else victim.process.pid
-        os.kill(target, WAYS[way])
+        if way == RANK:
+            target = rank_1_of(victim)
+        os.kill(target, signal.SIGKILL if way == RANK else WAYS[way])
         if way == "SIGKILL":
             await asyncio.to_thread(victim.process.wait, HANG_S)
         matrix.pauses.go_on()
@@ -142,7 +154,7 @@ async def hurt(
         else:
             code = await asyncio.to_thread(victim.process.wait, HANG_S)
             killed = 1 if only_engine else -signal.SIGKILL
-            assert code == (killed if way == "SIGKILL" else 0), victim.read_log()
+            assert code == {"SIGKILL": killed, RANK: 1}.get(way, 0), victim.read_log()
             await asyncio.to_thread(cluster.restart, victim.name)
         await _used_again(matrix, client, victim, salt)
     log = cluster.router.read_log()[log_before:]

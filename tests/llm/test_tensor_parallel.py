@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, WorkerLost
+from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
+from pdserve.engine.runner.memory_needs import memory_needs
 from pdserve.llm import LLM
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import start_rank
@@ -110,3 +112,21 @@ def test_what_ranks_cannot_share_is_refused_before_a_process_starts(
     monkeypatch.setattr(rank_processes, "start_program", start)
     with pytest.raises(ConfigError, match=named):
         LLM(folder, **(TINY | options))
+
+
+def test_a_workers_memory_is_that_of_all_its_ranks(folder: Path) -> None:
+    one, two = (
+        memory_needs(folder, DecodeSettings(dtype="float32", num_blocks=8, tensor_parallel_size=size))
+        for size in (1, 2)
+    )
+    assert 2 * two.pool == one.pool
+    assert one.weights < 2 * two.weights < 1.1 * one.weights, "norms and small tensors alone are on both"
+    assert two.host == 2 * (two.process + two.weights + two.pool + two.step)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 3"):
+        memory_needs(folder, DecodeSettings(tensor_parallel_size=3))
+
+
+def test_the_ports_of_all_ranks_must_exist() -> None:
+    PrefillSettings(model="demo", data_port=65534, tensor_parallel_size=2).verify()
+    with pytest.raises(ConfigError, match="data_port is 65535 and tensor_parallel_size is 2"):
+        PrefillSettings(model="demo", data_port=65535, tensor_parallel_size=2).verify()

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from pdserve.common.net.service_channel import GENERATE, PREFILL
 from pdserve.engine.ranks import rank_processes
+from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.worker.worker import Worker
 from tests.support.forked_engine import start_rank
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S
-from tests.support.worker_pair import Pair, host_of, prepared, running_pair
+from tests.support.waiting import HANG_S, eventually
+from tests.support.worker_pair import Pair, host_of, prepared, running_pair, transfers_of
+
+DEATH_S = 5.0
+"""Seconds within which a rank's death ends its worker."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +73,41 @@ async def test_i1_greedy_texts_through_ranks_of_both_workers(
             oracle.check(prompt_of(length, 1), await ask(pair, prompt_of(length, 1)))
         for worker in (pair.p, pair.d):
             host_of(worker).core.scheduler.check(idle=True)
+
+
+@pytest.mark.slow
+async def test_ranks_that_have_one_head_together_read_it_both(tiny_checkpoints: Callable[..., Path]) -> None:
+    folder = tiny_checkpoints("llama", num_key_value_heads=1)
+    oracle = Oracle(folder)
+    async with running_pair(folder, dtype="float32", num_blocks=32, prefill=ranks(1), decode=ranks(2)) as pair:
+        oracle.check(prompt_of(70), await ask(pair, prompt_of(70)))
+    async with running_pair(folder, dtype="float32", num_blocks=32, prefill=ranks(2), decode=ranks(2)) as pair:
+        oracle.check(prompt_of(70), await ask(pair, prompt_of(70)))
+
+
+def rank_1_of(worker: Worker) -> int:
+    """The process id of its rank 1."""
+    executor: Any = host_of(worker).core.executor
+    assert isinstance(executor._ranks, RankProcesses)
+    [process] = executor._ranks.process_ids
+    return process
+
+
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
+async def test_i6_the_death_of_a_rank_is_its_workers_and_ends_its_transfers(
+    role: str, tiny_checkpoints: Callable[..., Path]
+) -> None:
+    folder = tiny_checkpoints("llama")
+    fields: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_num_batched_tokens": 16, **ranks(2)}
+    async with running_pair(folder, **fields) as pair:
+        victim, other = (pair.p, pair.d) if role == "prefill" else (pair.d, pair.p)
+        asked = asyncio.create_task(ask(pair, prompt_of(900)))
+        await eventually(lambda: transfers_of(pair.d).manager.num_open > 0, "the transfer begins")
+        os.kill(rank_1_of(victim), signal.SIGKILL)
+        async with asyncio.timeout(2 * DEATH_S):
+            await victim.engine.died.wait()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asked
+        await eventually(lambda: not transfers_of(other).manager.num_open, "the other side's transfer ends")
+        assert not other.engine.died.is_set()
+        await eventually(lambda: not host_of(other).core.scheduler.pool.num_in_use, "its blocks are back")

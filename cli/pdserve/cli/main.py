@@ -37,6 +37,7 @@ from pdserve.cli.options import (
     RedisUrl,
     ServedModelName,
     Set,
+    TensorParallelSize,
 )
 from pdserve.common.errors import ConfigError, PdServeError
 
@@ -90,6 +91,7 @@ def up(
         int | None, typer.Option(help="Tokens of prompt and output together; default: the model's own limit.")
     ] = None,
     connector: Connector = None,
+    tensor_parallel_size: TensorParallelSize = None,
     enable_lora: EnableLora = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDir = None,
@@ -119,6 +121,7 @@ def up(
         "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
+        "tensor_parallel_size": tensor_parallel_size,
         "enable_lora": enable_lora, "lora_modules": lora_modules, "lora_dir": lora_dir,
         "log_level": "info" if verbose else None,
     }  # fmt: skip
@@ -190,6 +193,7 @@ def prefill(
     advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
     worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
+    tensor_parallel_size: TensorParallelSize = None,
     enable_lora: EnableLora = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDir = None,
@@ -208,6 +212,7 @@ def prefill(
         worker_id=worker_id, connector=connector, redis=redis, otlp=otlp, insecure=insecure,
         deployment_key_file=deployment_key_file, enable_lora=enable_lora, lora_modules=lora_modules,
         lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
+        tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
 
 
@@ -220,6 +225,7 @@ def decode(
     advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
     worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
+    tensor_parallel_size: TensorParallelSize = None,
     enable_lora: EnableLora = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDir = None,
@@ -241,6 +247,7 @@ def decode(
         worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, redis=redis,
         otlp=otlp, insecure=insecure, deployment_key_file=deployment_key_file, enable_lora=enable_lora,
         lora_modules=lora_modules, lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
+        tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
 
 

@@ -58,6 +58,9 @@ Policy = Annotated[
 Connector = Annotated[
     str | None, typer.Option(help="How KV blocks move: auto (default), nixl or tcp.", show_default=False)
 ]
+TensorParallelSize = Annotated[
+    int | None, typer.Option(help="Processes of a worker that share the model; default: 1.", show_default=False)
+]
 EnableLora = Annotated[bool | None, typer.Option("--enable-lora", help="Serve LoRA adapters.")]
 LoraModules = Annotated[
     list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter in PEFT's format; may be repeated.")

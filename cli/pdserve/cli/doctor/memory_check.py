@@ -19,7 +19,8 @@ TIGHT_SHARE = 0.9
 
 def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
     """Compare the memory that a worker needs with the free memory. root: folder that contains `proc` and `sys`."""
-    from pdserve.engine.runner.memory_needs import memory_needs  # imports torch
+    from pdserve.engine.runner.loaded_model import rank_device  # imports torch
+    from pdserve.engine.runner.memory_needs import memory_needs
 
     try:
         needs = memory_needs(model_folder(settings.model, download=False), settings)
@@ -34,10 +35,12 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield warning("this system does not report its free memory", f"see to {_mib(needs.host)}")
     else:
         tier = {"the host-memory tier": needs.host_tier} if needs.host_tier else {}
-        on_host = on_host | tier | {"the process, about": needs.process}
+        on_host = on_host | {"the process, about": needs.process}
+        of_ranks = "" if needs.ranks == 1 else f" of {needs.ranks} ranks"
+        on_host = {name + of_ranks: needs.ranks * size for name, size in on_host.items()} | tier
         yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
-    if needs.on_gpu:
-        yield _on_gpu(settings.device, on_device, needs.device)
+    for rank in range(needs.ranks if needs.on_gpu else 0):
+        yield _on_gpu(rank_device(settings.device, rank, needs.ranks), on_device, needs.device)
 
 
 def _on_gpu(device: str, parts: dict[str, int], num_bytes: int) -> Finding:

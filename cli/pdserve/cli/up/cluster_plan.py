@@ -89,17 +89,26 @@ def make_plan(
     names: list[tuple[WorkerRole, str]] = [
         (role, f"{role}-{index}") for role, count in num_workers.items() for index in range(count)
     ]
-    children = []
-    for place, (role, name) in enumerate(names):
+    sizes = {
+        role: load_settings(
+            _WORKERS[role], flags={**by_role[role], "port": 0}, toml=config, environ=environ
+        ).tensor_parallel_size
+        for role in num_workers
+    }
+    num_processes = sum(sizes[role] for role, _ in names)
+    children: list[ChildPlan] = []
+    place = 0
+    for role, name in names:
         # the environment overrides the file, so `up` sets no default that either sets
         known = names_given(_WORKERS[role], config, environ)
-        defaults = {"log_level": "warning"} if on_ray else _defaults(place, len(names))
+        defaults = {"log_level": "warning"} if on_ray else _defaults(place, num_processes)
         settings = {key: value for key, value in defaults.items() if key not in known}
         settings |= by_role[role] | _ON_LOOPBACK | {"worker_id": name}
-        settings["metrics_port"] = router.metrics_port and router.metrics_port + 1 + place
+        settings["metrics_port"] = router.metrics_port and router.metrics_port + 1 + len(children)
         settings["deployment_key"] = router.deployment_key
         if router.deployment_key_file is not None:
             settings["deployment_key_file"] = router.deployment_key_file
+        place += sizes[role]
         child = _child(role, name, settings, config, environ)
         children.append(_for_another_machine(child) if on_ray else child)
         if children[-1].settings.key() != router.key():
@@ -126,6 +135,8 @@ def _for_another_machine(child: ChildPlan) -> ChildPlan:
     A relative folder of the model becomes an absolute one. Raises: ConfigError for a device that Ray does not assign.
     """
     settings = child.settings
+    if settings.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size is {settings.tensor_parallel_size}: workers on Ray have one rank each")
     if settings.device not in ("cpu", "cuda"):
         raise ConfigError(f"device is {settings.device!r}: Ray assigns the GPU, so that cpu or cuda is needed")
     # a key's file is read here; files of certificates are those of the nodes
@@ -155,13 +166,14 @@ def _as_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def _defaults(place: int, num_workers: int) -> dict[str, object]:
-    """Settings of the worker at `place`, with a core of its own if there are enough cores."""
+def _defaults(place: int, num_processes: int) -> dict[str, object]:
+    """Settings of the worker whose rank 0 is at `place` among all ranks of all workers, each with a core of its own if there are
+    enough cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    threads = max(1, len(cores) // num_workers)
+    threads = max(1, len(cores) // num_processes)
     settings: dict[str, object] = {"num_threads": threads, "log_level": "warning"}
-    # workers are pinned only to consecutive cores, and only if no two workers share one
-    if len(cores) >= max(MIN_CORES_FOR_PINNING, num_workers) and cores[-1] - cores[0] == len(cores) - 1:
+    # they are pinned only to consecutive cores, and only if no two of them share one
+    if len(cores) >= max(MIN_CORES_FOR_PINNING, num_processes) and cores[-1] - cores[0] == len(cores) - 1:
         settings["cpu_core"] = cores[0] + place * threads
     return settings
 

@@ -12,6 +12,7 @@ from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.read_config import read_config
+from pdserve.models.weights.rank_shard import WHOLE, RankShard
 
 PROCESS_BYTES = 400 << 20
 """Memory of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
@@ -25,7 +26,7 @@ _LOGITS_BYTES, _LOGITS_COPIES = 4, 3
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes per purpose; `step` and `process` are estimates."""
+    """Bytes per purpose, of each rank; `step` and `process` are estimates."""
 
     weights: int
     """With the slots of adapters."""
@@ -37,22 +38,29 @@ class MemoryNeeds:
     host_tier: int
     """Main memory for blocks that the pool reuses."""
     on_gpu: bool
+    ranks: int = 1
+    """Processes that share the model on this machine; each has a GPU of its own."""
 
     @property
     def host(self) -> int:
-        """Bytes of main memory."""
-        return self.process + self.host_tier + (self.transfers if self.on_gpu else self.weights + self.pool + self.step)
+        """Bytes of main memory, of all ranks together."""
+        rank = self.process + (self.transfers if self.on_gpu else self.weights + self.pool + self.step)
+        return self.ranks * rank + self.host_tier
 
     @property
     def device(self) -> int:
-        """Bytes of GPU memory."""
+        """Bytes of GPU memory, of each rank's GPU."""
         return self.weights + self.pool + self.step + self.transfers if self.on_gpu else 0
 
 
 def weight_bytes(
-    folder: Path, dtype: str, load_format: str = "auto", quantization: Literal["int8"] | None = None
+    folder: Path,
+    dtype: str,
+    load_format: str = "auto",
+    quantization: Literal["int8"] | None = None,
+    shard: RankShard = WHOLE,
 ) -> int:
-    """Bytes of all weights as they are served.
+    """Bytes of all weights as they are served, or of one rank's part.
 
     Checks every weight's name, shape and dtype against config.json as at loading, without reading weights.
     Raises: ConfigError, UnsupportedModel.
@@ -63,7 +71,15 @@ def weight_bytes(
         nonlocal total
         total = progress.kept_bytes
 
-    load_decoder(folder, dtype=dtype, device="meta", load_format=load_format, quantization=quantization, progress=count)
+    load_decoder(
+        folder,
+        dtype=dtype,
+        device="meta",
+        load_format=load_format,
+        quantization=quantization,
+        shard=shard,
+        progress=count,
+    )
     return total
 
 
@@ -84,9 +100,12 @@ def adapter_bytes(folder: Path, settings: WorkerSettings) -> int:
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
+    shard = RankShard(0, settings.tensor_parallel_size)
+    if shard.size > 1:
+        config.verify_sharding(shard.size, folder)
     block_bytes = sum(
         group.layout.block_bytes
-        for group in config.kv_cache_groups(settings.block_size, "", cache_dtype=settings.cache_dtype)
+        for group in config.kv_cache_groups(settings.block_size, "", shard, cache_dtype=settings.cache_dtype)
     )
     on_gpu = settings.device != "cpu"
     # a pool without a size of its own takes what is left, and needs two blocks
@@ -94,7 +113,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     num_blocks = 2 if takes_rest else pool_size(settings, block_bytes, config)[0]
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
-        weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization)
+        weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization, shard)
         + adapter_bytes(folder, settings),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
@@ -103,4 +122,5 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         transfers=(settings.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
         host_tier=settings.kv_host_mib << 20,
         on_gpu=on_gpu,
+        ranks=shard.size,
     )

@@ -129,7 +129,7 @@ class SourceTransfer:
         self.groups: tuple[HeadGroup, ...] = ()
         """Head groups, fixed with the first stream; empty: whole blocks of rank 0."""
         self.group_tokens: tuple[bytes, ...] = ()
-        """By group."""
+        """One per group."""
         self.is_divided = False
         """True after `divide`."""
         self._connectors = connectors

@@ -1,0 +1,103 @@
+"""Head groups: every head of every rank arrives once, from a rank that has it, at its place; what a source may not say of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import pytest
+
+from pdserve.common.errors import TransferFailed
+from pdserve.common.kv_layout import KvLayout
+from pdserve.kv_transfer.block_digest import XXH3, Gmac
+from pdserve.kv_transfer.control.attach_client import accepted_groups
+from pdserve.kv_transfer.heads.group_digest import GroupDigest
+from pdserve.kv_transfer.heads.head_groups import head_groups
+from pdserve.models.weights.rank_shard import RankShard
+from pdserve.v1 import kv_source_pb2
+from tests.support.kv_layouts import make_layout
+
+SIZES = (1, 2, 3, 4, 6, 8)
+
+
+def layout_of(total: int, tp_size: int) -> KvLayout:
+    """The layout that rank 0 of `tp_size` announces."""
+    heads = RankShard(0, tp_size).heads(total)
+    return msgspec.structs.replace(make_layout(num_kv_heads=total), num_kv_heads=len(heads), tp_size=tp_size)
+
+
+def is_possible(total: int, tp_size: int) -> bool:
+    return total % tp_size == 0 or tp_size % total == 0
+
+
+@pytest.mark.parametrize("total", [1, 2, 4, 6, 8, 12])
+def test_every_rank_gets_each_of_its_heads_once_from_one_that_has_it(total: int) -> None:
+    for source_size, receiver_size in product(SIZES, SIZES):
+        if not is_possible(total, source_size) or not is_possible(total, receiver_size):
+            continue
+        source, receiver = layout_of(total, source_size), layout_of(total, receiver_size)
+        assert source.differences(receiver) == []
+        arrived: dict[int, dict[int, int]] = {rank: {} for rank in range(receiver_size)}
+        for group in head_groups(source, receiver):
+            there = RankShard(group.source.rank, source_size).heads(total)
+            for part in group.receivers:
+                for number in range(group.num_heads):
+                    # as the bytes are copied: place within the rank's block on either side
+                    head = there[group.source.part * (len(there) // group.source.parts) + number]
+                    place = part.part * (receiver.num_kv_heads // part.parts) + number
+                    assert arrived[part.rank].setdefault(place, head) == head == group.first_head + number
+        for rank, places in arrived.items():
+            expected = RankShard(rank, receiver_size).heads(total)
+            assert [places[place] for place in range(len(expected))] == list(expected)
+
+
+def test_uneven_ranks_are_refused_with_both_degrees() -> None:
+    even = layout_of(6, 2)
+    uneven = msgspec.structs.replace(even, tp_size=4, num_kv_heads=2)
+    [reason] = even.differences(uneven)
+    assert "tp_size: 2 and 4 ranks with 3 and 2 of 6 KV heads each" in reason
+    assert even.differences(msgspec.structs.replace(even, num_kv_heads=2)), "heads that are on no rank"
+    assert even.differences(msgspec.structs.replace(even, tp_size=0))
+
+
+def answer(*groups: tuple[int, int, int, int]) -> kv_source_pb2.Accepted:
+    """Groups as (first head, heads, parts, part)."""
+    accepted = kv_source_pb2.Accepted(metadata=b"where", token=b"t" * 16)
+    for first_head, num_heads, parts, part in groups:
+        accepted.head_groups.add(first_head=first_head, num_heads=num_heads, parts=parts, part=part)
+    return accepted
+
+
+def test_what_a_source_may_say() -> None:
+    assert len(accepted_groups(answer(), layout_of(4, 1))) == 1
+    assert len(accepted_groups(answer((0, 2, 1, 0), (2, 2, 1, 0)), layout_of(4, 2))) == 2
+    assert len(accepted_groups(answer((0, 1, 1, 0)), layout_of(1, 2))[0].receivers) == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer((0, 2, 1, 0)),
+        answer((2, 2, 1, 0), (0, 2, 1, 0)),
+        answer((0, 2, 1, 0), (0, 2, 1, 0)),
+        answer((0, 3, 1, 0), (3, 1, 1, 0)),
+        answer((0, 0, 1, 0)),
+        answer((0, 4, 1, 0)),
+        answer(*[(0, 2, 1, 0)] * 5),
+        answer((0, 2, 0, 0), (2, 2, 1, 0)),
+        answer((0, 2, 1, 1), (2, 2, 1, 0)),
+        answer((0, 2, 1 << 31, 0), (2, 2, 1, 0)),
+        answer(),
+    ],
+)
+def test_i9_groups_that_are_not_all_heads_once_fail_the_transfer(said: kv_source_pb2.Accepted) -> None:
+    with pytest.raises(TransferFailed):
+        accepted_groups(said, layout_of(4, 2))
+
+
+def test_digests_of_two_groups_cannot_be_exchanged() -> None:
+    content = memoryview(b"some bytes")
+    whole = Gmac(bytes(32))
+    found = {GroupDigest(whole, 2, group).of(content, index) for group in range(2) for index in range(8)}
+    assert len(found) == 16
+    assert GroupDigest(XXH3, 2, 1).name == XXH3.name
