@@ -89,7 +89,9 @@ class EngineThread:
         try:
             self._loop_until_stopped()
         except Exception as error:
-            log.exception("the engine failed; every request it had ends")
+            # the end of another process is its cause, not a place in this one's code
+            why = f": {error.message}" if isinstance(error, WorkerLost) else ""
+            log.error("the engine failed; every request it had ends%s", why, exc_info=not why)
             failure = error
             with contextlib.suppress(Exception):
                 self.core.fail_all(WorkerLost(self.failure_text(failure)))
