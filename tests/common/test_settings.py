@@ -146,9 +146,11 @@ def test_values_that_cannot_work_are_refused_by_name(kind: type, flags: dict[str
 
 def test_speculation_is_a_table_or_json(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text("[decode.speculative_config]\nnum_speculative_tokens = 3\nprompt_lookup_max = 4\n")
+    file.write_text(
+        "[decode.speculative_config]\nmethod = 'ngram'\nnum_speculative_tokens = 3\nprompt_lookup_max = 4\n"
+    )
     text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
-    expected = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=4)
+    expected = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
     for given in (
         load_settings(DecodeSettings, toml=file, environ={}),
         load_settings(DecodeSettings, environ={"PDSERVE_SPECULATIVE_CONFIG": text}),

@@ -318,9 +318,15 @@ def test_i1_a_thousandth_of_many_sequences_may_differ(
 # ---- n-grams
 
 
+def _no_parameters(rows: Any, num_drafts: int) -> Any:
+    raise AssertionError("n-grams are found, not sampled")
+
+
 def test_n_grams_are_looked_up_from_the_longest_and_from_the_first_place() -> None:
     def drafted(tokens: list[int], limit: int = 3, shortest: int = 1, longest: int = 3) -> list[int]:
-        rows = DraftRows(np.array([0]), np.array([limit]), np.array([tokens + [9] * 4]), np.array([len(tokens)]))
+        rows = DraftRows(
+            np.array([0]), np.array([limit]), np.array([tokens + [9] * 4]), np.array([len(tokens)]), _no_parameters
+        )
         return list(NgramDrafter(shortest, longest).propose(rows)[0])
 
     assert drafted([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
@@ -348,7 +354,11 @@ def test_n_grams_are_those_of_a_plain_search() -> None:
         shortest = draw.randint(1, 4)
         longest, limit = draw.randint(shortest, 6), draw.randint(1, 6)
         rows = DraftRows(
-            np.array([1]), np.array([limit]), np.array([[0] * len(tokens), tokens]), np.array([0, len(tokens)])
+            np.array([1]),
+            np.array([limit]),
+            np.array([[0] * len(tokens), tokens]),
+            np.array([0, len(tokens)]),
+            _no_parameters,
         )
         assert list(NgramDrafter(shortest, longest).propose(rows)[0]) == naive(tokens, limit, shortest, longest)
 

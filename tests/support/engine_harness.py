@@ -24,6 +24,7 @@ from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
@@ -100,6 +101,7 @@ class Harness:
         processors: Any = None,
         lora: Any = None,
         ranks: OtherRanks | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -124,6 +126,7 @@ class Harness:
             lora,
             ranks=ranks,
             host_caches=host_caches,
+            draft_model=draft_model,
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor
@@ -284,6 +287,7 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         device: str = "cpu",
         grammars: GrammarCompiler | None = None,
         processors: Any = None,
+        draft_model: DraftModel | None = None,
         **fields: Any,
     ) -> Harness:
         decoder = load_decoder(folder, dtype="float32", device=device)
@@ -291,7 +295,8 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         config = EngineConfig(**fields)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint")
         kv_cache = make_kv_cache(layout, config.num_blocks, device)
-        harness = Harness(config, decoder, kv_cache, decoder.config.vocab_size, grammars, processors)
+        vocab_size = decoder.config.vocab_size
+        harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, draft_model=draft_model)
         harnesses.append(harness)
         return harness
 

@@ -45,10 +45,16 @@ class InferenceClient:
         await self._channel.close()
 
     def start(
-        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", model: str = "", **sampling: Any
+        self,
+        prompt: Sequence[int],
+        timeout: float = HANG_S,
+        cache_salt: str = "",
+        model: str = "",
+        speculative_tokens: int | None = None,
+        **sampling: Any,
     ) -> grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]:
         """The raw call. sampling: fields of the proto's `SamplingParams`."""
-        request = _request(prompt, cache_salt, sampling, model)
+        request = _request(prompt, cache_salt, sampling, model, speculative_tokens)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata, wait_for_ready=True)
 
     async def converse(
@@ -57,6 +63,7 @@ class InferenceClient:
         timeout: float = HANG_S,
         cache_salt: str = "",
         models: Sequence[str] = (),
+        speculative_tokens: int | None = None,
     ) -> list[list[int]]:
         """A session: the answer to each turn. turns: prompt and fields of `SamplingParams`. models: of the first turns.
 
@@ -69,7 +76,8 @@ class InferenceClient:
             for number, (prompt, sampling) in enumerate(turns):
                 with contextlib.suppress(asyncio.InvalidStateError):  # it has ended: `read` says how
                     model = models[number] if number < len(models) else ""
-                    await call.write(_request(prompt, "" if number else cache_salt, sampling, model))
+                    drafts = None if number else speculative_tokens
+                    await call.write(_request(prompt, "" if number else cache_salt, sampling, model, drafts))
                 answers.append([])
                 while (message := await call.read()) is not grpc.aio.EOF:
                     answers[-1] += message.token_ids
@@ -108,7 +116,11 @@ class InferenceClient:
 
 
 def _request(
-    prompt: Sequence[int], cache_salt: str, sampling: Mapping[str, Any], model: str = ""
+    prompt: Sequence[int],
+    cache_salt: str,
+    sampling: Mapping[str, Any],
+    model: str = "",
+    speculative_tokens: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenPrompt(token_ids=prompt),
@@ -116,4 +128,5 @@ def _request(
         stream=True,
         cache_salt=cache_salt,
         model=model,
+        speculative_tokens=speculative_tokens,
     )

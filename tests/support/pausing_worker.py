@@ -98,9 +98,10 @@ def install(pauses: Pauses) -> None:
         for request in scheduler.running.values():
             if 0 < request.num_computed_tokens < request.num_prompt_tokens:
                 pauses.reach("computing")
-            if request.num_output_tokens == NUM_FIRST:
+            # a step with drafts may pass the number
+            if request.num_output_tokens >= NUM_FIRST:
                 pauses.reach("first")
-            if request.num_output_tokens == NUM_STREAMED:
+            if request.num_output_tokens >= NUM_STREAMED:
                 pauses.reach("streaming")
 
     def before_digest(manager: Any, message: Any, *_: Any) -> None:

@@ -14,6 +14,7 @@ from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorP
 from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import HostBlocks, make_host_caches
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
@@ -35,6 +36,7 @@ def make_engine_core(
     lora: LoraRunner | None = None,
     ranks: OtherRanks | None = None,
     host_caches: Sequence[Tensor] | None = None,
+    draft_model: DraftModel | None = None,
 ) -> EngineCore:
     """An engine over one model.
 
@@ -43,13 +45,15 @@ def make_engine_core(
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
     `config.attention_backend`. lora: None without adapters. ranks: the other ranks that share the model; None without any.
     host_caches: the host-memory tier's slots, as `make_host_caches` makes them; default: made here, if `config.num_host_blocks` is
-    not 0. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
+    not 0. draft_model: that of `config.speculative_config`, if it names one.
+    Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
     group = None if ranks is None else ranks.group
     runner = make_model_runner(
-        config, model, kv_caches, vocab_size, heartbeat.beat, processors, attention, lora=lora, group=group
-    )
+        config, model, kv_caches, vocab_size, heartbeat.beat, processors, attention,
+        lora=lora, group=group, draft_model=draft_model,
+    )  # fmt: skip
     host_blocks = None
     if config.num_host_blocks:
         host_blocks = HostBlocks(kv_caches, host_caches or make_host_caches(kv_caches, config.num_host_blocks))

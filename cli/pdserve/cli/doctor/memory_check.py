@@ -28,6 +28,8 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
         return
     parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
+    if needs.draft_model:
+        parts["the draft model"] = needs.draft_model
     on_host = {"KV blocks in transfer": needs.transfers} if needs.on_gpu else parts
     on_device = parts | {"KV blocks in transfer": needs.transfers}
     free = free_memory(root)

@@ -18,8 +18,11 @@ MAX_LOOKUP = 64
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted. A draft changes the number of steps of a text, never the text."""
 
-    method: Literal["ngram"] = "ngram"
-    """`ngram`: what followed the last tokens of the sequence where they stand in it before."""
+    method: Literal["ngram", "draft_model"] | None = None
+    """`ngram`: what followed the last tokens of the sequence where they stand in it before. `draft_model`: what a smaller model of
+    the same vocabulary says. Default: `draft_model` with `model`, else `ngram`."""
+    model: str | None = None
+    """Of `draft_model`: its folder, or its name, as `--model` takes it."""
     num_speculative_tokens: int
     """Tokens of a sequence that are drafted per step, at most."""
     prompt_lookup_max: int | None = None
@@ -28,6 +31,19 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Tokens of the shortest; default: `prompt_lookup_max`, or `DEFAULT_LOOKUP`."""
     disable_by_batch_size: int | None = 8
     """Sequences of a step beyond which nothing is drafted; None: no limit."""
+
+    @property
+    def draft_model(self) -> str | None:
+        """The `model` of `draft_model`; None with another method."""
+        return self.model if self.method in (None, "draft_model") else None
+
+    def num_drafted(self, num_seqs: int) -> int:
+        """Sequences of a batch of `num_seqs` at most that have drafts at once."""
+        return num_seqs if self.disable_by_batch_size is None else min(num_seqs, self.disable_by_batch_size)
+
+    def num_drafts(self, num_seqs: int, step_tokens: int) -> int:
+        """Drafts of a step of at most `num_seqs` sequences and `step_tokens` tokens, of which drafts take half."""
+        return min(self.num_drafted(num_seqs) * self.num_speculative_tokens, step_tokens // 2)
 
     @property
     def longest_lookup(self) -> int:
@@ -48,6 +64,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             value = getattr(self, name)
             if value is not None and not 1 <= value <= limit:
                 raise ConfigError(f"{FIELD}.{name} is {value}, 1 to {limit} tokens are possible")
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError(f"{FIELD}.method is 'draft_model', which needs {FIELD}.model: a folder or a name")
+        if self.method == "ngram" and self.model is not None:
+            raise ConfigError(f"{FIELD}.model is {self.model!r:.100}, which the method 'ngram' does not take")
+        if self.model is not None and (self.prompt_lookup_max or self.prompt_lookup_min):
+            raise ConfigError(
+                f"{FIELD}.prompt_lookup_max is {self.prompt_lookup_max} and prompt_lookup_min {self.prompt_lookup_min}, which "
+                "the method 'draft_model' does not take"
+            )
         if self.shortest_lookup > self.longest_lookup:
             raise ConfigError(
                 f"{FIELD}.prompt_lookup_min is {self.prompt_lookup_min}, at most prompt_lookup_max "

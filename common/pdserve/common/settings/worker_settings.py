@@ -163,6 +163,13 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return self.max_num_batched_tokens or (CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS)
 
     @property
+    def step_drafts(self) -> int:
+        """Drafts of one step, at most."""
+        if self.speculative_config is None:
+            return 0
+        return self.speculative_config.num_drafts(self.max_num_seqs, self.step_tokens)
+
+    @property
     def pool_mib(self) -> int | None:
         """`kv_cache_mib`, or its default; None: what a GPU has left."""
         return CPU_KV_CACHE_MIB if self.kv_cache_mib is None and self.device == "cpu" else self.kv_cache_mib

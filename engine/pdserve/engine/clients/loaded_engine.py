@@ -58,6 +58,7 @@ class LoadedEngine:
             lora=self._model.lora_runner,
             ranks=self._model.ranks,
             host_caches=self._model.host_caches,
+            draft_model=self._model.draft_model,
         )
         return self._core
 

@@ -18,6 +18,8 @@ from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.ranks.rank_processes import RankProcesses
+from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
+from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
@@ -58,6 +60,8 @@ class LoadedModel:
     """Slots of the host-memory tier, one tensor per KV cache group; empty without `kv_host_mib`."""
     ranks: RankProcesses | None = None
     """The other ranks, which end with `close`; None without any."""
+    draft_model: DraftModel | None = None
+    """That of `speculative_config`; None if it names none, and on prefill workers."""
 
     @property
     def lora_runner(self) -> LoraRunner | None:
@@ -129,7 +133,7 @@ class LoadedModel:
             collect_layer_times=settings.collect_layer_times,
             profile_interval_s=settings.profile_interval_s,
             profile_steps=settings.profile_steps,
-            speculative_config=settings.speculative_config,
+            speculative_config=None if settings.section == "prefill" else settings.speculative_config,
         )
 
 
@@ -171,6 +175,7 @@ def rank_device(device: str, rank: int, size: int) -> str:
 
 
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
+    draft_folder = DraftModelFolder.of(settings, folder, read_config(folder, settings.dtype))
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
     device = rank_device(settings.device, shard.rank, shard.size)
     decoder = load_decoder(
@@ -185,17 +190,26 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     cache_dtype = settings.cache_dtype
     groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard, cache_dtype)
     block_bytes = sum(spec.layout.block_bytes for spec in groups)
-    left_bytes = None
+    draft_decoder = None if draft_folder is None else draft_folder.load(settings)
+    left_bytes, pool_block_bytes = None, block_bytes
     if settings.num_blocks is None and settings.pool_mib is None:
         place = torch.device(device)
-        left_bytes = _budget(settings, decoder, groups, place, CudaMemory(place)).pool_bytes(settings, block_bytes)
+        models = [(decoder, groups)]
+        if draft_folder is not None and draft_decoder is not None:
+            models.append((draft_decoder, draft_folder.groups))
+            pool_block_bytes += draft_folder.block_bytes  # its cache has no more blocks than the pool
+        budget = _budget(settings, models, place, CudaMemory(place))
+        left_bytes = budget.pool_bytes(settings, pool_block_bytes)
         if group is not None:
             left_bytes = group.minimum(left_bytes)
-    num_blocks, max_model_len = pool_size(settings, block_bytes, config, left_bytes)
+    num_blocks, max_model_len = pool_size(settings, pool_block_bytes, config, left_bytes)
     if group is not None:
         group.minimum(num_blocks)  # all have loaded
     kv_caches = tuple(make_kv_cache(spec.layout, num_blocks, device) for spec in groups)
     host_caches = make_host_caches(kv_caches, host_slots(settings, block_bytes)) if settings.kv_host_mib else ()
+    draft_model = None
+    if draft_folder is not None and draft_decoder is not None:
+        draft_model = draft_folder.with_cache(draft_decoder, settings, num_blocks, max_model_len)
     return LoadedModel(
         decoder=decoder,
         kv_cache_config=KVCacheConfig(num_blocks, groups),
@@ -205,6 +219,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         folder=folder,
         adapters=adapters,
         host_caches=host_caches,
+        draft_model=draft_model,
     )
 
 
@@ -218,29 +233,38 @@ def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
 
 def _budget(
     settings: WorkerSettings,
-    decoder: Decoder,
-    groups: Sequence[KVCacheGroupSpec],
+    models: Sequence[tuple[Decoder, Sequence[KVCacheGroupSpec]]],
     device: torch.device,
     memory: DeviceMemory,
 ) -> PoolBudget:
-    """Run the largest steps over caches of one block. Raises: ConfigError for back ends that cannot be made."""
-    caches = [make_kv_cache(group.layout, 1, device) for group in groups]
-    try:
-        attention = [make_attention(settings.attention_backend, cache, decoder.dtype) for cache in caches]
-        ops = make_layer_ops(settings.kernels, device)
-    except (AttentionBackendError, LayerOpsError) as error:
-        raise ConfigError(str(error)) from error
-    steps = LargestSteps(
-        model=decoder,
-        attention=attention,
-        ops=ops,
-        device=device,
-        block_size=settings.block_size,
-        num_tokens=settings.step_tokens,
-        num_rows=settings.max_num_seqs,
-        max_model_len=settings.max_model_len or decoder.config.max_position_embeddings,
-    )
-    return PoolBudget.measured(settings, steps, memory)
+    """Run the largest steps over caches of one block. models: the model, and the one that drafts, if there is one.
+
+    Raises: ConfigError for back ends that cannot be made.
+    """
+    steps: list[LargestSteps] = []
+    for decoder, groups in models:
+        caches = [make_kv_cache(group.layout, 1, device) for group in groups]
+        try:
+            attention = [make_attention(settings.attention_backend, cache, decoder.dtype) for cache in caches]
+            ops = make_layer_ops(settings.kernels, device)
+        except (AttentionBackendError, LayerOpsError) as error:
+            raise ConfigError(str(error)) from error
+        is_first, longest = not steps, decoder.config.max_position_embeddings
+        max_model_len = settings.max_model_len or longest
+        steps.append(
+            LargestSteps(
+                model=decoder,
+                attention=attention,
+                ops=ops,
+                device=device,
+                block_size=settings.block_size,
+                num_tokens=settings.step_tokens,
+                num_rows=settings.max_num_seqs,
+                max_model_len=max_model_len if is_first else min(max_model_len, longest),
+                num_drafts=settings.step_drafts if is_first else 0,
+            )
+        )
+    return PoolBudget.measured(settings, steps[0], memory, *steps[1:])
 
 
 def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> str:

@@ -10,6 +10,8 @@ from pdserve.common.errors import ConfigError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.drafts.make_drafter import make_drafter
+from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.rank_samplers import ReceivingSampler, SharingSampler
@@ -31,16 +33,19 @@ def make_model_runner(
     *,
     lora: LoraRunner | None = None,
     group: RankGroup | None = None,
+    draft_model: DraftModel | None = None,
 ) -> ModelRunner:
     """A runner with an empty batch.
 
     attention: default: `config.attention_backend` over each of `kv_caches`. lora: None without adapters. group: the ranks that
-    share the model; None for one. Raises: ConfigError if there is no such back end, or no such `config.kernels`.
+    share the model; None for one. draft_model: that of `config.speculative_config`, if it names one.
+    Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
     try:
         if attention is None:
             attention = [make_attention(config.attention_backend, kv_cache, model.dtype) for kv_cache in kv_caches]
         ops = make_layer_ops(config.kernels, kv_caches[0].device)
+        drafter = make_drafter(config, draft_model, ops, before_layer)
     except (AttentionBackendError, LayerOpsError) as error:
         raise ConfigError(str(error)) from error
     sampler: TokenSampler = Sampler(ops.sample)
@@ -57,4 +62,5 @@ def make_model_runner(
         logits_processors,
         lora=lora,
         sampler=sampler,
+        drafter=drafter,
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.loaded_model import pool_size
+from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.lora.lora_targets import with_lora_targets
@@ -40,17 +42,22 @@ class MemoryNeeds:
     on_gpu: bool
     ranks: int = 1
     """Processes that share the model on this machine; each has a GPU of its own."""
+    draft_model: int = 0
+    """Weights and cache of the model that drafts."""
 
     @property
     def host(self) -> int:
         """Bytes of main memory, of all ranks together."""
-        rank = self.process + (self.transfers if self.on_gpu else self.weights + self.pool + self.step)
-        return self.ranks * rank + self.host_tier
+        return self.ranks * (self.process + (self.transfers if self.on_gpu else self._of_models)) + self.host_tier
 
     @property
     def device(self) -> int:
         """Bytes of GPU memory, of each rank's GPU."""
-        return self.weights + self.pool + self.step + self.transfers if self.on_gpu else 0
+        return self._of_models + self.transfers if self.on_gpu else 0
+
+    @property
+    def _of_models(self) -> int:
+        return self.weights + self.pool + self.step + self.draft_model
 
 
 def weight_bytes(
@@ -97,6 +104,20 @@ def adapter_bytes(folder: Path, settings: WorkerSettings) -> int:
     return with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)[1].nbytes
 
 
+def draft_model_bytes(
+    folder: Path, settings: WorkerSettings, config: ModelConfig, num_blocks: int, max_model_len: int
+) -> int:
+    """Bytes of the weights and of the cache of the model that drafts; 0 without one.
+
+    folder, config, num_blocks, max_model_len: of the model for which it drafts. Raises: ConfigError, UnsupportedModel.
+    """
+    draft = DraftModelFolder.of(settings, folder, config, download=False)
+    if draft is None:
+        return 0
+    weights = weight_bytes(draft.folder, settings.dtype, settings.load_format)
+    return weights + draft.num_blocks(settings, num_blocks, max_model_len) * draft.block_bytes
+
+
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = read_config(folder, settings.dtype)
@@ -110,17 +131,20 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     on_gpu = settings.device != "cpu"
     # a pool without a size of its own takes what is left, and needs two blocks
     takes_rest = settings.num_blocks is None and settings.pool_mib is None
-    num_blocks = 2 if takes_rest else pool_size(settings, block_bytes, config)[0]
+    num_blocks, max_model_len = 2, settings.block_size
+    if not takes_rest:
+        num_blocks, max_model_len = pool_size(settings, block_bytes, config)
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization, shard)
         + adapter_bytes(folder, settings),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
-        + settings.max_num_seqs * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
+        + (settings.max_num_seqs + settings.step_drafts) * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
         transfers=(settings.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
         host_tier=settings.kv_host_mib << 20,
         on_gpu=on_gpu,
         ranks=shard.size,
+        draft_model=draft_model_bytes(folder, settings, config, num_blocks, max_model_len),
     )

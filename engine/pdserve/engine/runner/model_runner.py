@@ -33,7 +33,7 @@ from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata, TokenSampler
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
-from pdserve.engine.speculation.drafter import make_drafter
+from pdserve.engine.speculation.drafter import Drafter
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.models.model_inputs import ModelInputs
@@ -104,10 +104,11 @@ class ModelRunner:
         runtime: DeviceRuntime | None = None,
         lora: LoraRunner | None = None,
         sampler: TokenSampler | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's.
 
-        lora: None without adapters. sampler: default: `Sampler`.
+        lora: None without adapters. sampler: default: `Sampler`. drafter: that of `config.speculative_config`, if it is set.
         """
         self._config = config
         self._model = model
@@ -128,8 +129,7 @@ class ModelRunner:
         self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches))
         self._runs_ahead = config.async_scheduling
         self.drafting: Drafting | None = None
-        if config.speculative_config is not None:
-            drafter = make_drafter(config.speculative_config)
+        if config.speculative_config is not None and drafter is not None:
             self.drafting = Drafting(drafter, config.speculative_config.disable_by_batch_size)
         self._rules_staging = StagingBuffer(self._device, self._runtime)
         self._readback = ReadbackBuffer(self._device, self._runtime)

@@ -74,6 +74,8 @@ class LargestSteps:
     num_rows: int
     """Sequences of a step, at most."""
     max_model_len: int
+    num_drafts: int = 0
+    """Drafts of a step, at most: each has a row of logits."""
 
     @property
     def table_bytes(self) -> int:
@@ -82,10 +84,10 @@ class LargestSteps:
 
     @torch.inference_mode()
     def prefill(self) -> None:
-        """The largest chunk at the end of the longest prompt, and as many sequences sampled as there can be."""
+        """The largest chunk at the end of the longest prompt, and as many rows sampled as there can be."""
         whole, rest = divmod(self.num_tokens, self.max_model_len)
         hidden = self._forward([self.max_model_len] * whole + [rest] * (rest > 0))
-        self._sample(hidden[:1].expand(self.num_rows, -1).contiguous())
+        self._sample(hidden[:1].expand(self.num_rows + self.num_drafts, -1).contiguous())
 
     @torch.inference_mode()
     def decode(self) -> None:
@@ -145,10 +147,13 @@ class PoolBudget:
     transfers: int
 
     @classmethod
-    def measured(cls, settings: WorkerSettings, steps: LargestSteps, memory: DeviceMemory) -> PoolBudget:
-        """Run the largest steps."""
+    def measured(
+        cls, settings: WorkerSettings, steps: LargestSteps, memory: DeviceMemory, *drafting: LargestSteps
+    ) -> PoolBudget:
+        """Run the largest steps. drafting: those of a model that drafts, which run after the others."""
         prefill, decode = memory.peak_bytes(steps.prefill), memory.peak_bytes(steps.decode)
-        step = max(prefill, decode) + steps.table_bytes
+        drafts = max((memory.peak_bytes(each.prefill) for each in drafting), default=0)
+        step = max(prefill, decode, drafts) + steps.table_bytes
         free, total = memory.free_and_total_bytes()
         num_graphs = 0 if settings.enforce_eager else len(graph_sizes(settings.max_num_seqs))
         graphs = decode + num_graphs * GRAPH_BYTES if num_graphs else 0

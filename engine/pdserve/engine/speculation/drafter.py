@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.common.errors import ConfigError
-from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.engine.arrays import IntArray
+from pdserve.engine.sampling.sampler import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,8 @@ class DraftRows:
     """`[num_rows, N]`, the batch's: tokens of each row, prompt first. Read only."""
     num_tokens: IntArray
     """`[num_rows]`: known tokens of each row."""
+    parameters: Callable[[IntArray, int], SamplingMetadata]
+    """(rows `[n]`, number of drafts) -> how the token behind these drafts is sampled, without rules."""
 
 
 class Drafter(Protocol):
@@ -34,15 +35,3 @@ class Drafter(Protocol):
 
     def propose(self, wanted: DraftRows) -> Sequence[Sequence[int]]:
         """Drafts of each of `wanted.rows`, in their order: no more than the row's limit, none where nothing is found."""
-
-
-MakeDrafter = Callable[[SpeculativeConfig], Drafter]
-
-
-def make_drafter(config: SpeculativeConfig) -> Drafter:
-    """The drafter of a setting. Raises: ConfigError."""
-    from pdserve.engine.speculation.ngram_drafter import NgramDrafter
-
-    if config.method == "ngram":
-        return NgramDrafter(config.shortest_lookup, config.longest_lookup)
-    raise ConfigError(f"speculative_config.method is {config.method!r}, only 'ngram' is possible")

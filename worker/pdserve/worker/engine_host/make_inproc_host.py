@@ -58,6 +58,7 @@ def make_inproc_host(
         lora=model.lora_runner,
         host_caches=model.host_caches,
         ranks=model.ranks,
+        draft_model=model.draft_model,
     )
 
     def make_transfers(host: InprocHost, identity: PeerId) -> HostTransfers:

@@ -27,7 +27,9 @@ class Drafting:
         if not len(wanted):
             return
         req_ids, rows = list(found), np.array(list(found.values()))
-        drafts = self._drafter.propose(DraftRows(rows[wanted], limits[wanted], batch.token_ids, batch.num_tokens))
+        drafts = self._drafter.propose(
+            DraftRows(rows[wanted], limits[wanted], batch.token_ids, batch.num_tokens, batch.sampling_parameters)
+        )
         result.draft_token_ids = {
             req_ids[place]: list(of_row) for place, of_row in zip(wanted.tolist(), drafts, strict=True) if of_row
         }

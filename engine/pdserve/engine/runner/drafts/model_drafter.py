@@ -1,0 +1,170 @@
+"""`ModelDrafter`: drafts what a smaller model of the same vocabulary says.
+
+The model samples with the noise and the parameters of the sequence itself, without its rules, so that at any temperature a draft is
+right wherever both models would say the same. Its keys and values depend on tokens alone: a row's are kept as far as the tokens for
+which they were computed are those of its sequence. So nothing is to be done when a sequence leaves the batch or comes back into
+another row, or when drafts were wrong; what is missing is computed, with at most `max_num_tokens` tokens per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.arrays import IntArray
+from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
+from pdserve.engine.runner.step_inputs import attention_plans
+from pdserve.engine.sampling.placed_arrays import PlacedArrays
+from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.speculation.drafter import DraftRows
+from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
+from pdserve.models.model_inputs import ModelInputs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts, with its cache. All tensors are on one device."""
+
+    decoder: DecoderModel
+    kv_caches: tuple[Tensor, ...]
+    """Per KV cache group, `[num_blocks, Hkv, L, 2, bs, D]`."""
+    max_model_len: int
+    """Tokens of the longest sequence that it computes."""
+
+
+class ModelDrafter:
+    """A `Drafter` with a `DraftModel`."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        attention: Sequence[AttentionBackend],
+        ops: LayerOps,
+        *,
+        num_rows: int,
+        max_num_tokens: int,
+        before_layer: Callable[[], None] | None = None,
+    ) -> None:
+        """attention: over each of the model's caches. num_rows: of the batch. max_num_tokens: of one step of the model."""
+        self._model = model.decoder
+        self._attention = attention
+        self._ops = ops
+        self._device = model.kv_caches[0].device
+        self._max_model_len = model.max_model_len
+        self._max_num_tokens = max_num_tokens
+        self._before_layer = before_layer
+        self._sampler = Sampler(ops.sample)
+        num_blocks, block_size = model.kv_caches[0].shape[0], model.kv_caches[0].shape[4]
+        self._blocks = DraftBlocks(num_rows, model.max_model_len, num_blocks, block_size)
+        self._computed_ids = np.zeros((num_rows, model.max_model_len), np.int64)
+        """Tokens for which the keys and values of each row were computed."""
+        self._num_computed = np.zeros(num_rows, np.int64)
+
+    @torch.inference_mode()
+    def propose(self, wanted: DraftRows) -> Sequence[Sequence[int]]:
+        drafts: list[list[int]] = [[] for _ in range(len(wanted.rows))]
+        places, counts = self._scheduled(wanted)
+        if not len(places):
+            return drafts
+        rows = wanted.rows[places]
+        known = [
+            self._take_known(row, count, wanted) for row, count in zip(rows.tolist(), counts.tolist(), strict=True)
+        ]
+        hidden = self._forward(rows, counts, torch.from_numpy(np.concatenate(known)).to(self._device))
+        # a row of which not all tokens are computed yet has no drafts in this step
+        goes_on = np.flatnonzero(self._num_computed[rows] == wanted.num_tokens[rows])
+        hidden = hidden[torch.from_numpy(np.cumsum(counts) - 1).to(self._device)]
+        limits = np.minimum(wanted.limits[places], self._max_model_len - wanted.num_tokens[rows])
+        sampled: list[tuple[IntArray, Tensor]] = []
+        while len(goes_on):
+            places, rows, limits = places[goes_on], rows[goes_on], limits[goes_on]
+            there = torch.from_numpy(goes_on).to(self._device)
+            ones = np.ones(len(rows), np.int64)
+            hidden = self._forward(rows, ones, sampled[-1][1][there]) if sampled else hidden[there]
+            sampled.append((places, self._sample(hidden, rows, len(sampled), wanted)))
+            goes_on = np.flatnonzero(limits > len(sampled))
+        self._put(sampled, wanted, drafts)
+        return drafts
+
+    def _take_known(self, row: int, count: int, wanted: DraftRows) -> IntArray:
+        """The row's next tokens, which are about to be computed."""
+        columns = slice(int(self._num_computed[row]), int(self._num_computed[row]) + count)
+        tokens = wanted.token_ids[row, columns]
+        self._computed_ids[row, columns] = tokens
+        return tokens
+
+    def _scheduled(self, wanted: DraftRows) -> tuple[IntArray, IntArray]:
+        """Places in `wanted.rows`, and tokens of each to compute first, at least 1; single tokens first."""
+        places, counts = list[int](), list[int]()
+        budget = self._max_num_tokens
+        for place, row in enumerate(wanted.rows.tolist()):
+            num_tokens = int(wanted.num_tokens[row])
+            if num_tokens >= self._max_model_len:
+                continue
+            self._num_computed[row] = num_known = self._num_known(row, wanted)
+            count = min(num_tokens - num_known, budget)
+            room = min(num_tokens + int(wanted.limits[place]), self._max_model_len)
+            if count <= 0 or not self._blocks.reserve(row, room, wanted.rows):
+                continue
+            places.append(place)
+            counts.append(count)
+            budget -= count
+        order = np.argsort(np.array(counts) > 1, kind="stable") if counts else np.zeros(0, np.int64)
+        return np.array(places, np.int64)[order], np.array(counts, np.int64)[order]
+
+    def _num_known(self, row: int, wanted: DraftRows) -> int:
+        """Tokens from the row's first, and without its last, of which there are keys and values."""
+        most = min(int(self._num_computed[row]), int(wanted.num_tokens[row]) - 1, self._blocks.num_tokens(row))
+        differs = self._computed_ids[row, :most] != wanted.token_ids[row, :most]
+        return int(differs.argmax()) if differs.any() else most
+
+    def _forward(self, rows: IntArray, counts: IntArray, token_ids: Tensor) -> Tensor:
+        """Hidden states `[T, H]` of the rows' next tokens, `[T]`; `[R]` of each row, single ones first."""
+        computed = self._num_computed[rows]
+        starts = np.cumsum(counts) - counts
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(len(row_of_token)) - np.repeat(starts - computed, counts)
+        seq_lens = computed + counts
+        batch = AttentionBatch.from_arrays(
+            positions=positions,
+            slot_mapping=self._blocks.table.slot_mapping(row_of_token, positions),
+            query_lens=counts,
+            seq_lens=seq_lens,
+            block_tables=self._blocks.table.of_step(rows, seq_lens),
+            device=self._device,
+        )
+        batches = [batch] * len(self._attention)  # the same blocks in the cache of each group
+        plans = attention_plans(self._attention, batches, self._model.attention_specs)
+        inputs = ModelInputs(batch, plans, token_ids=token_ids, before_layer=self._before_layer, ops=self._ops)
+        hidden = self._model.forward(inputs)
+        self._num_computed[rows] += counts
+        return hidden
+
+    def _sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
+        """`[R]` tokens behind `number` drafts, on the device; hidden `[R, H]`."""
+        logits = self._model.compute_logits(hidden)
+        metadata = wanted.parameters(rows, number)
+        packed_rows = None
+        if self._ops.sample is not None or self._device.type != "cpu":
+            parameters = torch.from_numpy(packed(metadata)).to(self._device)
+            packed_rows = PackedRows(parameters, SamplingStages.of(metadata, logits.shape[1]))
+        return self._sampler.launch(logits, metadata, PlacedArrays(), packed_rows).token_ids
+
+    def _put(self, sampled: list[tuple[IntArray, Tensor]], wanted: DraftRows, drafts: list[list[int]]) -> None:
+        """Copy the drafts to the host. All but the last of a row have keys and values."""
+        if not sampled:
+            return
+        token_ids: list[int] = torch.cat([tokens for _, tokens in sampled]).cpu().tolist()
+        places = np.concatenate([places for places, _ in sampled]).tolist()
+        for place, token_id in zip(places, token_ids, strict=True):
+            row = int(wanted.rows[place])
+            self._computed_ids[row, int(wanted.num_tokens[row]) + len(drafts[place])] = token_id
+            drafts[place].append(token_id)
