@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pdserve.engine.arrays import IntArray
-from pdserve.engine.sampling.sampler import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ class DraftRows:
     """`[num_rows, N]`, the batch's: tokens of each row, prompt first. Read only."""
     num_tokens: IntArray
     """`[num_rows]`: known tokens of each row."""
-    parameters: Callable[[IntArray, int], SamplingMetadata]
-    """(rows `[n]`, number of drafts) -> how the token behind these drafts is sampled, without rules."""
+    parameters: Callable[[IntArray, int], Any]
+    """(rows `[n]`, number of drafts) -> `SamplingMetadata` of the tokens behind these drafts, without rules."""
 
 
 class Drafter(Protocol):

@@ -20,7 +20,7 @@ from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
 from pdserve.engine.runner.step_inputs import attention_plans
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
-from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.attention_batch import AttentionBatch
@@ -151,7 +151,7 @@ class ModelDrafter:
     def _sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
         """`[R]` tokens behind `number` drafts, on the device; hidden `[R, H]`."""
         logits = self._model.compute_logits(hidden)
-        metadata = wanted.parameters(rows, number)
+        metadata: SamplingMetadata = wanted.parameters(rows, number)
         packed_rows = None
         if self._ops.sample is not None or self._device.type != "cpu":
             parameters = torch.from_numpy(packed(metadata)).to(self._device)
