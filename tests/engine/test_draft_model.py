@@ -75,7 +75,7 @@ def folder(tiny_checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tiny_checkpoints: Callable[..., Path]) -> Path:
-    """Of the same vocabulary, and of another opinion about every token."""
+    """A model of the same vocabulary that says other tokens."""
     return tiny_checkpoints("llama")
 
 

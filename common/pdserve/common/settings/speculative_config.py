@@ -22,7 +22,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """`ngram`: what followed the last tokens of the sequence where they stand in it before. `draft_model`: what a smaller model of
     the same vocabulary says. Default: `draft_model` with `model`, else `ngram`."""
     model: str | None = None
-    """Of `draft_model`: its folder, or its name, as `--model` takes it."""
+    """Folder or name of the model that drafts, as `--model` takes it; with `draft_model` alone."""
     num_speculative_tokens: int
     """Tokens of a sequence that are drafted per step, at most."""
     prompt_lookup_max: int | None = None

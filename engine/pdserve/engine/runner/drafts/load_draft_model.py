@@ -67,7 +67,7 @@ class DraftModelFolder:
         return min(num_blocks, self.setting.num_drafted(settings.max_num_seqs) * per_sequence)
 
     def load(self, settings: WorkerSettings) -> Decoder:
-        """Its weights. Raises: ConfigError, UnsupportedModel."""
+        """Read the weights. Raises: ConfigError, UnsupportedModel."""
         with _named(str(self.folder)):
             return load_decoder(
                 self.folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format
