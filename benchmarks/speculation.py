@@ -1,11 +1,14 @@
 """Milliseconds per output token with and without drafts (`speculative_config`), in turns over one model.
 
 Usage: python benchmarks/speculation.py [--model DIR] [--dtype bfloat16] [--batches 1 16] [--rounds 3] [--tokens 128]
-                                        [--config JSON] [--text repeats|random]
+                                        [--config JSON] [--text repeats|random] [--draft-layers N]
 
 The prompt is a list of random records, each of which is followed by the same record again, up to the last: a trained model copies
 it. With `--load-format dummy` the text is that of random weights, which falls into a loop or not. The part of the drafts that is
 accepted is printed beside each time. `--text random` asks at temperature 1, where n-grams are hardly ever found again.
+
+`--draft-layers N` drafts with a copy of the model that has its first N layers alone, in place of the method of `--config`: a draft
+model that costs N of the model's layers and agrees with it as far as it happens to.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
+import shutil
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -36,6 +42,25 @@ def prompt_of(number: int, vocab_size: int, num_tokens: int) -> list[int]:
         record = [draw.randrange(3, vocab_size) for _ in range(24)]
         tokens += record + record
     return tokens[:num_tokens]
+
+
+def with_first_layers(folder: Path, num_layers: int, target: Path) -> Path:
+    """Write a checkpoint with the first layers of the model in `folder`, and return its folder."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    (target / "config.json").write_text(json.dumps(config))
+    for path in target.glob("*.safetensors"):
+        tensors = load_file(path)
+        numbers = {name: re.search(r"\.layers\.(\d+)\.", name) for name in tensors}
+        kept = [name for name, number in numbers.items() if number is None or int(number[1]) < num_layers]
+        save_file({name: tensors[name] for name in kept}, path, metadata={"format": "pt"})
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    return target
 
 
 def ask(core: EngineCore, name: str, number: int, args: argparse.Namespace, vocab_size: int) -> None:
@@ -90,8 +115,19 @@ def main() -> None:
         "--config",
         default='{"num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2, "disable_by_batch_size": null}',
     )
+    parser.add_argument("--draft-layers", type=int)
     args = parser.parse_args()
-    config = SpeculativeConfig(**json.loads(args.config))
+    folder = model_folder(args.model) if args.model == "demo" else Path(args.model)
+    with tempfile.TemporaryDirectory() as scratch:
+        fields = json.loads(args.config)
+        if args.draft_layers:
+            draft = with_first_layers(folder, args.draft_layers, Path(scratch) / "draft")
+            limits = ("num_speculative_tokens", "disable_by_batch_size")
+            fields = {name: fields[name] for name in limits if name in fields} | {"model": str(draft)}
+        measure(args, folder, SpeculativeConfig(**fields))
+
+
+def measure(args: argparse.Namespace, folder: Path, config: SpeculativeConfig) -> None:
     settings = WorkerSettings(
         dtype=args.dtype,
         load_format=args.load_format,
@@ -99,12 +135,12 @@ def main() -> None:
         max_model_len=args.prompt + args.tokens + 16,
         max_num_seqs=max(args.batches),
         kv_cache_mib=1024,
+        speculative_config=config,
     )
     import msgspec
     import torch
 
     torch.set_num_threads(args.threads)
-    folder = model_folder(args.model) if args.model == "demo" else Path(args.model)
     loaded = LoadedEngine(folder, settings)
     vocab_size = loaded.info.vocab_size
     for name, value in conditions().items():

@@ -1,13 +1,14 @@
 """Random lives of an engine with fewer slots than adapters: each text is its own adapter's, and no step has too many adapters.
 
 The model hashes its context; an adapter shifts what is stored of each token, so a wrong slot, a block shared with another adapter
-or a row that was moved changes the text.
+or a row that was moved changes the text. Every other life has drafts too, mostly right ones, or a host-memory tier, or both.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.scheduler_output import LoraLoad, RequestFailure
 from pdserve.models.model_inputs import ModelInputs
 from tests.support import hash_model
+from tests.support.drafters import ScriptedDrafter, speculation, use_drafter
 from tests.support.engine_harness import Harness
 from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
@@ -76,20 +78,55 @@ def expected(prompt: Sequence[int], count: int, fingerprint: str) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_text_is_that_of_its_adapter(seed: int) -> None:
+def drafter_of(asked: dict[str, tuple[list[int], int, str]], engine: Harness) -> ScriptedDrafter:
+    """Continues as the sequence's own adapter does, with another token now and then."""
+
+    def follows(tokens: list[int], number: int) -> list[int]:
+        running = {tuple(request.token_ids): name for name, request in engine.scheduler.running.items()}
+        # a step's tokens are drafted behind before the scheduler has them
+        for known, name in running.items():
+            if tuple(tokens[: len(known)]) == known:
+                prompt, count, fingerprint = asked[name]
+                text = prompt + expected(prompt, count, fingerprint)
+                if text[: len(tokens)] == tokens:
+                    return text[len(tokens) :][:number]
+        return []
+
+    return ScriptedDrafter(follows, 0.8)
+
+
+@dataclass
+class Life:
+    """Counts of one engine."""
+
+    num_accepted: int = 0
+    num_loaded: int = 0
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_text_is_that_of_its_adapter(part: int) -> None:
+    lives = [live(seed) for seed in range(part * 10, part * 10 + 10)]
+    assert sum(life.num_accepted for life in lives) > 20, "too few drafts to show anything"
+    assert sum(life.num_loaded for life in lives) > 0, "too few blocks came back to show anything"
+
+
+def live(seed: int) -> Life:
     draw = random.Random(seed)
     max_loras = draw.randint(1, 3)
     config = EngineConfig(
         block_size=4, num_blocks=draw.choice([16, 24, 64]), max_model_len=64, max_loras=max_loras,
         max_num_batched_tokens=draw.choice([3, 7, 16, 64]), max_num_seqs=draw.choice([2, 4, 16]),
         max_overtakes=draw.choice([1, 3, 64]), look_ahead=draw.choice([0, 1, 8]), async_scheduling=seed % 2 == 1,
+        speculative_config=speculation(1 + seed % 4) if seed % 4 in (1, 2) else None,
+        num_host_blocks=(0, 0, 60, 9)[seed % 4],
     )  # fmt: skip
     model = ShiftedModel()
     engine = Harness(config, model, make_hash_cache(config.num_blocks, 4), VOCAB_SIZE, lora=model)
     stems = [[draw.randrange(60) for _ in range(16)] for _ in range(2)]
     asked: dict[str, tuple[list[int], int, str]] = {}
     aborted = set()
+    if config.speculative_config is not None:
+        use_drafter(engine, drafter_of(asked, engine))
     for number in range(20):
         fingerprint = draw.choice([*ADAPTERS, BROKEN])
         prompt = [*draw.choice(stems)[: draw.randrange(17)], draw.randrange(60)]
@@ -116,3 +153,6 @@ def test_every_text_is_that_of_its_adapter(seed: int) -> None:
         assert answer.token_ids == (whole[: len(answer.token_ids)] if request_id in aborted else whole)
     assert model.most_adapters <= max_loras
     engine.scheduler.check(idle=True)
+    stats, tier = engine.scheduler.drafts.stats, engine.scheduler.pool.tier
+    engine.core.executor.close()
+    return Life(0 if stats is None else stats.num_accepted_tokens, 0 if tier is None else tier.num_loaded)

@@ -49,7 +49,7 @@ def drafter_of(texts: Sequence[Sequence[int]], right: float = 1.0, vocab_size: i
     def follows(tokens: list[int], number: int) -> list[int]:
         length = len(tokens)
         for text in texts:
-            if len(text) > length and list(text[:length]) == tokens:
+            if text[0] == tokens[0] and len(text) > length and list(text[:length]) == tokens:
                 return list(text[length : length + number])
         return []
 
