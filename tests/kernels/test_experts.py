@@ -19,7 +19,11 @@ E, H, I = 6, 16, 24  # noqa: E741
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def weights_of(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def weights_of(dtype: torch.dtype) -> list[ExpertWeights]:
+    return [ExpertWeights(gate_up, down) for gate_up, down in matrices_of(dtype)]
+
+
+def matrices_of(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -51,12 +55,13 @@ def expected(x: Tensor, weights: Tensor, experts: Tensor, layer: Sequence[tuple[
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 65])
 def test_the_weighted_sum(kind: Any, num_tokens: int, top_k: int, dtype: torch.dtype) -> None:
     layer = weights_of(dtype)
+    matrices = matrices_of(dtype)
     x, weights, experts = tokens_of(num_tokens, top_k, dtype)
     before = x.clone()
     found = kind(layer)(x, weights, experts, swiglu)
     assert found.dtype is dtype
     tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(found.double(), expected(x, weights, experts, layer), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found.double(), expected(x, weights, experts, matrices), atol=tolerance, rtol=tolerance)
     assert torch.equal(x, before)
 
 
@@ -64,7 +69,7 @@ def test_only_experts_with_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) 
     """Cost follows the routed tokens: each is computed by its own experts alone."""
     rows: list[tuple[int, int]] = []
 
-    def counted(weight: Tensor) -> Any:
+    def counted(weight: Tensor, bias: Tensor | None) -> Any:
         def linear(x: Tensor) -> Tensor:
             rows.append((weight.shape[0], len(x)))
             return F.linear(x, weight)
@@ -107,7 +112,7 @@ def test_routing(dtype: torch.dtype, normalise: bool) -> None:
 
 def test_the_device_decides() -> None:
     with pretended_device() as device:
-        there = [(gate_up.to(device), down.to(device)) for gate_up, down in weights_of(torch.float32)]
+        there = [ExpertWeights(*(matrix.to(device) for matrix in pair)) for pair in matrices_of(torch.float32)]
         assert isinstance(make_experts(there), GroupedExperts)
     assert isinstance(make_experts(weights_of(torch.float32)), LoopedExperts)
     with pytest.raises(ValueError, match="at least one expert"):
@@ -117,7 +122,7 @@ def test_the_device_decides() -> None:
 def test_on_a_processor_an_expert_is_packed_before_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a layer of many experts is held twice."""
     events: list[str] = []
-    monkeypatch.setattr(module, "make_linear", lambda weight: events.append("packed"))
+    monkeypatch.setattr(module, "make_linear", lambda weight, bias: events.append("packed"))
 
     def read() -> Iterator[ExpertWeights]:
         for weights in weights_of(torch.float32)[:2]:
@@ -126,3 +131,18 @@ def test_on_a_processor_an_expert_is_packed_before_the_next_is_read(monkeypatch:
 
     make_experts(read())
     assert events == ["read", "packed", "packed"] * 2
+
+
+@pytest.mark.parametrize("kind", [LoopedExperts, GroupedExperts])
+def test_biases_of_experts(kind: Any) -> None:
+    """Each product of an expert has its own."""
+    biases = [(torch.randn(2 * I), torch.randn(H)) for _ in range(E)]
+    with_biases = [ExpertWeights(*pair, *own) for pair, own in zip(matrices_of(torch.float32), biases, strict=True)]
+    x, weights, experts = tokens_of(9, 2, torch.float32)
+    found = kind(with_biases)(x, weights, experts, swiglu)
+    exact = torch.zeros_like(found)
+    for token in range(9):
+        for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
+            (gate_up, down), (inner_bias, bias) = matrices_of(torch.float32)[expert], biases[expert]
+            exact[token] += weight * (down @ swiglu((gate_up @ x[token] + inner_bias).unsqueeze(0))[0] + bias)
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)

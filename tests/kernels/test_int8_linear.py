@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import int8_linear
-from pdserve.kernels.experts import GroupedExperts, make_experts
+from pdserve.kernels.experts import ExpertWeights, GroupedExperts, make_experts
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
 from pdserve.kernels.linear import make_linear
 
@@ -125,8 +125,11 @@ def test_matrices_are_stacked_by_kind() -> None:
 
 
 def test_experts_are_quantized_one_by_one() -> None:
-    weights = [(torch.randn(24, 16), torch.randn(16, 12)) for _ in range(3)]
-    experts = make_experts((Int8Matrix.quantized(gate_up), Int8Matrix.quantized(down)) for gate_up, down in weights)
+    matrices = [(torch.randn(24, 16), torch.randn(16, 12)) for _ in range(3)]
+    weights = [ExpertWeights(gate_up, down) for gate_up, down in matrices]
+    experts = make_experts(
+        ExpertWeights(Int8Matrix.quantized(gate_up), Int8Matrix.quantized(down)) for gate_up, down in matrices
+    )
     assert not isinstance(experts, GroupedExperts)
     x = torch.randn(5, 16)
     routing, chosen = torch.rand(5, 2), torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, 2]])

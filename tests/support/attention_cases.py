@@ -126,7 +126,11 @@ def dense_attention(case: Case, spec: AttentionSpec) -> Tensor:
         hidden = (key > position) & spec.causal
         if spec.window is not None:
             hidden |= key <= position - spec.window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if spec.sinks:
+            sinks = sinks_of(case, spec).double().view(-1, 1, 1).expand(-1, stop - start, 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v)
     return out.flatten(1)
 
@@ -135,7 +139,12 @@ def run_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> Tens
     """Plan, store and attend in the case's layer -> `[T, Hq * D]`."""
     plan = backend.plan(case.batch, spec)
     plan.store(case.layer, case.k, case.v)
-    return plan.attend(case.layer, case.q, case.k, case.v)
+    return plan.attend(case.layer, case.q, case.k, case.v, sinks_of(case, spec) if spec.sinks else None)
+
+
+def sinks_of(case: Case, spec: AttentionSpec) -> Tensor:
+    """`[Hq]`, between -1 and 3: some heads give most of their weight to no value."""
+    return torch.linspace(-1, 3, spec.num_heads, dtype=case.q.dtype, device=case.q.device)
 
 
 def check_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> None:

@@ -93,6 +93,17 @@ OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"sliding_window": 15, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
     ],
+    "gpt_oss": [
+        {**_EXPERTS, "sliding_window": 13},
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 6, "swiglu_limit": 2.0},
+        {
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+            "sliding_window": 30,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ],
     "ministral": [
         {"sliding_window": 23},
         {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},

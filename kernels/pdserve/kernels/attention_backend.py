@@ -38,10 +38,11 @@ class AttentionPlan(Protocol):
         k and v `[T, Hkv, D]`, keys rotated; both may be views with strides.
         """
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attention of all T query tokens; reads pages, writes none.
 
-        q `[T, Hq, D]`, rotated; k and v are the arguments of `store`, and may be used instead of the pages -> `[T, Hq * D]`.
+        q `[T, Hq, D]`, rotated; k and v are the arguments of `store`, and may be used instead of the pages; sinks: `[Hq]`
+        of a spec that has them -> `[T, Hq * D]`.
         """
 
 

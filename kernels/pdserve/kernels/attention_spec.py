@@ -21,6 +21,8 @@ class AttentionSpec:
     """Number of tokens that a token attends to, itself included; None: all."""
     softcap: float | None = None
     """Scaled scores become `softcap * tanh(score / softcap)` before the mask; None: no cap."""
+    sinks: bool = False
+    """True: each head has a number that is one more score of every query, whose weight goes to no value."""
     causal: bool = True
     """False: a token also attends to later tokens of its sequence, up to the sequence's length."""
 

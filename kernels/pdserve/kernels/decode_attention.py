@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_sinks import softmax_with_sinks
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import GatheredKeys, KvPages
 
@@ -120,14 +121,20 @@ def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
 
 
 def _uses_products(like: Tensor, spec: AttentionSpec, num_keys: int) -> bool:
-    """True if two batched products are faster than the fused kernel, or if there is a soft cap, which the fused kernel lacks."""
-    return spec.softcap is not None or (like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS)
+    """True if two batched products are faster than the fused kernel, or for a soft cap or sinks, which the fused kernel lacks."""
+    return (
+        spec.softcap is not None
+        or spec.sinks
+        or (like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS)
+    )
 
 
-def attend_decode(q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, spec: AttentionSpec) -> Tensor:
+def attend_decode(
+    q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """`softmax(cap(scale * q k^T) + mask) v`; the G query heads of a KV head are G rows of one product.
 
-    q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]` -> `[B, Hkv, G, D]`.
+    q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]`, sinks `[Hq]` -> `[B, Hkv, G, D]`.
     """
     if not group.by_products:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=spec.scale)
@@ -143,4 +150,6 @@ def attend_decode(q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, spec: Att
         scores = torch.baddbmm(q.new_empty(1), q, keys, beta=0, alpha=spec.scale)
     else:
         scores = torch.baddbmm(group.mask, q, keys, alpha=spec.scale)
-    return torch.bmm(scores.softmax(-1), values).view(size, num_kv_heads, -1, head_dim)
+    if sinks is not None:
+        sinks = sinks.view(1, num_kv_heads, -1, 1).expand(size, -1, -1, -1).reshape(size * num_kv_heads, -1, 1)
+    return torch.bmm(softmax_with_sinks(scores, sinks), values).view(size, num_kv_heads, -1, head_dim)

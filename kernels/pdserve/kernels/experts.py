@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,20 @@ from torch import Tensor
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix, tensors
 from pdserve.kernels.linear import make_linear
 
-ExpertWeights = tuple[Matrix, Matrix]
-"""Weights of one expert: gate and up side by side `[2 * I, H]`, and down `[H, I]`."""
 Swiglu = Callable[[Tensor], Tensor]
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of one expert. All experts of a layer have biases, or none."""
+
+    gate_up: Matrix
+    """Gate and up side by side `[2 * I, H]`."""
+    down: Matrix
+    """`[H, I]`"""
+    gate_up_bias: Tensor | None = None
+    """`[2 * I]`"""
+    down_bias: Tensor | None = None
+    """`[H]`"""
 
 
 def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -46,7 +57,9 @@ class LoopedExperts:
     """Two products per expert that has a token; other experts cost nothing. Reads the number of tokens per expert on the host."""
 
     def __init__(self, experts: Iterable[ExpertWeights]) -> None:
-        self._experts = [(make_linear(gate_up), make_linear(down)) for gate_up, down in experts]
+        self._experts = [
+            (make_linear(each.gate_up, each.gate_up_bias), make_linear(each.down, each.down_bias)) for each in experts
+        ]
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         order, counts = _by_expert(experts, len(self._experts))
@@ -64,16 +77,26 @@ class GroupedExperts:
     """Two grouped products over all experts. Reads nothing back from the device."""
 
     def __init__(self, experts: Iterable[ExpertWeights]) -> None:
-        gate_up, down = zip(*experts, strict=True)
+        gate_up, down, gate_up_biases, down_biases = zip(*experts, strict=True)
         self._gate_up = torch.stack(tensors(gate_up)).transpose(1, 2)
         self._down = torch.stack(tensors(down)).transpose(1, 2)
+        self._gate_up_bias, self._down_bias = (
+            None if biases[0] is None else torch.stack(biases) for biases in (gate_up_biases, down_biases)
+        )
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         order, counts = _by_expert(experts, len(self._down))
         ends = counts.cumsum(0, dtype=torch.int32)
         rows = x.index_select(0, order // experts.shape[1])
-        inner = swiglu(F.grouped_mm(rows, self._gate_up, offs=ends)).contiguous()
-        return _by_token(F.grouped_mm(inner, self._down, offs=ends), order, weights)
+        chosen = experts.flatten()[order]
+        inner = _add_bias(F.grouped_mm(rows, self._gate_up, offs=ends), self._gate_up_bias, chosen)
+        out = F.grouped_mm(swiglu(inner).contiguous(), self._down, offs=ends)
+        return _by_token(_add_bias(out, self._down_bias, chosen), order, weights)
+
+
+def _add_bias(rows: Tensor, biases: Tensor | None, chosen: Tensor) -> Tensor:
+    """Rows `[T * k, N]` of the experts `chosen`, with their biases `[E, N]`."""
+    return rows if biases is None else rows.add_(biases.index_select(0, chosen))
 
 
 def _by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -97,5 +120,6 @@ def make_experts(experts: Iterable[ExpertWeights]) -> Experts:
     first = next(remaining, None)
     if first is None:
         raise ValueError("a mixture needs at least one expert")
-    kind = LoopedExperts if isinstance(first[0], Int8Matrix) or first[0].is_cpu else GroupedExperts
+    is_looped = isinstance(first.gate_up, Int8Matrix) or first.gate_up.is_cpu
+    kind = LoopedExperts if is_looped else GroupedExperts
     return kind(chain([first], remaining))

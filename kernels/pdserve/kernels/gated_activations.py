@@ -1,7 +1,10 @@
-"""Activations of gated MLPs beside SiLU (`LayerOps.swiglu`)."""
+"""Activations of gated MLPs beside `LayerOps.swiglu`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,3 +13,17 @@ def geglu_tanh(gate_up: Tensor) -> Tensor:
     """`gelu(gate) * up` of `[T, 2 * I]` -> `[T, I]`, with `gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """`g sigmoid(alpha g) (u + 1)` with `g = min(gate, limit)` and `u = clamp(up, -limit, limit)`."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """`[T, 2 * I]` -> `[T, I]`."""
+        gate, up = gate_up.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        return gate.mul(torch.sigmoid(gate * self.alpha)).mul_(up.clamp(-self.limit, self.limit).add_(1))

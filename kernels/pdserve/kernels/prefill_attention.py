@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from pdserve.kernels.attention_sinks import softmax_with_sinks
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import GatheredKeys, KvPages
 
@@ -110,10 +111,12 @@ def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu_(1)
 
 
-def attend_prefill(q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor) -> None:
+def attend_prefill(
+    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor, sinks: Tensor | None = None
+) -> None:
     """`out[i] = softmax(cap(scale * q[i] k^T) + mask[i]) v`, tile by tile.
 
-    q and out `[n, Hkv, G, D]`, k and v `[Hkv, S, D]`; the last key belongs to the last query.
+    q and out `[n, Hkv, G, D]`, k and v `[Hkv, S, D]`, sinks `[Hq]`; the last key belongs to the last query.
     """
     num_kv_heads, group_size, head_dim = q.shape[1:]
     q = q.permute(1, 2, 0, 3)
@@ -130,5 +133,10 @@ def attend_prefill(q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, spec: Att
         if tile.mask is not None:
             per_head = scores.view(num_kv_heads, group_size, num_rows, num_keys)
             per_head[..., num_keys - tile.mask.shape[1] :].add_(tile.mask)
-        result = torch.bmm(scores.softmax(-1), values).view(num_kv_heads, group_size, num_rows, head_dim)
+        of_rows = None
+        if sinks is not None:
+            of_rows = sinks.view(num_kv_heads, group_size, 1).expand(-1, -1, num_rows).reshape(num_kv_heads, -1, 1)
+        result = torch.bmm(softmax_with_sinks(scores, of_rows), values).view(
+            num_kv_heads, group_size, num_rows, head_dim
+        )
         out[tile.start : tile.stop].copy_(result.permute(2, 0, 1, 3))

@@ -96,33 +96,33 @@ class TorchAttentionPlan:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._pages.store(layer, self._write_rows, k, v)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         pages, spec = self._pages, self._spec
         num_tokens = q.shape[0]
         queries = q.view(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
-        if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries)) is not None:
+        if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries, sinks)) is not None:
             return only.reshape(num_tokens, -1)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if self._num_decodes:
-            self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes])
+            self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes], sinks)
         for plan in self._prefills:
             first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
             if plan.source is None:
                 keys, values = k[first:stop].transpose(0, 1), v[first:stop].transpose(0, 1)
             else:
                 keys, values = (gathered[0] for gathered in pages.gather(layer, plan.source))
-            attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop])
+            attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop], sinks)
         return out.view(num_tokens, -1)
 
-    def _attend_at_once(self, layer: int, queries: Tensor) -> Tensor | None:
+    def _attend_at_once(self, layer: int, queries: Tensor, sinks: Tensor | None) -> Tensor | None:
         """Attention of a step of one group, in the tensor that its call returns; None for other steps."""
-        return self._attend_group(layer, queries, self._groups[0]) if len(self._groups) == 1 else None
+        return self._attend_group(layer, queries, self._groups[0], sinks) if len(self._groups) == 1 else None
 
-    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor) -> None:
+    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Write the decode rows; queries and out `[num_decodes, Hkv, G, D]`, out contiguous."""
         for group in self._groups:
-            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group)
+            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group, sinks)
 
-    def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup) -> Tensor:
+    def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
         k, v = self._pages.gather(layer, group.source)
-        return attend_decode(q, k, v, group, self._spec)
+        return attend_decode(q, k, v, group, self._spec, sinks)

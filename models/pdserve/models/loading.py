@@ -52,6 +52,9 @@ def load_decoder(
     if config.stored_quantization is not None and (quantization is not None or load_format == "dummy"):
         given = "load_format is 'dummy'" if quantization is None else f"quantization is {quantization!r}"
         raise ConfigError(f"{given}, but the weights of {folder} are stored quantized")
+    refusal = config.family.loading_refusal(quantization, load_format)
+    if refusal is not None:
+        raise ConfigError(refusal)
     with torch.inference_mode():
         if load_format == "dummy":
             shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")

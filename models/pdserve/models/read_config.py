@@ -30,7 +30,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     config = JsonObject.read(folder / "config.json")
     architecture = _architecture(config)
     family = FAMILIES[architecture]
-    stored_quantization = StoredQuantization.read(config)
+    stored_quantization = None if family.unpacks(config) else StoredQuantization.read(config)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     intermediate_size = config.integer("intermediate_size", maximum=_MAX_WIDTH)
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)

@@ -8,6 +8,7 @@ from pdserve.models.config.model_config import ModelFamily
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
 from pdserve.models.families.glm4 import Glm4
+from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
 from pdserve.models.families.ministral import Ministral
@@ -25,6 +26,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4ForCausalLM": Glm4,
+    "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
     "MinistralForCausalLM": Ministral,

@@ -44,9 +44,12 @@ class NativeAttentionBackend(TorchAttentionBackend):
         self._level = 0 if level is None else library.levels.index(level)
         self._partials = torch.empty(0)
 
-    def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> NativeAttentionPlan:
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
         pages = self._pages
         check_spec(pages.kv_cache, spec)
+        if spec.sinks:
+            # torch operations compute them
+            return TorchAttentionPlan(self._step_plan(batch), pages, spec)
         return NativeAttentionPlan(self._step_plan(batch), pages, spec, self)
 
     def attend(self, call: DecodeCall) -> None:
@@ -96,10 +99,10 @@ class NativeAttentionPlan(TorchAttentionPlan):
         if size:
             self._backend.prepare(call, spec.num_heads * (spec.head_dim + 2))
 
-    def _attend_at_once(self, layer: int, queries: Tensor) -> None:
+    def _attend_at_once(self, layer: int, queries: Tensor, sinks: Tensor | None) -> None:
         return None
 
-    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor) -> None:
+    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """queries and out `[num_decodes, Hkv, G, D]`; out is contiguous."""
         if not 0 <= layer < self._pages.num_layers:
             raise IndexError(f"layer {layer} of {self._pages.num_layers}")

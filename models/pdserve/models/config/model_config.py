@@ -84,6 +84,7 @@ class ModelConfig:
             scale=self.family.attention_scale or self.head_dim**-0.5,
             window=self.sliding_windows[layer],
             softcap=self.family.attention_softcap,
+            sinks=self.family.has_sinks,
         )
 
     def layer_rope(self, layer: int) -> RopeParameters | None:
@@ -197,6 +198,8 @@ class ModelFamily(ABC):
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
     norms: ClassVar[LayerNorms] = LayerNorms()
+    has_sinks: ClassVar[bool] = False
+    """See `AttentionSpec.sinks`."""
     has_fused_qkv: ClassVar[bool] = False
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False
@@ -209,6 +212,11 @@ class ModelFamily(ABC):
     @abstractmethod
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
+
+    @classmethod
+    def unpacks(cls, config: JsonObject) -> bool:
+        """True if the family reads the checkpoint's quantized weights itself."""
+        return False
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
@@ -226,6 +234,10 @@ class ModelFamily(ABC):
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as it is multiplied with embeddings of this dtype."""
         return self.embedding_multiplier
+
+    def loading_refusal(self, quantization: str | None, load_format: str) -> str | None:
+        """A sentence about settings with which the family's weights are not loaded; None: they are."""
+        return None
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""

@@ -34,6 +34,8 @@ class SelfAttention:
     output: Linear
     projection_norm: ProjectionNorm | None = None
     """Normalises all queries and all keys of a token before the rotation; None: no norm."""
+    sinks: Tensor | None = None
+    """`[Hq]`, of a spec that has them."""
 
     @classmethod
     def load(
@@ -79,6 +81,7 @@ class SelfAttention:
                 f"{prefix}.o_proj", hidden_size, spec.num_heads * spec.head_dim, bias=output_bias
             ),
             projection_norm=projection_norm,
+            sinks=_load_sinks(weights, prefix, spec.num_heads) if spec.sinks else None,
         )
 
     def __call__(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
@@ -97,7 +100,7 @@ class SelfAttention:
         if self.projection_norm is not None:
             self.projection_norm(qkv)
         q, k, v = ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
-        return plan.attend(self.index, q, k, v)
+        return plan.attend(self.index, q, k, v) if self.sinks is None else plan.attend(self.index, q, k, v, self.sinks)
 
 
 def _load_qk_norm(
@@ -109,6 +112,10 @@ def _load_qk_norm(
         for name in ("q_norm", "k_norm")
     )
     return HeadNorm(torch.cat([q_weight.expand(spec.num_heads, -1), k_weight.expand(spec.num_kv_heads, -1)]), eps)
+
+
+def _load_sinks(weights: WeightLoader, prefix: str, num_heads: int) -> Tensor:
+    return weights.tensor(f"{prefix}.sinks", num_heads, part=weights.shard.part(0, num_heads))
 
 
 def _load_projection_norm(

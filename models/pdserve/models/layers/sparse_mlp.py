@@ -11,6 +11,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.models.layers.gated_mlp import Gate
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
@@ -26,6 +27,8 @@ class SparseMlp:
     """True: the routing weights of a token add up to 1."""
     group: RankGroup | None = None
     """The ranks that share the inner size of each expert."""
+    gate: Gate | None = None
+    """Activation of the experts; None: SiLU."""
 
     @classmethod
     def load(
@@ -54,7 +57,7 @@ class SparseMlp:
             name = f"{prefix}.experts.{index}"
             halves = [f"{name}.{half}" for half in projections[:2]]
             gate_up = weights.stack([weights.matrix(half, inner_size, hidden_size, rows) for half in halves], halves)
-            return gate_up, weights.matrix(f"{name}.{projections[2]}", hidden_size, inner_size, columns)
+            return ExpertWeights(gate_up, weights.matrix(f"{name}.{projections[2]}", hidden_size, inner_size, columns))
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
         experts = make_experts(expert(index) for index in range(num_experts))
@@ -63,7 +66,7 @@ class SparseMlp:
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
-        added = self.experts(x, routing_weights, chosen, ops.swiglu)
+        added = self.experts(x, routing_weights, chosen, self.gate or ops.swiglu)
         # before the addition, every rank has the same residual and so the same experts per token
         return added if self.group is None else self.group.all_reduce(added)
 

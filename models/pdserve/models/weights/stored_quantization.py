@@ -13,6 +13,8 @@ from pdserve.common.errors import UnsupportedModel
 from pdserve.models.json_object import JsonObject
 
 METHOD = "compressed-tensors"
+MXFP4 = "mxfp4"
+"""Method of families that unpack their experts themselves."""
 _FORMATS = {"int-quantized": "int", "float-quantized": "float", "naive-quantized": None}
 """Format -> type of its numbers; None: the groups say."""
 _MAX_GROUPS = 64

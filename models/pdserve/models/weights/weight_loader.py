@@ -57,7 +57,8 @@ class WeightLoader:
         """ignored: names that may remain unread. quantization: of `matrix`. stored: the checkpoint's own. shard: this rank's.
         progress: called after each weight."""
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self.dtype = dtype
+        """The served dtype."""
         self._device = device
         self._quantization = quantization
         self._stored = stored
@@ -77,6 +78,12 @@ class WeightLoader:
         Raises: ConfigError for a weight that is missing, has another shape or type, or has NaN or infinity.
         """
         tensor = self._read(name, shape, part)
+        self._count(name, self._whole_bytes(shape), tensor.nbytes)
+        return tensor
+
+    def packed(self, name: str, *shape: int) -> Tensor:
+        """A copy on the device of bytes that the caller unpacks. Raises: ConfigError, as `tensor`."""
+        tensor = self._checkpoint.read(name, shape, ("U8",)).to(self._device, copy=True)
         self._count(name, self._whole_bytes(shape), tensor.nbytes)
         return tensor
 
@@ -115,7 +122,7 @@ class WeightLoader:
         if stored.rounds_inputs:
             matrix: Matrix = Int8Matrix(values, scales)
         else:
-            matrix = (values.float() * scales[:, None]).to(self._dtype)
+            matrix = (values.float() * scales[:, None]).to(self.dtype)
             verify_finite(matrix, matrix, self._checkpoint.where(weight))
         self._count(weight, self._whole_bytes(shape), matrix.nbytes)
         return matrix
@@ -133,19 +140,19 @@ class WeightLoader:
         verify_finite(scales, source, self._checkpoint.where(name))
         if not scales.is_meta and not bool((scales > 0).all()):
             raise ConfigError(f"{self._checkpoint.where(name)} has a scale of 0 or less")
-        self._count(name, source.numel() * self._dtype.itemsize, 0)
+        self._count(name, source.numel() * self.dtype.itemsize, 0)
         # a scale for inputs that are not rounded here
         inputs = f"{weight.removesuffix('weight')}input_scale"
         if inputs in self._names:
-            self._count(inputs, self._dtype.itemsize, 0)
+            self._count(inputs, self.dtype.itemsize, 0)
         return scales.expand(rows).contiguous()
 
     def _whole_bytes(self, shape: Sequence[int]) -> int:
-        return math.prod(shape) * self._dtype.itemsize
+        return math.prod(shape) * self.dtype.itemsize
 
     def _read(self, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
         source = self._checkpoint.read(name, shape, FLOATS, part)
-        tensor = source.to(self._device, self._dtype, copy=True)
+        tensor = source.to(self._device, self.dtype, copy=True)
         verify_finite(tensor, source, self._checkpoint.where(name))
         return tensor
 
