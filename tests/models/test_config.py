@@ -158,7 +158,7 @@ def test_longrope_serves_its_original_length(tmp_path: Path) -> None:
             "quantized by gptq; compressed-tensors is the method that is read",
         ),
         ({"quantization_config": {"bits": 4}}, "quantized by a method that it does not name"),
-        ({"architectures": ["Qwen3Model"]}, "Qwen3Model, which is Qwen3ForCausalLM without its language-model head"),
+        ({"architectures": ["Qwen3Model"]}, "Qwen3Model is Qwen3ForCausalLM without its language-model head"),
         ({"model_type": "granite"}, "model_type 'granite' is not that of LlamaForCausalLM \\(llama\\)"),
         (
             {

@@ -177,3 +177,25 @@ def test_two_ranks_share_a_family(family: str, tmp_path: Path) -> None:
 
     first, _ = on_all_ranks(2, compute)
     torch.testing.assert_close(first, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_a_body_whose_embedding_is_the_head(family: str, tmp_path: Path) -> None:
+    """Embedding models are stored so. The weights have no prefix."""
+    whole = make_family(tmp_path / "whole", family, {**cases(family)[0], "tie_word_embeddings": True})
+    whole.model.save_pretrained(tmp_path / "body")
+    [named] = json.loads((tmp_path / "body" / "config.json").read_text())["architectures"]
+    assert named.endswith("Model")
+    tokens = list(range(30, 70))
+    with torch.inference_mode():
+        expected = whole(torch.tensor([tokens])).logits[0]
+    decoder = load_decoder(tmp_path / "body")
+    torch.testing.assert_close(PagedRun(decoder).step({}, {"a": tokens})["a"], expected, atol=ATOL, rtol=0)
+    edit_json(tmp_path / "body" / "config.json", num_hidden_layers=5, layer_types=...)
+    with pytest.raises(ConfigError, match=r"weight layers\.4\.self_attn\.q_(norm|proj)\.weight is in none of"):
+        load_decoder(tmp_path / "body")
+    edit_json(tmp_path / "body" / "config.json", tie_word_embeddings=False)
+    with pytest.raises(
+        UnsupportedModel, match=f"architecture {named} is .*ForCausalLM without its language-model head"
+    ):
+        load_decoder(tmp_path / "body")

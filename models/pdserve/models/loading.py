@@ -16,6 +16,7 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.read_config import read_config
+from pdserve.models.weights.body_weights import BodyWeights
 from pdserve.models.weights.checkpoint import FLOATS, WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
@@ -62,7 +63,8 @@ def load_decoder(
             _decoder(config, shapes, "meta", quantization, WHOLE, None)
             return _decoder(config, shapes.on_device(device), device, quantization, shard, progress)
         with open_checkpoint(folder) as checkpoint:
-            return _decoder(config, checkpoint, device, quantization, shard, progress)
+            source = BodyWeights(checkpoint) if config.is_body else checkpoint
+            return _decoder(config, source, device, quantization, shard, progress)
 
 
 def _decoder(

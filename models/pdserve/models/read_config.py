@@ -9,7 +9,7 @@ from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
-from pdserve.models.registry import FAMILIES
+from pdserve.models.registry import BODIES, FAMILIES
 from pdserve.models.weights.stored_quantization import StoredQuantization
 
 _MAX_VOCAB = 1 << 24
@@ -28,7 +28,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
     config = JsonObject.read(folder / "config.json")
-    architecture = _architecture(config)
+    architecture, is_body = _architecture(config)
     family = FAMILIES[architecture]
     stored_quantization = None if family.unpacks(config) else StoredQuantization.read(config)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
@@ -51,6 +51,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     eos_token_ids, bos_token_id = _special_tokens(folder, config, vocab_size)
     return ModelConfig(
         architecture=architecture,
+        is_body=is_body,
         family=options,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -73,16 +74,21 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     )
 
 
-def _architecture(config: JsonObject) -> str:
+def _architecture(config: JsonObject) -> tuple[str, bool]:
+    """The architecture with its language-model head, and True if the checkpoint is without it."""
     names = config.items("architectures") or []
     supported = ", ".join(FAMILIES)
-    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
+    named = names[0] if len(names) == 1 and isinstance(names[0], str) else ""
+    architecture = BODIES.get(named, named)
+    if architecture not in FAMILIES:
         found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
-        kind = str(names[0]).removesuffix("Model") + "ForCausalLM" if len(names) == 1 else ""
-        if kind in FAMILIES:
-            found += f", which is {kind} without its language-model head"
         raise UnsupportedModel(f"{config.where}: architecture {found}; supported: {supported}")
-    architecture = str(names[0])
+    is_body = architecture != named
+    if is_body and not config.boolean("tie_word_embeddings", FAMILIES[architecture].default_tie_word_embeddings):
+        raise UnsupportedModel(
+            f"{config.where}: architecture {named} is {architecture} without its language-model head, and "
+            "tie_word_embeddings is false; it is served where the embedding is the head"
+        )
     expected = FAMILIES[architecture].model_type
     model_type = config.text("model_type", expected)
     if model_type != expected:
@@ -97,7 +103,7 @@ def _architecture(config: JsonObject) -> str:
         raise UnsupportedModel(
             f"{config.where}: {field} {activation[:80]!r}; supported for {architecture}: {activations[0]}{other}"
         )
-    return architecture
+    return architecture, is_body
 
 
 def _num_kv_heads(config: JsonObject, architecture: str, num_heads: int) -> int:

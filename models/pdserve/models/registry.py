@@ -41,3 +41,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "SmolLM3ForCausalLM": SmolLM3,
 }
 """The single entry of `architectures` in config.json -> its family."""
+BODIES: Mapping[str, str] = {f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES} | {
+    "Gemma3TextModel": "Gemma3ForCausalLM"
+}
+"""Architectures without a language-model head -> the same with it."""

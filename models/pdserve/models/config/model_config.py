@@ -68,6 +68,8 @@ class ModelConfig:
     """Names in config.json that are neither read nor in a list of harmless fields."""
     stored_quantization: StoredQuantization | None = None
     """How the checkpoint's matrices are quantized; None: not at all."""
+    is_body: bool = False
+    """True: the checkpoint is of the architecture without its language-model head, which is the embedding."""
     local_rope: RopeParameters | None = None
     """Rotary embedding of layers with a window; None: `rope`."""
 
