@@ -80,10 +80,19 @@ async def test_leaving_a_stream_ends_every_sequence(running: Running) -> None:
         assert last.outputs[0].token_ids == last.outputs[1].token_ids
 
 
+def test_a_request_may_have_as_many_sequences_as_run_at_a_time(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(max_num_seqs=40, num_blocks=256)
+    [few], [many] = (llm.generate(TEXT, sampled(seed=5, n=n, max_tokens=4), use_tqdm=False) for n in (3, 40))
+    assert [output.index for output in many.outputs] == list(range(40))
+    assert [output.token_ids for output in many.outputs[:3]] == [output.token_ids for output in few.outputs]
+    [best] = llm.generate(TEXT, sampled(seed=5, n=1, best_of=40, max_tokens=4), use_tqdm=False)
+    assert best.outputs[0].token_ids in [output.token_ids for output in many.outputs]
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"n": 17}, "n", "n must be from 1 to 16, not 17"),
+        ({"n": 0}, "n", "n must be from 1 to 4, not 0"),
         ({"n": 3, "best_of": 2}, "best_of", r"at least n \(3\)"),
         ({"n": 5}, "n", r"at most 4 sequences run at a time \(max_num_seqs\)"),
         ({"best_of": 5}, "best_of", r"best_of is 5, at most 4"),

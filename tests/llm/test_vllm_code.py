@@ -71,6 +71,22 @@ def test_a_device_is_named_or_refused(make_llm: Callable[..., LLM]) -> None:
             make_llm(**option)
 
 
+def test_more_log_probabilities_where_the_engine_is_made_for_them(make_llm: Callable[..., LLM]) -> None:
+    params = greedy(max_tokens=2, logprobs=320, prompt_logprobs=100)
+    [answer] = make_llm(max_logprobs=-1).generate(TEXT, params, use_tqdm=False)
+    assert answer.outputs[0].logprobs is not None
+    assert [len(candidates) for candidates in answer.outputs[0].logprobs] == [320, 320]
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[1] is not None
+    assert len(answer.prompt_logprobs[1]) in (100, 101)
+    for most, asked in ((None, 21), (20, 21), (5, 6)):
+        with pytest.raises(InvalidRequest, match=f"logprobs must be from 0 to {most or 20}, not {asked}"):
+            make_llm(max_logprobs=most).generate(TEXT, greedy(logprobs=asked), use_tqdm=False)
+    for wrong in (-2, 321, "5"):
+        with pytest.raises(ConfigError, match=r"max_logprobs is .*-1 to 320, the size of the vocabulary, are possible"):
+            make_llm(max_logprobs=wrong)
+
+
 def test_a_refused_request_is_a_value_error(llm: LLM) -> None:
     with pytest.raises(ValueError, match="temperature must be from 0 to 100"):
         llm.generate(TEXT, SamplingParams(temperature=-1.0), use_tqdm=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 
@@ -18,6 +19,8 @@ class EngineConfig:
     """Largest number of tokens of one sequence; at most what the pool holds."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
+    max_sequences: int = MAX_SEQUENCES
+    """Sequences of one request, at most; workers exchange messages about no more."""
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""

@@ -79,6 +79,7 @@ class EngineCore:
         self.verifier = RequestVerifier(
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
+            max_sequences=config.max_sequences,
             vocab_size=vocab_size,
             hidden_size=executor.hidden_size,
             has_grammars=self.scheduler.grammars.is_possible,

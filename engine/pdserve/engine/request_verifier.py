@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
-from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
+from pdserve.common.request.sampling_params import MAX_SEQUENCES, SamplingParams, verify_token_ids
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 
 
@@ -18,6 +18,8 @@ class RequestVerifier:
     max_model_len: int
     """Tokens of prompt and output together."""
     max_num_seqs: int
+    max_sequences: int = MAX_SEQUENCES
+    """Sequences of one request, at most."""
     vocab_size: int
     hidden_size: int
     has_grammars: bool
@@ -84,7 +86,7 @@ class RequestVerifier:
         verify_token_ids("prompt_token_ids", update.prompt_token_ids, self.vocab_size)
 
     def _verify_sampling(self, params: SamplingParams) -> None:
-        params.verify(self.vocab_size, max_logprobs=self.vocab_size)
+        params.verify(self.vocab_size, max_logprobs=self.vocab_size, max_sequences=self.max_sequences)
         if params.structured_outputs is not None and not self.has_grammars:
             raise InvalidRequest("structured_outputs needs a tokenizer, and this engine has none", "structured_outputs")
         self.logits_processors.verify(params.logits_processors, self.vocab_size)

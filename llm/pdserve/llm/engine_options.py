@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import KvCacheDtype
+from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
@@ -43,6 +44,8 @@ class EngineOptions(TypedDict, total=False):
     """Sequences in one step, at most."""
     max_num_batched_tokens: int | None
     """Tokens computed in one step, at most."""
+    max_logprobs: int
+    """Log-probabilities per token that a request may ask for; default 20, -1: as many as the vocabulary has."""
     long_prefill_token_threshold: int
     """Tokens of one prompt computed in a step, at most; 0: no limit but the step's."""
     enable_prefix_caching: bool
@@ -151,9 +154,19 @@ def worker_settings(options: Mapping[str, Any]) -> WorkerSettings:
             possible = " or ".join(map(repr, values))
             raise ConfigError(f"{name} is {options[name]!r:.60}, only {possible} is supported")
     try:
-        given = {name: value for name, value in options.items() if name in known}
+        given = {name: value for name, value in options.items() if name in known and name != "max_logprobs"}
         settings = msgspec.convert(given, WorkerSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"options: {error}") from error
     settings.verify()
     return settings
+
+
+def max_logprobs(options: Mapping[str, Any], vocab_size: int) -> int:
+    """Log-probabilities per token that a request may ask for. Raises: ConfigError naming the option's value and limit."""
+    most: object = options.get("max_logprobs")
+    if most is None:
+        return MAX_LOGPROBS
+    if type(most) is not int or not -1 <= most <= vocab_size:
+        raise ConfigError(f"max_logprobs is {most!r:.60}, -1 to {vocab_size}, the size of the vocabulary, are possible")
+    return vocab_size if most == -1 else most

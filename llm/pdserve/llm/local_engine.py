@@ -15,7 +15,7 @@ from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.stats.stat_logger import StatLoggerFactory, load_stat_loggers
 from pdserve.engine.stats.stat_recorder import StatRecorder
-from pdserve.llm.engine_options import EngineOptions, worker_settings
+from pdserve.llm.engine_options import EngineOptions, max_logprobs, worker_settings
 from pdserve.llm.logits_callables import CallerLogitsProcessors
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -51,6 +51,11 @@ class LocalEngine:
             else InprocClient(LoadedEngine(folder, settings, self.logits_processors))
         )
         self.info = self.client.info
+        try:
+            self.max_logprobs = max_logprobs(options, self.info.vocab_size)
+        except ConfigError:
+            self.client.close()
+            raise
         self.recorder: StatRecorder | None = None
         if stat_loggers and self.log_stats:
             try:

@@ -53,6 +53,7 @@ class RequestFactory:
         self._max_model_len = engine.info.max_model_len
         self._max_num_seqs = engine.info.max_num_seqs
         self._vocab_size = engine.info.vocab_size
+        self._max_logprobs = engine.max_logprobs
         self._logits_processors = engine.logits_processors
         self._log_stats = engine.log_stats
         self._hidden_size = engine.info.hidden_size
@@ -90,17 +91,17 @@ class RequestFactory:
             max_tokens_field="max_tokens",
             takes_rest=sampling_params is not None,
         )
-        params.verify_bad_words()
-        bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
-        params = msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words)
-        params.verify(self._vocab_size)
-        self._logits_processors.verify(params.logits_processors, self._vocab_size)
         if params.num_sequences > self._max_num_seqs:
             field = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(
                 f"{field} is {params.num_sequences}, at most {self._max_num_seqs} sequences run at a time (max_num_seqs)",
                 field,
             )
+        params.verify_bad_words()
+        bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words)
+        params.verify(self._vocab_size, self._max_logprobs, max_sequences=self._max_num_seqs)
+        self._logits_processors.verify(params.logits_processors, self._vocab_size)
         return self._valid(prompt, encoded, fields, sampling_params=params)._replace(functions=functions)
 
     def validate_turn(

@@ -119,7 +119,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     spaces_between_special_tokens: bool = True
     """True if a tokenizer that inserts spaces between tokens does so between special ones, too."""
     logprobs: int | None = None
-    """Per token: its log-probability and those of this number of most likely ones; at most 20, None for none."""
+    """Per token: its log-probability and those of this number of most likely ones; None for none. At most 20, offline
+    `max_logprobs`."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first; the whole prompt is then computed, cached or not."""
     detokenize: bool = True
@@ -129,7 +130,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     logits_processors: tuple[NamedLogitsProcessor, ...] = ()
     """Plug-ins of the server that change this sequence's logits, in this order."""
     n: int = 1
-    """Number of sequences that continue the prompt, each with its own noise; at most 16."""
+    """Number of sequences that continue the prompt, each with its own noise; at most 16, offline `max_num_seqs`."""
     best_of: int | None = None
     """Number of sequences generated, of which the n with the highest cumulative log-probability are returned; None means n. Engines
     use only n."""
@@ -163,10 +164,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
 
-    def verify(self, vocab_size: int | None = None, max_logprobs: int = MAX_LOGPROBS, *, form: bool = True) -> None:
+    def verify(
+        self,
+        vocab_size: int | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
+        max_sequences: int = MAX_SEQUENCES,
+        *,
+        form: bool = True,
+    ) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit.
 
-        vocab_size: when known, token ids are held against it. max_logprobs: an engine gives more than it gives clients.
+        vocab_size: when known, token ids are held against it. max_logprobs, max_sequences: without services there may be more.
         form: False where `structured_outputs` is known to be verified, which takes time in proportion to its size.
         """
         _require_finite("temperature", self.temperature)
@@ -202,7 +210,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             _require(0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs, f"from 0 to {max_logprobs}")
         if (asked := self.prompt_logprobs) is not None:
             _require(0 <= asked <= max_logprobs, "prompt_logprobs", asked, f"from 0 to {max_logprobs}")
-        self.verify_sequences()
+        self.verify_sequences(max_sequences)
         if form and self.structured_outputs is not None:
             self.structured_outputs.verify()
         if vocab_size is not None:
@@ -218,12 +226,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                     "logit_bias",
                 )
 
-    def verify_sequences(self) -> None:
+    def verify_sequences(self, most: int = MAX_SEQUENCES) -> None:
         """Check `n` and `best_of` before anything is made for each sequence. Raises: InvalidRequest."""
-        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
+        _require(1 <= self.n <= most, "n", self.n, f"from 1 to {most}")
         if self.best_of is not None:
-            limit = f"at least n ({self.n}) and at most {MAX_SEQUENCES}"
-            _require(self.n <= self.best_of <= MAX_SEQUENCES, "best_of", self.best_of, limit)
+            limit = f"at least n ({self.n}) and at most {most}"
+            _require(self.n <= self.best_of <= most, "best_of", self.best_of, limit)
 
     def _verify_penalties(self) -> None:
         for field in ("presence_penalty", "frequency_penalty"):

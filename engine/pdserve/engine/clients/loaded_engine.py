@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 from pdserve.common.block_hash import BlockHasher
@@ -48,7 +49,7 @@ class LoadedEngine:
         self._close_core()
         self._grammars = self._model.grammar_compiler(self._settings)
         self._core = make_engine_core(
-            self._model.engine_config(self._settings),
+            replace(self._model.engine_config(self._settings), max_sequences=self._settings.max_num_seqs),
             self._model.decoder,
             self._model.kv_caches,
             local_hasher(self._settings.block_size),
