@@ -1,0 +1,169 @@
+"""Decode attention in C++, in torch operations, and the time to read the same bytes, in turns.
+
+Each round runs every implementation once over all layers of the shape of m05 (Qwen2.5-0.5B's: 14 query heads, 2 KV heads of 64, 24
+layers), with pages in random order. Two floors, with the same threads:
+
+    stream    torch.sum over as many bytes that lie one behind the other
+    pages     read the same pages in the same order, each asked for two ahead: a C++ loop, compiled for this run
+
+One thread: processor time of the process, so that other load counts only by what it does to caches and to the core that it shares.
+Several: wall time. us per layer: the lowest of all rounds, then medians; ratios are of the lowest.
+
+Usage: python benchmarks/native_attention.py [--threads 1] [--rounds 15] [--all-levels] > benchmarks/results/native_attention.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from conditions import conditions
+
+from pdserve.kernels.attention_backend import AttentionPlan
+from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.native.build_library import find_compiler
+from pdserve.kernels.native.library import load_library
+from pdserve.kernels.native.native_attention import NativeAttentionBackend
+from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.models.kv_cache import make_host_memory
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS, BLOCK_SIZE = 14, 2, 64, 24, 16
+SHAPES = ((8, 128), (8, 1024), (32, 1024), (8, 4096))
+POOL_BYTES = 1 << 30
+READ_PAGES = r"""
+#include <cstdint>
+#pragma GCC optimize("O3")
+extern "C" int64_t read_pages(const char* pool, const int64_t* places, int64_t count, int64_t bytes) {
+  int64_t sum = 0;
+  #pragma omp parallel for reduction(+ : sum) schedule(static)
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + 2 < count)
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(pool + places[i + 2] + at, 0, 1);
+    const int64_t* words = reinterpret_cast<const int64_t*>(pool + places[i]);
+    for (int64_t word = 0; word < bytes / 8; ++word) sum += words[word];
+  }
+  return sum;
+}
+"""
+
+
+def read_pages() -> Callable[..., int]:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "read_pages.cpp"), Path(folder, "read_pages.so")
+        source.write_text(READ_PAGES)
+        command = [
+            *find_compiler(),
+            "-O3",
+            "-march=native",
+            "-fopenmp",
+            "-shared",
+            "-fPIC",
+            str(source),
+            "-o",
+            str(library),
+        ]
+        subprocess.run(command, check=True)
+        function: Callable[..., int] = ctypes.CDLL(str(library)).read_pages
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]  # type: ignore[attr-defined]
+    return function
+
+
+def case(
+    dtype: torch.dtype, batch_size: int, context: int, read: Callable[..., int], num_levels: int
+) -> dict[str, Callable[[], object]]:
+    """Name -> a step of attention over all layers, or of reading. num_levels: instruction sets, the fastest first."""
+    page_bytes = 2 * BLOCK_SIZE * HEAD_DIM * dtype.itemsize
+    block_bytes = NUM_KV_HEADS * NUM_LAYERS * page_bytes
+    width = context // BLOCK_SIZE
+    num_blocks = min(batch_size * width, POOL_BYTES // block_bytes)
+    memory = make_host_memory(num_blocks * block_bytes)
+    cache = memory.view(dtype).view(num_blocks, NUM_KV_HEADS, NUM_LAYERS, 2, BLOCK_SIZE, HEAD_DIM)
+    cache.fill_(0.01)
+    random = np.random.default_rng(0)
+    rounds = -(-batch_size * width // num_blocks)
+    tables = np.concatenate([random.permutation(num_blocks) for _ in range(rounds)])[: batch_size * width]
+    tables = tables.reshape(batch_size, width)
+    lens = np.full(batch_size, context)
+    batch = AttentionBatch.from_arrays(
+        positions=lens - 1, slot_mapping=tables[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1, query_lens=np.ones(batch_size, np.int64),
+        seq_lens=lens, block_tables=tables, device=torch.device("cpu"),
+    )  # fmt: skip
+    spec = AttentionSpec(num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
+    q = torch.randn(batch_size, NUM_HEADS, HEAD_DIM).to(dtype)
+    k = torch.randn(batch_size, NUM_KV_HEADS, HEAD_DIM).to(dtype)
+    library = load_library()
+    backends = {level: NativeAttentionBackend(cache, library, level) for level in library.levels[:num_levels]}
+    plans: dict[str, AttentionPlan] = {name: backend.plan(batch, spec) for name, backend in backends.items()}
+    plans["torch"] = TorchAttentionBackend(cache).plan(batch, spec)
+    pages = (tables[:, :, None] * NUM_KV_HEADS + np.arange(NUM_KV_HEADS)).reshape(-1) * NUM_LAYERS
+    places = [np.ascontiguousarray((pages + layer) * page_bytes) for layer in range(NUM_LAYERS)]
+    numbers = batch_size * context * NUM_KV_HEADS * 2 * HEAD_DIM * dtype.itemsize // 4
+    flat = memory.view(torch.float32)
+    room = max(1, len(flat) - numbers)
+
+    def attend(name: str) -> None:
+        for layer in range(NUM_LAYERS):
+            plans[name].attend(layer, q, k, k)
+
+    def stream() -> None:
+        for layer in range(NUM_LAYERS):
+            start = layer * numbers % room
+            flat[start : start + numbers].sum()
+
+    def in_place() -> None:
+        for at in places:
+            read(memory.data_ptr(), at.ctypes.data, len(at), page_bytes)
+
+    runs: dict[str, Callable[[], object]] = {name: partial(attend, name) for name in plans}
+    return runs | {"pages": in_place, "stream": stream}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--all-levels", action="store_true", help="every instruction set of this processor")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    read = read_pages()
+    for name, value in conditions().items():
+        print(f"{name:<12} {value}")
+    print(f"{options.rounds} rounds, {options.threads} threads, us per layer: lowest / median\n", flush=True)
+    with torch.inference_mode():
+        for dtype in (torch.bfloat16, torch.float32):
+            for batch_size, context in SHAPES:
+                runs = case(dtype, batch_size, context, read, 4 if options.all_levels else 1)
+                times: dict[str, list[float]] = {name: [] for name in runs}
+                for number in range(options.rounds + 1):
+                    for name, run in runs.items():
+                        start = clock()
+                        run()
+                        if number:  # the first round warms up
+                            times[name].append((clock() - start) / NUM_LAYERS * 1e6)
+                low = {name: min(found) for name, found in times.items()}
+                best = low[next(iter(runs))]
+                print(f"{str(dtype).removeprefix('torch.')} {batch_size} x {context}")
+                print(
+                    "   ", ", ".join(f"{name} {low[name]:.0f} / {statistics.median(times[name]):.0f}" for name in runs)
+                )
+                ratios = {name: low[name] / best for name in ("torch", "pages", "stream")}
+                print(
+                    f"    torch is {ratios['torch']:.2f} times the fastest; that is {1 / ratios['pages']:.2f} times pages, "
+                    f"{1 / ratios['stream']:.2f} times stream",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
