@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,3 +198,40 @@ def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
     engine.scheduler.pool.forget_cached()
     assert engine.ask(PROMPTS[2]).token_ids == expected
     assert any(isinstance(message, SampleTokens) and message.late_req_ids for message in sent)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_random_lives_of_two_ranks_are_those_of_one(
+    seed: int, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
+) -> None:
+    """Requests come and are aborted at random; a pool that is too small preempts them, and odd seeds launch steps ahead."""
+    draw = random.Random(seed)
+    given = {
+        "block_size": 4, "num_blocks": 18, "max_model_len": 64, "max_num_batched_tokens": 16, "max_num_seqs": 6,
+        "async_scheduling": bool(seed % 2),
+    }  # fmt: skip
+    folder = tiny_checkpoints("llama")
+    one, two = engines = make_real_engine(folder, **given), make_ranked(folder, **given)
+    names: list[str] = []
+    for number in range(60):
+        if draw.random() < 0.4:
+            prompt = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 40))]
+            fields: dict[str, Any] = {"params": {"max_tokens": 20, "ignore_eos": True}}
+            if draw.random() < 0.5:
+                fields = draw.choice(MIXED)
+            names.append(f"r{number}")
+            for engine in engines:
+                engine.add(prompt, names[-1], **fields)
+        if names and draw.random() < 0.1:
+            name = names.pop(draw.randrange(len(names)))
+            for engine in engines:
+                engine.core.abort_request(name)
+        for engine in engines:
+            engine.step()
+    expected, answers = one.run(), two.run()
+    assert answers.keys() == expected.keys()
+    for name, answer in answers.items():
+        assert_close(answer, expected[name])
+    assert two.scheduler.num_preemptions == one.scheduler.num_preemptions > 0
