@@ -17,7 +17,7 @@ def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     if not isinstance(settings, DecodeSettings):
         raise InternalError(f"a decode worker needs DecodeSettings, not {type(settings).__name__}")
     servicer = DecodeServicer(
-        settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.block_bytes
+        settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.total_block_bytes
     )
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
     return ["pdserve.v1.DecodeService"]

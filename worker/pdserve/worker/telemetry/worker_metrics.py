@@ -33,7 +33,7 @@ class WorkerMetrics:
         def count(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(name, meaning, labels, registry=registry)
 
-        self._block_bytes = identity.layout.block_bytes
+        self._block_bytes = identity.layout.total_block_bytes
         self._stages = {
             "prefill.queue": seconds("pdserve_prefill_queue_seconds", "Waiting for the engine, before a prefill."),
             "prefill.compute": seconds("pdserve_prefill_compute_seconds", "Computing a prompt and its first token."),

@@ -42,6 +42,8 @@ class WorkerTelemetry(ServiceTelemetry):
             from pdserve.worker.telemetry.call_spans import trace_call
 
             try:
-                trace_call(self._telemetry.tracing, record, self._identity.worker_id, self._identity.layout.block_bytes)
+                trace_call(
+                    self._telemetry.tracing, record, self._identity.worker_id, self._identity.layout.total_block_bytes
+                )
             except Exception:
                 log.exception("the spans of %s could not be made", record.request.request_id)
