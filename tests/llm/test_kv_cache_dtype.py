@@ -73,7 +73,7 @@ def test_i5_probabilities_are_those_of_the_rounded_cache_in_every_schedule(
     assert (core_of(llm).scheduler.num_preemptions > 0) == ("num_blocks" in options)
     assert (stats["num_host_blocks_loaded"] > 0) == ("kv_host_mib" in options)
     if "speculative_config" in options:
-        assert stats["spec_decoding_stats"].num_draft_tokens > 0
+        assert stats["spec_decoding_stats"]["num_draft_tokens"] > 0
 
 
 async def test_turns_of_a_session(
