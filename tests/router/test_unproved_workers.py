@@ -77,14 +77,14 @@ async def test_a_copied_identity_served_by_a_stranger_is_never_live(cluster, cap
 
 async def test_a_worker_with_a_dtype_of_tomorrow_is_refused_by_name_and_breaks_nothing(cluster, caplog):
     caplog.set_level(logging.WARNING)
-    layout = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn")
+    layout = msgspec.structs.replace(LAYOUT, dtype="float4_e2m1fn_x2")
     for role in ("prefill", "decode"):
         await cluster.worker(role, worker_id=f"tomorrow-{role}", layout=layout).start()
     await cluster.start(prefill=1, decode=1, wait=False)
     for role in ("prefill", "decode"):
         await stands(cluster, role, live=1, refused=1)
         assert await cluster.text() == said(5)
-    assert len(warnings(caplog, "its dtype is 'float8_e4m3fn'")) == 2
+    assert len(warnings(caplog, "its dtype is 'float4_e2m1fn_x2'")) == 2
     assert "KeyError" not in caplog.text
 
 

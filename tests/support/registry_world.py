@@ -14,6 +14,7 @@ import pytest
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.engine_types import SchedulerStats
+from pdserve.common.request.known_adapters import NO_ADAPTERS
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
@@ -57,6 +58,7 @@ class StandIn:
         self.prefill_tokens_per_s = 0.0
         self.num_sessions = self.max_sessions = self.max_waiting = 0
         self.transfer_counts = TransferCounts()
+        self.known_adapters = NO_ADAPTERS
         self.met: set[str] = set()
         """Addresses of peers."""
         self._tick = 0
