@@ -38,6 +38,7 @@ def pinned_metric(node: Any) -> float:
         step_totals=node.engine.step_totals,
         transfer_counts=node.adapter,
         draining=False,
+        known_adapters={},
         tick=node.engine.tick,
         tick_age_s=0.0,
     )
