@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ class Clock:
         return self.now_s
 
 
-def caller(tenant: str, **limits: int) -> Caller:
+def caller(tenant: str, **limits: Any) -> Caller:
     """Whose one key has these limits."""
     return Caller(key_name=tenant, tenant=tenant, limits=KeyLimits(**limits) if limits else UNLIMITED)
 

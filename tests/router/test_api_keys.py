@@ -124,6 +124,8 @@ HEX = key_hash(ALICE)
         (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nmax_sequences = 0", "max_sequences is 0, 1 to"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nmax_sequences = '9'", "max_sequences"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nmin_priority = 3\nmax_priority = 2", "min_priority is 3"),
+        (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nmodels = []", "models has 0 names, 1 to 1024"),
+        (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nmodels = ['']", "models has 1 names, 1 to 1024 that are not empty"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nexpires = 2030-01-01T00:00:00", "offset from UTC"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HEX}'\nkey = '{ALICE}'", "unknown field `key`"),
         (entry("a", ALICE) + entry("a", BOB), "name 'a' is there 2 times"),

@@ -15,6 +15,7 @@ from pdserve.router.placement.placement import LORA_LOAD_BLOCKS, Candidate, Rule
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.candidates import worker
 from tests.router.fake_worker import LAYOUT, MAX_ANY_LEN, decode_outputs, play, said
+from tests.router.test_tenants import headers, keys_file, metadata
 from tests.support.waiting import HANG_S
 
 ONE, OTHER = "1" * 32, "2" * 32
@@ -171,6 +172,47 @@ async def test_a_session_names_its_adapter_once(cluster):
     await call.write(turn("fr"))
     with pytest.raises(grpc.aio.AioRpcError, match="model is 'fr', and the session began with 'sql'"):
         await call.read()
+
+
+async def test_a_key_may_name_its_models_alone(cluster, tmp_path):
+    keys = keys_file(tmp_path, alice='models = ["sql"]', bob='models = ["fake-model", "fr"]', ops="")
+    await fleet(cluster, ("decode", {"sql": ONE, "fr": OTHER}), api_keys_file=keys)
+
+    async def asked(name, **fields):
+        body = {"prompt": "x", "max_tokens": 1, **fields}
+        answer = await cluster.http.post("/v1/completions", json=body, headers=headers(name))
+        return (
+            answer.status_code if answer.status_code == 200 else (answer.status_code, answer.json()["error"]["message"])
+        )
+
+    assert await asked("alice", model="sql") == 200
+    refused = "model 'fr' is not served here; this router serves adapters 'sql'"
+    assert await asked("alice", model="fr") == (404, refused)
+    assert await asked("alice") == (404, "model is missing, and this API key allows only adapters 'sql'")
+    assert await asked("bob") == await asked("bob", model="fr") == await asked("ops", model="sql") == 200
+    assert (await asked("bob", model="sql"))[0] == 404
+    for name, listed in (("alice", ["sql"]), ("bob", ["fake-model", "fr"]), ("ops", ["fake-model", "fr", "sql"])):
+        cards = (await cluster.http.get("/v1/models", headers=headers(name))).json()["data"]
+        assert [card["id"] for card in cards] == listed
+        model = await cluster.grpc.GetModel(inference_pb2.GetModelRequest(), metadata=metadata(name))
+        assert list(model.adapters) == [one for one in listed if one != "fake-model"]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/responses", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        answer = await cluster.http.post(path, json=body | {"model": "fr"}, headers=headers("alice"))
+        assert answer.status_code == 404, path
+    assert (await cluster.http.get("/v1/models/fr", headers=headers("alice"))).status_code == 404
+    for call in (
+        cluster.grpc.Embed(inference_pb2.EmbedRequest(model="fr"), metadata=metadata("alice")),
+        cluster.grpc.Generate(inference_pb2.GenerateRequest(model="fr"), metadata=metadata("alice")).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_worker_with_the_adapter_loaded_costs_less():

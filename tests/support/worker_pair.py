@@ -76,8 +76,8 @@ async def running_pair(
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields, **(prefill or {})), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**fields, **(decode or {})), WorkerRole.DECODE, decode_service),
+        (PrefillSettings(**{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
+        (DecodeSettings(**{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
     ):
         host = await make_host(settings, folder, key)
         workers.append(Worker(settings, role, host, key, service.add_servicers))

@@ -31,6 +31,8 @@ MAX_KEY_CHARS = 512
 MAX_KEYS = 4096
 """Keys in one file. Names of keys become metric labels, so their number is bounded."""
 MAX_FILE_BYTES = 4 << 20
+MAX_MODELS = 1024
+"""Names of models in one key's list."""
 KEY_PREFIX = "pdserve-"
 """Begins a key that `new_key` makes, so that scanners for leaked secrets can find it."""
 
@@ -53,6 +55,8 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
     min_priority: int = 0
     """Lowest `priority` value that a request may have; lower values run first."""
     max_priority: int = MAX_PRIORITY
+    models: tuple[str, ...] | None = None
+    """Names that requests may give as `model`, of the base model and of LoRA adapters; None: all."""
 
 
 UNLIMITED = KeyLimits(min_priority=-MAX_PRIORITY - 1)
@@ -160,6 +164,10 @@ def _entry(where: str, raw: Any) -> KeyEntry:
         value, least = getattr(key, name), 0 if name in ("max_sessions", "max_queued_requests") else 1
         if value is not None and not least <= value <= 1 << 53:
             raise ConfigError(f"{where}.{name} is {value}, {least} to {1 << 53} is needed")
+    if key.models is not None and not (0 < len(key.models) <= MAX_MODELS and all(key.models)):
+        raise ConfigError(
+            f"{where}.models has {len(key.models)} names, 1 to {MAX_MODELS} that are not empty are needed"
+        )
     if not -MAX_PRIORITY - 1 <= key.min_priority <= key.max_priority <= MAX_PRIORITY:
         raise ConfigError(
             f"{where}: min_priority is {key.min_priority} and max_priority {key.max_priority}, "

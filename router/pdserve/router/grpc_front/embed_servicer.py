@@ -62,7 +62,7 @@ class EmbedServicer(InferenceServiceServicer):
         inference = self.inference
         with inference.telemetry.count_rejections():
             client = caller()
-            lora_name = inference.models.lora_name(request.model)
+            lora_name = inference.models.lora_name(request.model, client)
             call = call_fields(inference, context, request.client_request_id)._replace(lora_name=lora_name)
             build = partial(_embedding_requests, request, call)
             requests = await inference.bodies.in_background_pool(request.ByteSize(), build)

@@ -193,7 +193,7 @@ class InferenceServicer(EmbedServicer):
         limits = self.inference.limits()
         return inference_pb2.GetModelResponse(
             model=self.inference.models.base,
-            adapters=self.inference.models.adapters(),
+            adapters=self.inference.models.adapters(caller()),
             max_model_len=limits.max_model_len if limits else 0,
             vocab_size=limits.vocab_size if limits else self.inference.tokenizer.vocab_size,
             model_fingerprint=self.inference.model_fingerprint(),
@@ -204,7 +204,7 @@ class InferenceServicer(EmbedServicer):
         self, request: inference_pb2.GenerateRequest, context: Context, session: StreamingSession | None = None
     ) -> ClientRequest:
         """The request in a message; a large one is read in a thread. Raises: InvalidRequest, NotFound."""
-        lora_name = self.inference.models.lora_name(request.model)
+        lora_name = self.inference.models.lora_name(request.model, caller())
         if session is not None and session.token_ids and request.model and lora_name != session.lora_name:
             began = session.lora_name or self.inference.models.base
             raise InvalidRequest(f"model is {request.model[:128]!r}, and the session began with {began!r}", "model")

@@ -123,14 +123,15 @@ class HttpFront:
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:
-        await self._authenticate(request)
+        client = await self._authenticate(request)
         models = self._inference.models
-        cards = [self._model(name) for name in models.names]
-        return json_response({"object": "list", "data": cards + [self._adapter(name) for name in models.adapters()]})
+        cards = [self._model(name) for name in models.base_names(client)]
+        adapters = [self._adapter(name) for name in models.adapters(client)]
+        return json_response({"object": "list", "data": cards + adapters})
 
     async def model(self, request: Request) -> Response:
-        await self._authenticate(request)
-        lora_name = self._inference.models.lora_name(name := request.path_params["model"])
+        client = await self._authenticate(request)
+        lora_name = self._inference.models.lora_name(name := request.path_params["model"], client)
         return json_response(self._adapter(lora_name) if lora_name else self._model(name))
 
     async def completions(self, request: Request) -> Response:
@@ -146,7 +147,7 @@ class HttpFront:
             call = call_fields(request, inference.settings.request_timeout_s)
 
             def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
-                return body, body.requests(call._replace(lora_name=inference.models.lora_name(body.model)))
+                return body, body.requests(call._replace(lora_name=inference.models.lora_name(body.model, client)))
 
             body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
             embedding = await inference.embedding(requests, field="input", client=client)
@@ -169,7 +170,7 @@ class HttpFront:
             call = call_fields(request, inference.settings.request_timeout_s)
 
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest], str]:
-                adapted = call._replace(lora_name=inference.models.lora_name(body.model))
+                adapted = call._replace(lora_name=inference.models.lora_name(body.model, client))
                 defaults = inference.tokenizer.generation_defaults
                 requests = body.requests(defaults, adapted, inference.parsers.forced_calls)
                 echoed = body.echoed if isinstance(body, ChatBody) else ""

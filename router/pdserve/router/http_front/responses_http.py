@@ -143,7 +143,7 @@ class ResponsesHttp:
         """Raises: errors of `body_bytes`; InvalidRequest; NotFound for a response that is not stored."""
         bodies, call = self._inference.bodies, call_fields(request, self._inference.settings.request_timeout_s)
         async with body_bytes(request, bodies) as data, contextlib.AsyncExitStack() as context:
-            body = await bodies.in_background_pool(len(data), lambda: self._parsed(data))
+            body = await bodies.in_background_pool(len(data), lambda: self._parsed(data, client))
             previous = None
             if body.previous_response_id is not None:
                 await context.enter_async_context(self._continued)
@@ -151,10 +151,10 @@ class ResponsesHttp:
             num_bytes = len(data) + (len(previous.items) if previous is not None else 0)
             return await bodies.in_background_pool(num_bytes, lambda: self._built(body, call, previous))
 
-    def _parsed(self, data: bytes) -> ResponsesBody:
+    def _parsed(self, data: bytes, client: Client) -> ResponsesBody:
         bodies = self._inference.bodies
         body = parse_body(data, ResponsesBody, bodies.model_len, bodies.ignored)
-        self._inference.models.lora_name(body.model)
+        self._inference.models.lora_name(body.model, client)
         body.verify()
         return body
 

@@ -113,16 +113,18 @@ class TokenizationHttp:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
-    def _verified(self, body: B) -> B:
+    def _verified(self, body: B, client: Client) -> B:
         """Raises: NotFound, InvalidRequest."""
-        self._inference.models.lora_name(body.model)
+        self._inference.models.lora_name(body.model, client)
         body.verify(self._inference.bodies.model_len)
         return body
 
     async def tokenize(self, request: Request) -> Response:
         with self._inference.telemetry.count_rejections():
             client = await authenticated(self._keys, request)
-            body = await read_body(request, TokenizeBody, self._inference.bodies, self._verified)
+            body = await read_body(
+                request, TokenizeBody, self._inference.bodies, lambda body: self._verified(body, client)
+            )
             limits = self._inference.limits()
             return await self._aside(request, client, lambda: self._tokenized(body, limits))
 
@@ -147,7 +149,9 @@ class TokenizationHttp:
     async def detokenize(self, request: Request) -> Response:
         with self._inference.telemetry.count_rejections():
             client = await authenticated(self._keys, request)
-            body = await read_body(request, DetokenizeBody, self._inference.bodies, self._verified)
+            body = await read_body(
+                request, DetokenizeBody, self._inference.bodies, lambda body: self._verified(body, client)
+            )
             limits = self._inference.limits()
             return await self._aside(request, client, lambda: self._detokenized(body, limits))
 

@@ -10,6 +10,7 @@ import msgspec
 from pdserve.common.errors import NotFound
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.worker_identity import WorkerRole
+from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker import Worker
 
@@ -29,26 +30,42 @@ class ServedModels:
     def base(self) -> str:
         return self.names[0]
 
-    def adapters(self) -> list[str]:
-        """Names of the adapters that some live worker offers, without those that are names of the base model."""
-        return sorted({name for worker in self._workers() for name in worker.adapters}.difference(self.names))
+    def base_names(self, client: Client = ANYBODY) -> list[str]:
+        """Names of the base model that the client's key allows."""
+        return [name for name in self.names if client.may_ask(name)]
 
-    def lora_name(self, model: str | None) -> str:
-        """The adapter that a client's `model` names; "" for the base model, which None and "" mean, too. Raises: NotFound."""
-        if not model or model in self.names:
+    def adapters(self, client: Client = ANYBODY) -> list[str]:
+        """Names of the adapters that some live worker offers and the client's key allows, without names of the base model."""
+        offered = {name for worker in self._workers() for name in worker.adapters}
+        return sorted(filter(client.may_ask, offered.difference(self.names)))
+
+    def lora_name(self, model: str | None, client: Client = ANYBODY) -> str:
+        """The adapter that a client's `model` names; "" for the base model, which None and "" mean, too.
+
+        Raises: NotFound, also for a name that the client's key does not allow.
+        """
+        if not model:
+            if not self.base_names(client):
+                raise NotFound(f"model is missing, and this API key allows only {self._served(client)}")
+            return ""
+        if not client.may_ask(model):
+            raise self.unknown(model, client)
+        if model in self.names:
             return ""
         if any(model in worker.adapters for worker in self._workers()):
             return model
-        raise self.unknown(model)
+        raise self.unknown(model, client)
 
-    def unknown(self, model: str) -> NotFound:
-        """The error for a name that is not served."""
-        adapters = self.adapters()
-        served = ", ".join(map(repr, self.names))
-        if adapters:
-            more = f" and {len(adapters) - _SHOWN_NAMES} more" if len(adapters) > _SHOWN_NAMES else ""
-            served += f", and with adapters {', '.join(map(repr, adapters[:_SHOWN_NAMES]))}{more}"
-        return NotFound(f"model {model[:80]!r} is not served here; this router serves {served}")
+    def unknown(self, model: str, client: Client = ANYBODY) -> NotFound:
+        """The error for a name that is not served, or not to this client."""
+        return NotFound(f"model {model[:80]!r} is not served here; this router serves {self._served(client)}")
+
+    def _served(self, client: Client) -> str:
+        names, adapters = self.base_names(client), self.adapters(client)
+        more = f" and {len(adapters) - _SHOWN_NAMES} more" if len(adapters) > _SHOWN_NAMES else ""
+        shown = f"adapters {', '.join(map(repr, adapters[:_SHOWN_NAMES]))}{more}" if adapters else ""
+        served = ", ".join(map(repr, names))
+        return f"{served}, and with {shown}" if served and shown else served or shown or "no model to this API key"
 
     async def with_adapter(
         self, request: GenerationRequest, timeout_s: float, roles: Sequence[WorkerRole] = tuple(WorkerRole)

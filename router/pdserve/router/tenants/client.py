@@ -28,6 +28,10 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
         """True if the client may see all tenants' requests."""
         return self.role == "operator"
 
+    def may_ask(self, model: str) -> bool:
+        """True if requests may give this name as `model`."""
+        return self.limits.models is None or model in self.limits.models
+
     def allowed_priority(self, priority: int) -> int:
         """The priority of a request: 0, the default, becomes the nearest allowed value.
 
