@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,10 +85,18 @@ class Load:
     """A number of clients of one router."""
 
     def __init__(
-        self, client: InferenceClient, seed: int, *, num_clients: int = NUM_CLIENTS, sessions: bool = True
+        self,
+        client: InferenceClient,
+        seed: int,
+        *,
+        num_clients: int = NUM_CLIENTS,
+        sessions: bool = True,
+        models: Sequence[str] = ("",),
     ) -> None:
+        """models: adapters, and "" for the base model, that the requests name in turn."""
         self._client = client
         self._names = [*REQUESTS, *(SESSIONS if sessions else ())]
+        self._models = {name: models[place % len(models)] for place, name in enumerate(self._names)}
         self._num_clients = num_clients
         self._draw = random.Random(seed)
         self._numbers = itertools.count()
@@ -156,10 +164,10 @@ class Load:
 
     async def _ask(self, name: str, salt: str) -> list[list[int]]:
         if name in SESSIONS:
-            return await self._client.converse(SESSIONS[name], PATIENCE_S, salt)
+            return await self._client.converse(SESSIONS[name], PATIENCE_S, salt, (self._models[name],))
         prompt, params = REQUESTS[name]
         token_ids: list[list[int]] = [[] for _ in range(params.get("n", 1))]
-        async for message in self._client.start(prompt, PATIENCE_S, salt, **params):
+        async for message in self._client.start(prompt, PATIENCE_S, salt, self._models[name], **params):
             token_ids[message.index] += message.token_ids
         return token_ids
 

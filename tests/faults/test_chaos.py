@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.cluster_processes import running_cluster
 from tests.support.inference_client import InferenceClient
+from tests.support.lora_adapters import adapter_flags
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of
@@ -32,15 +33,17 @@ HOST_TIER = ("--set", "num_blocks=60", "--set", "kv_host_mib=16")
 
 
 @pytest.mark.parametrize(
-    ("connector", "at_once", "placement", "memory", "seed"),
+    ("connector", "at_once", "placement", "memory", "seed", "adapters"),
     [
-        ("tcp", 1, (), (), 1),
-        ("nixl", 1, ALL_REMOTE, (), 2),
-        ("tcp", 2, ALL_REMOTE, (), 3),
-        ("nixl", 2, (), (), 4),
-        ("tcp", 1, ALL_REMOTE, HOST_TIER, 5),
+        ("tcp", 1, (), (), 1, ()),
+        ("nixl", 1, ALL_REMOTE, (), 2, ()),
+        ("tcp", 2, ALL_REMOTE, (), 3, ()),
+        ("nixl", 2, (), (), 4, ()),
+        ("tcp", 1, ALL_REMOTE, HOST_TIER, 5, ()),
+        ("tcp", 1, (), (), 5, ("one", "two", "three")),
+        ("tcp", 2, ALL_REMOTE, (), 6, ("one", "two", "three")),
     ],
-    ids=["tcp", "nixl-remote", "tcp-remote-two", "nixl-two", "tcp-remote-tier"],
+    ids=["tcp", "nixl-remote", "tcp-remote-two", "nixl-two", "tcp-remote-tier", "adapters", "adapters-remote-two"],
 )
 async def test_i4_faults_at_random_moments_change_no_answer(
     tiny_checkpoints: Callable[..., Path],
@@ -50,17 +53,19 @@ async def test_i4_faults_at_random_moments_change_no_answer(
     placement: Sequence[str],
     memory: Sequence[str],
     seed: int,
+    adapters: Sequence[str],
 ) -> None:
-    model = str(tiny_checkpoints("llama", num_hidden_layers=4))
-    draw = random.Random(seed)
+    base = tiny_checkpoints("llama", num_hidden_layers=4)
+    model, draw = str(base), random.Random(seed)
+    lora = adapter_flags(tmp_path / "adapters", base, *adapters) if adapters else ()
     with running_cluster(tmp_path) as cluster:
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:
-            flags = ("--model", model, *FLAGS, "--set", f"connector={connector}", *memory, *PIECES.get(name, ()))
+            flags = ["--model", model, *FLAGS, "--set", f"connector={connector}", *memory, *PIECES.get(name, ()), *lora]
             addresses[role_of(name)].append(cluster.start_worker(role_of(name), *flags, name=name).address)
         cluster.start_router("--model", model, *placement, **addresses)
         async with InferenceClient(cluster.router.address) as client:
-            load = Load(client, seed, sessions=placement != ALL_REMOTE)
+            load = Load(client, seed, sessions=placement != ALL_REMOTE, models=("", *adapters))
             await load.learn()
             load.begin()
             for _ in range(NUM_ROUNDS):

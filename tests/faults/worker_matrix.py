@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,8 @@ class Matrix:
     cluster: Cluster
     pauses: PhasePauses
     calm: dict[str, list[int]] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Request -> its adapter; the base model for others."""
 
     async def routing(self) -> list[dict[str, Any]]:
         """The router's last placements, newest first."""
@@ -71,7 +73,7 @@ class Matrix:
 
     async def ask(self, client: InferenceClient, name: str, salt: str) -> list[int]:
         prompt, params = REQUESTS[name]
-        return (await client.ask(prompt, cache_salt=salt, **params)).token_ids
+        return (await client.ask(prompt, cache_salt=salt, model=self.models.get(name, ""), **params)).token_ids
 
     async def ask_all(self, client: InferenceClient, salt: str) -> dict[str, list[int]]:
         """All requests at once."""
@@ -80,8 +82,10 @@ class Matrix:
 
 
 @contextmanager
-def running_matrix(model: Path, folder: Path, pauses: PhasePauses, *flags: str) -> Iterator[Matrix]:
-    """The cluster, after an undisturbed run. flags: of the workers."""
+def running_matrix(
+    model: Path, folder: Path, pauses: PhasePauses, *flags: str, models: Mapping[str, str] | None = None
+) -> Iterator[Matrix]:
+    """The cluster, after an undisturbed run. flags: of the workers. models: request -> its adapter."""
     with running_cluster(folder, pauses.worker_program) as cluster:
         common = ("--model", str(model), *FLAGS, *flags)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
@@ -92,7 +96,7 @@ def running_matrix(model: Path, folder: Path, pauses: PhasePauses, *flags: str) 
         cluster.start_router(
             "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", **addresses
         )
-        matrix = Matrix(cluster, pauses)
+        matrix = Matrix(cluster, pauses, models=models or {})
 
         async def undisturbed() -> None:
             async with InferenceClient(cluster.router.address) as client:

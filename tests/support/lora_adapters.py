@@ -49,6 +49,14 @@ def make_adapter(
     return folder
 
 
+def adapter_flags(folder: Path, base: Path, *names: str) -> list[str]:
+    """Write an adapter of each name; returns flags of a worker with two slots that offers them."""
+    flags = ["--enable-lora", "--set", "max_loras=2", "--set", "max_lora_rank=8"]
+    for seed, name in enumerate(names, 1):
+        flags += ["--lora-modules", f"{name}={make_adapter(folder / name, base, seed=seed, spread=0.3)}"]
+    return flags
+
+
 def merged_checkpoint(folder: Path, base: Path, adapter: Path) -> Path:
     """Write the base model with `W + scale * B A` in place of each `W`, and return its folder."""
     shutil.copytree(base, folder)

@@ -107,7 +107,7 @@ class Worker:
         self._watching_loop: asyncio.Task[None] | None = None
         peers = PeerRule(tls is not None, settings.insecure)
         self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
-        self._lora_modules = LoraModules(host, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
+        self.lora_modules = LoraModules(host, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
         self._following_adapters: asyncio.Task[None] | None = None
         self._add_servicers(add_servicers)
 
@@ -156,7 +156,7 @@ class Worker:
         await self.host.start()
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
-        await self._lora_modules.start()
+        await self.lora_modules.start()
         if self.settings.engine_stuck_exit_s:
             self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s, self.host.kill)
             self._watchdog.start()
@@ -167,8 +167,8 @@ class Worker:
         self._watching_loop = background_task("loop_lag", self.telemetry.loop_lag.run)
         if self.publisher is not None:
             self._publishing = background_task("publisher", self.publisher.run)
-        if self._lora_modules.watches:
-            self._following_adapters = background_task("adapters", self._lora_modules.run)
+        if self.lora_modules.watches:
+            self._following_adapters = background_task("adapters", self.lora_modules.run)
         log.info(
             "%s is ready at %s: %d blocks of %d tokens, max_model_len %d, connectors %s, metrics http://%s/metrics",
             self.identity.worker_id, self.identity.address, self.identity.num_blocks, self.identity.layout.block_size,

@@ -1,0 +1,166 @@
+"""Adapters at a prefill and a decode worker: the texts of `LLM`, and contents that never meet."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from pdserve.common.block_hash import BlockHasher, lora_extras
+from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.net.service_channel import GENERATE, PREFILL
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.request_bytes import encode_request
+from pdserve.llm import LLM, LoRARequest, SamplingParams
+from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.worker.worker import Worker
+from tests.support.llm_requests import core_of
+from tests.support.lora_adapters import make_adapter
+from tests.support.waiting import eventually
+from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, generation_request, host_of, running_pair
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_model_len": 512, "enable_lora": True}
+
+
+@pytest.fixture
+def base(tiny_checkpoints: Callable[..., Path]) -> Path:
+    return tiny_checkpoints("llama")
+
+
+@pytest.fixture
+def adapters(base: Path, tmp_path: Path) -> dict[str, str]:
+    return {
+        name: str(make_adapter(tmp_path / name, base, seed=seed, spread=0.3))
+        for seed, name in enumerate(("one", "two"), 1)
+    }
+
+
+@pytest.fixture
+async def pair(base: Path, adapters: dict[str, str]) -> AsyncIterator[Pair]:
+    """Workers with the same two adapters, and under `mixed` one with each."""
+    both = {**adapters, "mixed": adapters["one"]}
+    other = {"lora_modules": {**adapters, "mixed": adapters["two"]}}
+    async with running_pair(base, KEY, decode=other, lora_modules=both, **SETTINGS) as made:
+        yield made
+        for worker in (made.p, made.d):
+            await check_at_rest(worker)
+
+
+async def check_at_rest(worker: Worker) -> None:
+    """The pool check, when the engine has removed what was cancelled."""
+    scheduler = host_of(worker).core.scheduler
+    await eventually(lambda: not scheduler.requests and not scheduler.pool.num_in_use, "the engine is idle")
+    scheduler.check(idle=True)
+
+
+def request_for(worker: Worker, name: str, **changes: Any) -> GenerationRequest:
+    """A request with an adapter as this worker has it, as a router makes it."""
+    fingerprint, hasher = worker.engine.known_adapters[name], BlockHasher(KEY, BLOCK_SIZE)
+    root = hasher.root(worker.identity.layout.model_fingerprint, lora=fingerprint)
+    digest = hasher.request_digest(root, hasher.extend(root, PROMPT), PROMPT, lora_extras(fingerprint))
+    fields = {"lora_name": name, "lora_fingerprint": fingerprint, "hash_root": root, "request_digest": digest}
+    return generation_request(worker, **fields | changes)
+
+
+def calls(pair: Pair, at_p: GenerationRequest, at_d: GenerationRequest) -> tuple[Any, Any]:
+    """Both calls of an attempt."""
+    transfer_id, p, d = secrets.token_bytes(16), pair.p.identity, pair.d.identity
+    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
+    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
+    prefill = pair.service(pair.p).unary_stream(
+        PREFILL,
+        prefill_pb2.PrefillRequest(generation_request=encode_request(at_p), transfer_id=transfer_id, receiver=receiver),
+    )
+    decode = pair.service(pair.d).unary_stream(
+        GENERATE, decode_pb2.DecodeRequest(generation_request=encode_request(at_d), source=source)
+    )
+    return prefill, decode
+
+
+async def code_of(call: Any) -> str:
+    """The code of the error that ends a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return str(dict(caught.value.trailing_metadata() or ())[ERROR_CODE_KEY])
+
+
+async def test_prefill_and_decode_answer_as_llm_does(pair: Pair, base: Path, adapters: dict[str, str]) -> None:
+    texts = {}
+    for name in (*adapters, *adapters):  # the second time from cached blocks
+        request = request_for(pair.d, name)
+        prefill, decode = calls(pair, request, request)
+        [tokens] = [
+            list(event.computed.first_outputs[0].token_ids) async for event in prefill if event.computed.num_tokens
+        ]
+        events = [event async for event in decode]
+        assert [event.WhichOneof("event") for event in events[:2]] == ["admitted", "landed"]
+        texts[name] = tokens + [token_id for event in events for token_id in event.outputs.token_ids]
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(base, dtype="float32", num_blocks=64, enable_lora=True, max_loras=2) as llm:
+        for name, folder in adapters.items():
+            [output] = llm.generate(
+                {"prompt_token_ids": PROMPT}, greedy, lora_request=LoRARequest(name, 1, folder), use_tqdm=False
+            )
+            assert texts[name] == list(output.outputs[0].token_ids), name
+        core_of(llm).scheduler.check(idle=True)
+    assert texts["one"] != texts["two"]
+
+
+async def test_a_worker_refuses_content_that_it_does_not_have_under_the_name(pair: Pair) -> None:
+    assert pair.p.engine.known_adapters["mixed"] != pair.d.engine.known_adapters["mixed"]
+    request = request_for(pair.p, "mixed")
+    prefill, decode = calls(pair, request, request)
+    assert await code_of(decode) == "adapter_unavailable"
+    prefill.cancel()
+
+
+async def test_each_workers_own_content_never_becomes_a_transfer(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls that both workers accept by themselves: control stream and digests keep them apart."""
+    at_p = request_for(pair.p, "mixed")
+    at_d = request_for(pair.d, "mixed", request_id=at_p.request_id)
+    prefill, decode = calls(pair, at_p, at_d)
+    assert await code_of(decode) == "transfer_failed"
+    prefill.cancel()
+    assert "the transfer is of another request: the digests differ" in caplog.text
+
+
+async def test_a_digest_without_the_adapter_is_refused(pair: Pair) -> None:
+    plain = generation_request(pair.p)
+    for changes in ({"request_digest": plain.request_digest}, {"hash_root": plain.hash_root}):
+        request = request_for(pair.p, "one", **changes)
+        message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
+        message.attempt.prefill_here = True
+        assert await code_of(pair.service(pair.d).unary_stream(GENERATE, message)) == "digest_mismatch"
+
+
+async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
+    base: Path, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    shutil.copytree(adapters["one"], tmp_path / "watched" / "gone")
+    at_d = {"lora_dir": str(tmp_path / "watched")}
+    async with running_pair(base, KEY, decode=at_d, lora_modules={"one": adapters["one"]}, **SETTINGS) as pair:
+        texts = {}
+        params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+        for name in ("one", "gone"):  # equal content: the second text is compared with the first
+            request = request_for(pair.d, name, sampling_params=params, cache_salt=name)
+            message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
+            message.attempt.prefill_here = True
+            tokens: list[int] = []
+            async for event in pair.service(pair.d).unary_stream(GENERATE, message):
+                if event.outputs.token_ids and not tokens and name == "gone":
+                    shutil.rmtree(tmp_path / "watched" / "gone")
+                    await pair.d.lora_modules.follow()
+                    assert "gone" not in pair.d.engine.known_adapters
+                    assert pair.d.engine.num_streams == 1, "it still runs"
+                tokens += event.outputs.token_ids
+            texts[name] = tokens
+        assert len(texts["gone"]) == 300
+        assert texts["gone"] == texts["one"]
+        assert await code_of(pair.service(pair.d).unary_stream(GENERATE, message)) == "adapter_unavailable"
+        await check_at_rest(pair.d)
