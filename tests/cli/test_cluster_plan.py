@@ -171,3 +171,14 @@ def test_each_rank_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(child.settings.cpu_core, child.settings.num_threads) for child in workers] == [(0, 4), (8, 4)]
     own = plan(environ={"PDSERVE_TENSOR_PARALLEL_SIZE": "2"}, decode=2).children
     assert [(child.settings.cpu_core, child.settings.num_threads) for child in own] == [(0, 2), (4, 2), (8, 2)]
+
+
+def test_adapters_reach_both_workers() -> None:
+    given = {"enable_lora": True, "lora_modules": ["sql=/a/sql", "fr=b"], "lora_dir": "/watched"}
+    made = plan(given)
+    kinds: tuple[type[WorkerSettings], ...] = (PrefillSettings, DecodeSettings)
+    for child, kind in zip(made.children, kinds, strict=True):
+        assert child.settings.lora_modules == {"sql": "/a/sql", "fr": "b"}
+        found = load_settings(kind, environ=child.environ)
+        assert found.lora_modules == child.settings.lora_modules
+        assert (found.lora_dir, found.enable_lora) == ("/watched", True)

@@ -57,7 +57,12 @@ def test_a_relative_folder_of_the_model_is_absolute_at_the_nodes(
 ) -> None:
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert plan({"model": "model"}).children[0].settings.model == str(tmp_path / "model")
+    given = {"model": "model", "enable_lora": True, "lora_modules": "sql=adapters/sql", "lora_dir": "watched"}
+    made = plan(given).children[0]
+    assert made.settings.model == str(tmp_path / "model")
+    assert made.settings.lora_modules == {"sql": str(tmp_path / "adapters/sql")}
+    assert made.settings.lora_dir == str(tmp_path / "watched")
+    assert load_settings(PrefillSettings, environ=made.environ) == made.settings
     assert plan({"model": "ORG/NAME"}).children[0].settings.model == "ORG/NAME"
 
 

@@ -125,6 +125,43 @@ async def test_a_worker_that_refuses_an_adapter_is_not_the_last_word(cluster):
     assert sum(len(one.calls) for one in cluster.workers) == 2
 
 
+async def test_a_request_without_output_takes_the_content_that_came_meanwhile(cluster):
+    await fleet(cluster, ("decode", {"sql": ONE}))
+    [decode] = cluster.workers
+    well = decode.script
+
+    async def replaced(worker, call):
+        worker.adapters = {"sql": OTHER}
+        worker.report()
+        worker.script = well
+        raise AdapterUnavailable("it has other content now")
+        yield
+
+    decode.script = replaced
+    assert await cluster.text(model="sql") == said(5)
+    assert [sent(call).lora_fingerprint for call in decode.calls] == [ONE, OTHER]
+
+
+async def test_a_lost_worker_does_not_make_its_adapters_unknown(cluster):
+    await fleet(cluster, ("decode", {"sql": ONE}), ("decode", {}))
+    first, _ = cluster.workers
+    await first.kill()
+    await cluster.live(decode=1)
+    assert (await cluster.complete(model="nobody")).status_code == 404
+    asking = asyncio.create_task(cluster.complete(model="sql"))
+    await asyncio.sleep(0.1)
+    await first.start()
+    assert (await asking).status_code == 200
+    first.adapters = {}
+    first.report()
+
+    async def is_gone():
+        return not await names(cluster)
+
+    await until(is_gone)
+    assert (await cluster.complete(model="sql")).status_code == 404, "all workers are here, and none offers it"
+
+
 async def test_a_text_goes_on_only_with_the_content_that_it_began_with(cluster):
     await fleet(cluster, ("decode", {"sql": ONE}), ("decode", {"sql": ONE}), ("decode", {"sql": OTHER}))
     begun = play(*(decode_outputs(place, said(1, place)) for place in range(3)), WorkerLost("gone"))

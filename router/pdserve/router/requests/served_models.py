@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.common.errors import NotFound
+from pdserve.common.errors import NotFound, WorkerLost
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.tenants.client import ANYBODY, Client
@@ -16,15 +16,19 @@ from pdserve.router.workers.worker import Worker
 
 _SHOWN_NAMES = 32
 """Names in the error for an unknown one, at most."""
+_MAX_SEEN = 4096
 
 
 class ServedModels:
-    """Safe from any thread."""
+    """`lora_name` may be called in any thread."""
 
     def __init__(self, names: tuple[str, ...], fleet: Fleet) -> None:
         """names: of the base model, at least one; the first stands in responses."""
         self.names = names
         self._fleet = fleet
+        self._seen: dict[str, None] = {}
+        """Adapters that workers have offered, those that were offered last at the end."""
+        fleet.listeners.append(self._see)
 
     @property
     def base(self) -> str:
@@ -52,7 +56,7 @@ class ServedModels:
             raise self.unknown(model, client)
         if model in self.names:
             return ""
-        if any(model in worker.adapters for worker in self._workers()):
+        if self._may_come_back(model) or any(model in worker.adapters for worker in self._workers()):
             return model
         raise self.unknown(model, client)
 
@@ -70,13 +74,15 @@ class ServedModels:
     async def with_adapter(
         self, request: GenerationRequest, timeout_s: float, roles: Sequence[WorkerRole] = tuple(WorkerRole)
     ) -> GenerationRequest:
-        """The request with the content of its adapter, which no attempt changes any more; waits for a worker that offers it.
+        """The request with the content of its adapter: the one that it has, while a live worker offers that.
 
-        Raises: NotFound after `timeout_s`.
+        Waits for a worker that offers the adapter. Raises: NotFound after `timeout_s`; WorkerLost while one that may is absent.
         """
-        if not (name := request.lora_name):
+        if not (name := request.lora_name) or self._is_offered(name, request.lora_fingerprint):
             return request
         fingerprint = await self._fleet.wait_for(lambda: self.fingerprint(name, roles), timeout_s)
+        if fingerprint is None and self._may_come_back(name):
+            raise WorkerLost(f"no live worker offers the adapter {name!r}, and some workers are absent").for_clients()
         if fingerprint is None:
             raise self.unknown(name)
         return msgspec.structs.replace(request, lora_fingerprint=fingerprint)
@@ -95,6 +101,21 @@ class ServedModels:
         num_roles = Counter(fingerprint for _, fingerprint in set(offered))
         decodes = {fingerprint for role, fingerprint in offered if role is WorkerRole.DECODE}
         return max(num_workers, key=lambda one: (num_roles[one], one in decodes, num_workers[one], one))
+
+    def _is_offered(self, lora_name: str, fingerprint: str) -> bool:
+        return any(worker.adapters.get(lora_name) == fingerprint for worker in self._workers())
+
+    def _may_come_back(self, lora_name: str) -> bool:
+        """True for an adapter that workers have offered, while a worker is absent: its end does not make the name unknown."""
+        return lora_name in self._seen and bool(self._fleet.absent())
+
+    def _see(self) -> None:
+        for worker in self._workers():
+            for name in worker.adapters:
+                self._seen.pop(name, None)
+                self._seen[name] = None
+        for name in list(self._seen)[: max(0, len(self._seen) - _MAX_SEEN)]:
+            del self._seen[name]
 
     def _workers(self) -> list[Worker]:
         return [worker for role in WorkerRole for worker in self._fleet.workers(role)]

@@ -13,6 +13,7 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
+from pdserve.common.request.generation_request import LORA_FINGERPRINT
 from pdserve.common.request.known_adapters import MAX_ADAPTERS, KnownAdapters, read_known_adapters
 from pdserve.common.request.wire import layout_from_wire
 from pdserve.common.security.deployment_key import DeploymentKey
@@ -137,7 +138,8 @@ def _load(message: worker_pb2.Load) -> WorkerLoad:
     # estimates divide by the rate; values outside the range would overflow, and NaN is outside
     if not LEAST_RATE <= message.prefill_tokens_per_s <= MOST_RATE:
         fields["prefill_tokens_per_s"] = 0.0
-    fields["loaded_adapters"] = tuple(message.loaded_adapters[:MAX_ADAPTERS])
+    loaded = message.loaded_adapters[:MAX_ADAPTERS]
+    fields["loaded_adapters"] = tuple(filter(LORA_FINGERPRINT.fullmatch, loaded))
     return WorkerLoad(**fields)
 
 

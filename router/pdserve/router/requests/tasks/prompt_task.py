@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.errors import (
+    AdapterUnavailable,
     DeadlineExceeded,
     Evicted,
     InternalError,
@@ -95,8 +96,7 @@ class PromptTask:
                 await self._serve()
             self._stream.end_run()
         except TimeoutError:
-            expired = deadline.expired()
-            self._fail(self.too_late() if expired else InternalError("something timed out in the router"))
+            self._fail(self.too_late() if deadline.expired() else InternalError("something timed out in the router"))
         except PdServeError as error:
             self._fail(self._in_the_clients_words(error))
         except Exception:
@@ -226,6 +226,8 @@ class PromptTask:
             )  # fmt: skip
             retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted)
             retry_state.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
+            if resumed is request and not processor.num_output_tokens and isinstance(failure.error, AdapterUnavailable):
+                request, self._prepared = await self._services.models.with_adapter(request, WAIT_FOR_WORKER_S), {}
             await asyncio.sleep(backoff_s(retry_state.num_counted + retry_state.num_evictions))
             if self.num_sequences > 1 and retry_state.index is None and processor.num_output_tokens:
                 await self._go_on_apart(request, processor, retry_state)
@@ -284,7 +286,6 @@ class PromptTask:
         processor = self._processor
         if processor is None:
             raise InternalError("outputs came before the request was prepared")
-        is_first = not self.usage.completion_tokens
         delta = processor.process(
             outputs.index,
             outputs.first_position,
@@ -296,7 +297,7 @@ class PromptTask:
         has_ended = processor.states[outputs.index].finished
         if delta is None:
             return has_ended
-        if is_first:
+        if not self.usage.completion_tokens:
             self._begin(outputs.num_cached_tokens)
         if self._holds is not None:
             self._holds.produced(len(delta.token_ids))
@@ -375,8 +376,8 @@ class PromptTask:
 
     def _num_blocks(self, num_tokens: int) -> int:
         """KV blocks of a prompt, by the smallest block size among the workers."""
-        fleet = self._services.fleet
-        sizes = [worker.identity.layout.block_size for role in WorkerRole for worker in fleet.workers(role)]
+        workers = (worker for role in WorkerRole for worker in self._services.fleet.workers(role))
+        sizes = [worker.identity.layout.block_size for worker in workers]
         return -(-num_tokens // min(sizes)) if sizes else 0
 
     def too_late(self) -> DeadlineExceeded:
