@@ -91,7 +91,7 @@ def make_plan(
     ]
     sizes = {
         role: load_settings(
-            _WORKERS[role], flags={**by_role[role], "port": 0}, toml=config, environ=environ
+            _WORKERS[role], flags={**by_role[role], **_ON_LOOPBACK, "port": 0}, toml=config, environ=environ
         ).tensor_parallel_size
         for role in num_workers
     }
