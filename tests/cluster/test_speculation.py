@@ -20,7 +20,7 @@ from tests.support.phase_pauses import PhasePauses
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 FLAGS = ("--set", "dtype=float32", "--set", "max_num_batched_tokens=64", "--set", f"grammar_timeout_s={HANG_S}")
 REMOTE = ("--local-prefill", "never")
