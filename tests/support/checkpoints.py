@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from transformers import (
         CONFIG_MAPPING,
         AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
@@ -102,7 +103,7 @@ def make_checkpoint(
             elif name.endswith("bias"):
                 weight.normal_(std=0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -112,11 +113,12 @@ def make_other_family(
     *,
     max_shard_size: str = "5GB",
     dtype: torch.dtype = torch.float32,
+    kind: Any = AutoModelForCausalLM,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of any causal language model in `transformers` into `folder`, and return the model.
 
-    There is no tokenizer beside it. `overrides` are fields of its configuration.
+    There is no tokenizer beside it. kind: one of transformers' auto classes. `overrides` are fields of its configuration.
     """
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -126,7 +128,7 @@ def make_other_family(
     config = CONFIG_MAPPING[model_type](**(fields | overrides))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = kind.from_config(config)
         if hasattr(config, "num_experts_per_tok"):
             # the default takes only sizes that are multiples of 8
             model.set_experts_implementation("eager")
@@ -167,10 +169,20 @@ def _tokenizer() -> str:
     return str(tokenizer.to_str())
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
+    """Write the tokenizer of all these checkpoints into `folder`."""
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_tokenizer()),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
+
+
+def make_classifier(folder: Path, model_type: str = "llama", *, num_labels: int = 3, **fields: Any) -> PreTrainedModel:
+    """Write a random checkpoint with a classification head, and its tokenizer, into `folder`, and return the model."""
+    model = make_other_family(
+        folder, model_type, kind=AutoModelForSequenceClassification, num_labels=num_labels, **fields
+    )
+    save_tokenizer(folder)
+    return model

@@ -291,7 +291,9 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         **fields: Any,
     ) -> Harness:
         decoder = load_decoder(folder, dtype="float32", device=device)
+        head = decoder.config.classifier
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
+        fields["num_labels"] = 0 if head is None else head.num_labels
         config = EngineConfig(**fields)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint")
         kv_cache = make_kv_cache(layout, config.num_blocks, device)

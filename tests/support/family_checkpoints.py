@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.checkpoints import make_other_family
 
@@ -120,8 +120,15 @@ def cases(family: str) -> list[dict[str, Any]]:
     return [{**one, **other} for one, other in zip(longer, cycle(shorter), strict=False)]
 
 
-def make_family(folder: Path, family: str, fields: Mapping[str, Any], dtype: str = "float32") -> PreTrainedModel:
-    """Write a checkpoint into `folder`, in shards of the size that `fields` may have, and return the model."""
+def make_family(
+    folder: Path, family: str, fields: Mapping[str, Any], dtype: str = "float32", kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Write a checkpoint into `folder`, in shards of the size that `fields` may have, and return the model.
+
+    kind: one of transformers' auto classes.
+    """
     shard_size = fields.get("max_shard_size", "5GB")
     others = {name: value for name, value in fields.items() if name != "max_shard_size"}
-    return make_other_family(folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), **others)
+    return make_other_family(
+        folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, **others
+    )

@@ -147,6 +147,7 @@ class HashModel:
     """See above. `num_tokens` counts every token computed."""
 
     hidden_size = 1
+    classifier = None
     dtype = torch.int64
     attention_specs: Sequence[Sequence[AttentionSpec]] = (
         (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),),

@@ -44,7 +44,8 @@ class PagedRun:
         self.lens: dict[str, int] = {}
 
     def step(self, decodes: dict[str, int], prefills: dict[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Append a token to each of `decodes` and tokens to each of `prefills`; logits `[n, V]` of each sequence."""
+        """Append a token to each of `decodes` and tokens to each of `prefills`; logits `[n, V]` of each sequence, or of
+        each label for a model with a classification head."""
         rows: dict[str, Sequence[int]] = {**{name: [token] for name, token in decodes.items()}, **prefills}
         positions: list[int] = []
         slots: list[int] = []
@@ -64,5 +65,8 @@ class PagedRun:
         token_ids = [token for tokens in rows.values() for token in tokens]
         with torch.inference_mode():
             hidden = self.decoder.forward(model_inputs(self.decoder, self.attention, batch, token_ids))
-            logits = self.decoder.compute_logits(hidden)
+            if (head := self.decoder.classifier) is not None:
+                logits = head.forward(hidden, torch.zeros(len(hidden), dtype=torch.bool))
+            else:
+                logits = self.decoder.compute_logits(hidden)
         return dict(zip(rows, logits.split_with_sizes(query_lens), strict=True))

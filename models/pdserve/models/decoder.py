@@ -14,6 +14,7 @@ from pdserve.kernels.rotary import rotary_phases
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.model_inputs import ModelInputs
 
@@ -59,9 +60,13 @@ class Decoder:
         embedding: Embedding,
         layers: Sequence[DecoderLayer],
         final_norm: RmsNorm,
-        lm_head: OutputHead,
+        lm_head: OutputHead | None,
+        classifier: ClassificationHead | None = None,
     ) -> None:
+        """lm_head: None with a classifier, which takes its place."""
         self.config = config
+        self.classifier = classifier
+        """None: the model generates."""
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
@@ -100,7 +105,7 @@ class Decoder:
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """The same decoder with other layers."""
-        return Decoder(self.config, self._embedding, layers, self._final_norm, self._lm_head)
+        return Decoder(self.config, self._embedding, layers, self._final_norm, self._lm_head, self.classifier)
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -124,7 +129,9 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several."""
+        """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""
+        if self._lm_head is None:
+            raise RuntimeError(f"{self.config.architecture} has a classification head and no language-model head")
         logits, family = self._lm_head(hidden).float(), self.config.family
         if family.logits_scaling != 1.0:
             logits = logits / family.logits_scaling

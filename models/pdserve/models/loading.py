@@ -15,6 +15,7 @@ from pdserve.kernels.parallel_linear import ParallelLMHead, VocabParallelEmbeddi
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
 from pdserve.models.dtypes import TORCH_DTYPES
+from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.body_weights import BodyWeights
 from pdserve.models.weights.checkpoint import FLOATS, WeightSource, open_checkpoint
@@ -93,20 +94,27 @@ def _decoder(
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)
     layers = [family.load_layer(weights, config, index) for index in range(config.num_layers)]
     final_norm = family.load_norm(weights, family.final_norm_name, config)
-    lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows))
+    lm_head, classifier = None, None
+    if config.classifier is None:
+        lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows))
+    else:
+        weight = weights.tensor(family.classifier_name, config.classifier.num_labels, hidden)
+        classifier = ClassificationHead(weight, config.classifier.activation)
     weights.check_all_read()
     scale = family.embedding_scale(embedding.dtype)
     if (group := shard.group) is None:
-        return Decoder(config, scaled_embedding(embedding_table(embedding), scale), layers, final_norm, lm_head)
+        embed = scaled_embedding(embedding_table(embedding), scale)
+        return Decoder(config, embed, layers, final_norm, lm_head, classifier)
     embed = scaled_embedding(VocabParallelEmbedding(embedding, group), scale)
-    return Decoder(config, embed, layers, final_norm, ParallelLMHead(lm_head, group))
+    parallel_head = None if lm_head is None else ParallelLMHead(lm_head, group)
+    return Decoder(config, embed, layers, final_norm, parallel_head, classifier)
 
 
 def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:
-    """The names of the embedding and of the output head; the same name if they are tied. Each rank compares its part."""
+    """The names of the embedding and of the language-model head; the same name if they are tied. Each rank compares its part."""
     names = set(checkpoint.names)
     embedding_name, head_name = config.family.embedding_name, config.family.head_name
-    if not config.tie_word_embeddings:
+    if not config.tie_word_embeddings or config.classifier is not None:
         return embedding_name, head_name
     if embedding_name not in names and head_name in names:
         return head_name, head_name

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
-from pdserve.models.registry import BODIES, FAMILIES
+from pdserve.models.registry import BODIES, CLASSIFIERS, FAMILIES
 from pdserve.models.weights.stored_quantization import StoredQuantization
 
 _MAX_VOCAB = 1 << 24
@@ -28,7 +29,7 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
     config = JsonObject.read(folder / "config.json")
-    architecture, is_body = _architecture(config)
+    named, architecture = _architecture(config)
     family = FAMILIES[architecture]
     stored_quantization = None if family.unpacks(config) else StoredQuantization.read(config)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
@@ -51,7 +52,8 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     eos_token_ids, bos_token_id = _special_tokens(folder, config, vocab_size)
     return ModelConfig(
         architecture=architecture,
-        is_body=is_body,
+        is_body=named in BODIES,
+        classifier=ClassifierConfig.read(config) if named in CLASSIFIERS else None,
         family=options,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -74,17 +76,18 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     )
 
 
-def _architecture(config: JsonObject) -> tuple[str, bool]:
-    """The architecture with its language-model head, and True if the checkpoint is without it."""
+def _architecture(config: JsonObject) -> tuple[str, str]:
+    """The checkpoint's architecture, and the same with a language-model head."""
     names = config.items("architectures") or []
     supported = ", ".join(FAMILIES)
     named = names[0] if len(names) == 1 and isinstance(names[0], str) else ""
-    architecture = BODIES.get(named, named)
+    architecture = BODIES.get(named) or CLASSIFIERS.get(named, named)
     if architecture not in FAMILIES:
         found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
         raise UnsupportedModel(f"{config.where}: architecture {found}; supported: {supported}")
-    is_body = architecture != named
-    if is_body and not config.boolean("tie_word_embeddings", FAMILIES[architecture].default_tie_word_embeddings):
+    if named in BODIES and not config.boolean(
+        "tie_word_embeddings", FAMILIES[architecture].default_tie_word_embeddings
+    ):
         raise UnsupportedModel(
             f"{config.where}: architecture {named} is {architecture} without its language-model head, and "
             "tie_word_embeddings is false; it is served where the embedding is the head"
@@ -103,7 +106,7 @@ def _architecture(config: JsonObject) -> tuple[str, bool]:
         raise UnsupportedModel(
             f"{config.where}: {field} {activation[:80]!r}; supported for {architecture}: {activations[0]}{other}"
         )
-    return architecture, is_body
+    return named, architecture
 
 
 def _num_kv_heads(config: JsonObject, architecture: str, num_heads: int) -> int:

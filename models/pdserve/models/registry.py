@@ -45,3 +45,9 @@ BODIES: Mapping[str, str] = {f"{name.removesuffix('ForCausalLM')}Model": name fo
     "Gemma3TextModel": "Gemma3ForCausalLM"
 }
 """Architectures without a language-model head -> the same with it."""
+CLASSIFIERS: Mapping[str, str] = {
+    f"{name.removesuffix('ForCausalLM')}ForSequenceClassification": name
+    for name in FAMILIES
+    if name not in ("Gemma3ForCausalLM", "GraniteForCausalLM")
+} | {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
+"""Architectures with a classification head -> the same with a language-model head. transformers has none of Granite."""

@@ -27,12 +27,13 @@ READ = words(
     architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters
     rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings dtype torch_dtype eos_token_id
-    bos_token_id quantization_config
+    bos_token_id quantization_config id2label num_labels problem_type sentence_transformers
+    sbert_ce_default_activation_function
     """
 )
 HARMLESS = words(
     """
-    id2label label2id num_labels problem_type finetuning_task task_specific_params prefix torchscript return_dict
+    label2id finetuning_task task_specific_params prefix torchscript return_dict
     use_return_dict output_hidden_states output_attentions output_scores return_dict_in_generate use_cache use_bfloat16
     tf_legacy_loss chunk_size_feed_forward is_decoder tie_encoder_decoder tie_last_hidden_states auto_map
     transformers_version adapter_transformers_version tokenizer_class processor_class name_or_path pretraining_tp

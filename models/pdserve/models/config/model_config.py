@@ -14,6 +14,7 @@ from pdserve.common.kv_layout import SCALE_BYTES, KvLayout
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import HeadOrder
+from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import KVCacheGroupSpec
@@ -72,6 +73,8 @@ class ModelConfig:
     """True: the checkpoint is of the architecture without its language-model head, which is the embedding."""
     local_rope: RopeParameters | None = None
     """Rotary embedding of layers with a window; None: `rope`."""
+    classifier: ClassifierConfig | None = None
+    """The classification head in place of the language-model head; None: the model generates."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -209,6 +212,7 @@ class ModelFamily(ABC):
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     final_norm_name: ClassVar[str] = "model.norm.weight"
     head_name: ClassVar[str] = "lm_head.weight"
+    classifier_name: ClassVar[str] = "score.weight"
 
     @classmethod
     @abstractmethod
