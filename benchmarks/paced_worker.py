@@ -20,6 +20,7 @@ from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
 
 STEP_S = float(os.environ.get("PACED_STEP_MS", "25")) / 1e3
@@ -41,6 +42,10 @@ class NoArithmetic:
     @property
     def dtype(self) -> torch.dtype:
         return self._model.dtype
+
+    @property
+    def classifier(self) -> ClassificationHead | None:
+        return self._model.classifier
 
     @property
     def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:

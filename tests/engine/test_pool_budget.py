@@ -59,6 +59,10 @@ class Watched:
         return torch.float32
 
     @property
+    def classifier(self) -> Any:
+        return self.model.classifier
+
+    @property
     def attention_specs(self) -> Any:
         return self.model.attention_specs
 

@@ -17,6 +17,8 @@ class EngineConfig:
     num_blocks: int = 256
     max_model_len: int = 4096
     """Largest number of tokens of one sequence; at most what the pool holds."""
+    num_labels: int = 0
+    """Labels of the model's classification head; 0: it has none, and generates."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
     max_sequences: int = MAX_SEQUENCES

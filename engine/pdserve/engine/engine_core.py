@@ -12,6 +12,7 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, SchedulerStats, StreamingUpdate
+from pdserve.common.request.pooling_params import PoolingParams, verify_generates
 from pdserve.common.request.sampling_params import SamplingParams, verify_token_ids
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor.executor import Executor, StepResult
@@ -82,6 +83,7 @@ class EngineCore:
             max_sequences=config.max_sequences,
             vocab_size=vocab_size,
             hidden_size=executor.hidden_size,
+            num_labels=config.num_labels,
             has_grammars=self.scheduler.grammars.is_possible,
             logits_processors=logits_processors or LogitsProcessors(),
             knows_adapter=None if adapters is None else adapters.has,
@@ -96,10 +98,12 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request that `verify` accepted.
 
-        Token ids are checked again: an id outside the vocabulary would fail the whole step and end the engine, so a caller that did
-        not call `verify` loses only this request.
+        Token ids are checked again, and that the model generates: an id outside the vocabulary would fail the whole step and end
+        the engine, so a caller that did not call `verify` loses only this request.
         """
         refusal = self._refusal(request.prompt_token_ids, request.output_token_ids)
+        if refusal is None and request.pooling_params is None:
+            refusal = self._generation_refusal()
         if any(token_id >= self.vocab_size for token_id in request.eos_token_ids):
             # the model cannot sample other ids, and a grammar with such an EOS id does not compile
             known = tuple(token_id for token_id in request.eos_token_ids if token_id < self.vocab_size)
@@ -111,6 +115,14 @@ class EngineCore:
         try:
             verify_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
             verify_token_ids("output_token_ids", output_token_ids, self.vocab_size)
+        except InvalidRequest as error:
+            return error
+        return None
+
+    def _generation_refusal(self) -> InvalidRequest | None:
+        """The error for a model without a language-model head, whose steps cannot sample."""
+        try:
+            verify_generates(self.config.num_labels)
         except InvalidRequest as error:
             return error
         return None
@@ -287,6 +299,7 @@ class EngineCore:
                     request_id=f"warm-up-{greedy}",
                     prompt_token_ids=[0] * length,
                     sampling_params=params,
+                    pooling_params=PoolingParams(task="classify") if self.config.num_labels else None,
                     prefill_here=True,
                 )
             )

@@ -16,3 +16,5 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    num_labels: int = 0
+    """Labels of the classification head; 0: the model generates."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.pooling_params import verify_generates
 from pdserve.common.request.sampling_params import MAX_SEQUENCES, SamplingParams, verify_token_ids
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 
@@ -22,6 +23,8 @@ class RequestVerifier:
     """Sequences of one request, at most."""
     vocab_size: int
     hidden_size: int
+    num_labels: int = 0
+    """Labels of the model's classification head; 0: it has none, and generates."""
     has_grammars: bool
     """False without a tokenizer: requests with `structured_outputs` are refused."""
     logits_processors: LogitsProcessors
@@ -36,7 +39,9 @@ class RequestVerifier:
         num_to_come = 0 if request.pooling_params is not None else 1
         if request.pooling_params is not None:
             request.pooling_params.verify(self.hidden_size)
+            request.pooling_params.verify_task(self.num_labels)
         else:
+            verify_generates(self.num_labels)
             self._verify_sampling(request.sampling_params)
         if num_tokens == 0:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
 
 
@@ -24,6 +25,10 @@ class DecoderModel(Protocol):
         """Dtype of hidden states and queries."""
 
     @property
+    def classifier(self) -> ClassificationHead | None:
+        """None: the model generates."""
+
+    @property
     def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]:
         """Different specs of the layers, per KV cache group; `ModelInputs.plans` has a plan for each."""
 
@@ -31,4 +36,4 @@ class DecoderModel(Protocol):
         """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[N, H]` -> `[N, V]` float32."""
+        """`[N, H]` -> `[N, V]` float32; never called with a classifier."""

@@ -103,7 +103,14 @@ class LoadedModel:
             num_blocks=self.num_blocks,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
+            num_labels=self.num_labels,
         )
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of the classification head; 0: the model generates."""
+        classifier = self.decoder.config.classifier
+        return 0 if classifier is None else classifier.num_labels
 
     def close(self) -> None:
         """End the other ranks. No engine computes any more. May be called again."""
@@ -117,6 +124,7 @@ class LoadedModel:
             num_blocks=self.num_blocks,
             num_host_blocks=len(self.host_caches[0]) if self.host_caches else 0,
             max_model_len=self.max_model_len,
+            num_labels=self.num_labels,
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
             enable_prefix_caching=settings.enable_prefix_caching,
@@ -175,6 +183,7 @@ def rank_device(device: str, rank: int, size: int) -> str:
 
 
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
+    verify_classifier(settings, folder, read_config(folder, settings.dtype))
     draft_folder = DraftModelFolder.of(settings, folder, read_config(folder, settings.dtype))
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
     device = rank_device(settings.device, shard.rank, shard.size)
@@ -222,6 +231,17 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         host_caches=host_caches,
         draft_model=draft_model,
     )
+
+
+def verify_classifier(settings: WorkerSettings, folder: Path, model: ModelConfig) -> None:
+    """Raises: ConfigError for a model with a classification head where text is to be generated."""
+    if model.classifier is None:
+        return
+    told = f"{folder} has a classification head and generates no text"
+    if settings.section == "decode":
+        raise ConfigError(f"{told}: prefill workers alone serve it")
+    if settings.speculative_config is not None and settings.section != "prefill":
+        raise ConfigError(f"speculative_config is set, and {told}")
 
 
 def _check_attention(settings: WorkerSettings, device: torch.device, config: ModelConfig) -> None:

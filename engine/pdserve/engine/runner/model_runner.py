@@ -338,16 +338,17 @@ class ModelRunner:
         complete: IntArray,
         failed_requests: dict[str, PdServeError],
     ) -> dict[str, list[float]]:
-        """request_id -> embedding of the step's rows at `complete`. failed_requests: receives requests with NaN or infinity."""
+        """request_id -> vector of the step's rows at `complete`. failed_requests: receives requests with NaN or infinity."""
         if len(complete) == 0:
             return {}
         pooled_rows = rows[complete]
         last = hidden[torch.from_numpy(ends[complete]).to(self._device)]
-        vectors = self.batch.pooler.finish(last, pooled_rows, self.batch.num_tokens[pooled_rows])
+        num_tokens, classifier = self.batch.num_tokens[pooled_rows], self._model.classifier
+        vectors = self.batch.pooler.finish(last, pooled_rows, num_tokens, classifier)
         req_ids = (self.batch.req_ids[row] for row in pooled_rows.tolist())
         pooled = dict(zip(req_ids, vectors, strict=True))
         for request_id in [request_id for request_id, vector in pooled.items() if not is_finite_vector(vector)]:
-            failed_requests[request_id] = not_finite("embeddings", self._dtype)
+            failed_requests[request_id] = not_finite("classes" if classifier else "embeddings", self._dtype)
             del pooled[request_id]
         return pooled
 

@@ -110,7 +110,9 @@ class LargestSteps:
         return self.model.forward(ModelInputs(batch, plans, token_ids=token_ids, ops=self.ops))
 
     def _sample(self, hidden: Tensor) -> None:
-        """With every stage that needs memory of the vocabulary's size."""
+        """With every stage that needs memory of the vocabulary's size; nothing for a model with a classification head."""
+        if self.model.classifier is not None:
+            return
         logits = self.model.compute_logits(hidden)
         count, vocab_size = logits.shape
         if not vocab_size:  # a rank above 0, which does not sample

@@ -1,4 +1,4 @@
-"""`Pooler`: pools a prompt's hidden states into one vector, chunk by chunk.
+"""`Pooler`: makes one vector of a prompt's hidden states, chunk by chunk.
 
 Only the sums of mean pooling persist between steps; a preempted sequence begins a new sum.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.engine.arrays import IntArray
+from pdserve.models.layers.classification_head import ClassificationHead
 
 
 class Pooler:
@@ -55,11 +56,18 @@ class Pooler:
         index = torch.from_numpy(row_of_token[places]).to(hidden.device)
         self._sums.index_add_(0, index, hidden[torch.from_numpy(places).to(hidden.device)].float())
 
-    def finish(self, last: Tensor, rows: IntArray, num_tokens: IntArray) -> list[list[float]]:
+    def finish(
+        self, last: Tensor, rows: IntArray, num_tokens: IntArray, classifier: ClassificationHead | None = None
+    ) -> list[list[float]]:
         """The vectors of rows whose prompt is complete.
 
-        last `[R, H]`: hidden states of their last tokens. num_tokens `[R]`: lengths of their prompts.
+        last `[R, H]`: hidden states of their last tokens. num_tokens `[R]`: lengths of their prompts. classifier: of the model,
+        which all rows use; None: all are embeddings.
         """
+        if classifier is not None:
+            activated = [self._params[row].use_activation for row in rows.tolist()]
+            values: list[list[float]] = classifier.forward(last, torch.tensor(activated, device=last.device)).tolist()
+            return values
         vectors = last.to(torch.float32, copy=True)
         means = np.flatnonzero(self._is_mean[rows])
         if len(means) and self._sums is not None:

@@ -156,6 +156,7 @@ class ProcHost:
             max_num_seqs=engine.max_num_seqs,
             vocab_size=engine.vocab_size,
             hidden_size=engine.hidden_size,
+            num_labels=engine.num_labels,
             has_grammars=self._info.has_grammars,
             logits_processors=verifies,
             knows_adapter=(lambda known: known in self._adapters.values()) if settings.enable_lora else None,

@@ -46,6 +46,8 @@ class DraftModelFolder:
         with _named(setting.draft_model):
             draft_folder = model_folder(setting.draft_model, download=download)
             config = read_config(draft_folder, settings.dtype)
+            if config.classifier is not None:
+                raise ConfigError(f"{draft_folder} has a classification head and generates no text")
         _verify_vocabulary(setting.draft_model, draft_folder, config, folder, model)
         return cls(draft_folder, config, config.kv_cache_groups(settings.block_size, ""), setting)
 
