@@ -77,13 +77,16 @@ def test_every_path_exists(document: Path) -> None:
 
 @cache
 def class_bodies() -> dict[str, str]:
-    """Class, service or message -> the text that defines it, in Python or protobuf."""
+    """Class, service or message -> the text that defines it, in Python or protobuf; of a class with that of its bases."""
     bodies: dict[str, str] = {}
+    bases: dict[str, list[str]] = {}
     for path in ROOT.glob("*/pdserve/**/*.py"):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 bodies[node.name] = bodies.get(node.name, "") + (ast.get_source_segment(text, node) or "")
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    bodies |= {name: bodies[name] + "".join(bodies.get(base, "") for base in bases[name]) for name in bases}
     for path in (ROOT / "proto").rglob("*.proto"):
         for kind, name, body in re.findall(r"^(service|message) (\w+) \{(.*?)^\}", path.read_text(), re.M | re.S):
             bodies[name] = bodies.get(name, "") + kind + body

@@ -10,7 +10,16 @@ from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence
 from pdserve.llm.engine_options import EngineArgs
 from pdserve.llm.llm import LLM
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.pooling_output import EmbeddingOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+from pdserve.llm.pooling_output import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from pdserve.llm.prompts import ChatKwargs, Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
 from pdserve.llm.request_output_collector import RequestOutputCollector
 from pdserve.llm.streaming_session import StreamingInput
@@ -24,6 +33,8 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "ChatKwargs",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Conversation",
     "EmbeddingOutput",
@@ -42,6 +53,8 @@ __all__ = [
     "RequestOutputCollector",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StatLoggerBase",
     "StreamingInput",
     "StructuredOutputsParams",

@@ -13,14 +13,14 @@ from typing import Self, Unpack
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.lora_request import LoRARequest
-from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.pooling_params import PoolingParams, PoolingTask
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import LocalEmbedding, LocalRequest, ValidRequest
-from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
+from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
+from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import (
     ChatKwargs,
     Conversation,
@@ -164,7 +164,7 @@ class AsyncLLM:
         Cancelled too when it was aborted.
         """
         return EmbeddingRequestOutput.from_base(
-            await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs, lora_request)
+            await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs, lora_request, "embed")
         )
 
     async def encode(
@@ -175,8 +175,11 @@ class AsyncLLM:
         *,
         tokenization_kwargs: TokenizationKwargs | None = None,
         lora_request: LoRARequest | None = None,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The result of pooling as one item, in vLLM's form of a stream; else as `embed`."""
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """The result of pooling as one item, in vLLM's form of a stream. Arguments: as in `embed`.
+
+        Without a `task` in pooling_params it is `classify` for a model with a classification head, else `embed`.
+        """
         yield await self._pooled(prompt, pooling_params, request_id, tokenization_kwargs, lora_request)
 
     async def _pooled(
@@ -186,18 +189,19 @@ class AsyncLLM:
         request_id: str | None,
         tokenization_kwargs: TokenizationKwargs | None,
         lora_request: LoRARequest | None,
-    ) -> PoolingRequestOutput:
+        task: PoolingTask | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
         self._start()
         parsed = as_prompt(prompt, tokenization_kwargs)
-        validate = partial(self._requests.validate_embedding, parsed, pooling_params, lora_request=lora_request)
+        validate = partial(self._requests.validate_pooling, parsed, pooling_params, task, lora_request=lora_request)
         valid = await asyncio.to_thread(validate)
-        request = self._requests.make_embedding(valid, self._streams.free_name(request_id))
+        request = self._requests.make_pooling(valid, self._streams.free_name(request_id))
         with self._streams.submitted(request.request_id, request.core) as stream:
             return await anext(self._pooling_answers(request, stream))
 
     async def _pooling_answers(
-        self, request: LocalEmbedding, stream: OutputStream
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        self, request: LocalPooling, stream: OutputStream
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         output = await stream.get()
         if output.finish_reason is FinishReason.ABORT:
             raise Cancelled(f"request {request.request_id} was aborted")
@@ -234,8 +238,8 @@ class AsyncLLM:
         }
         scope = ExitStack()
         if isinstance(params, PoolingParams):
-            valid = await asyncio.to_thread(self._requests.validate_embedding, parsed, params, **fields)
-            embedding = self._requests.make_embedding(valid, self._streams.free_name(request_id))
+            valid = await asyncio.to_thread(self._requests.validate_pooling, parsed, params, None, **fields)
+            embedding = self._requests.make_pooling(valid, self._streams.free_name(request_id))
             collector = RequestOutputCollector(request_id, RequestOutputKind.FINAL_ONLY)
             stream = scope.enter_context(self._streams.submitted(request_id, embedding.core))
             collector.start(self._pooling_answers(embedding, stream), scope)

@@ -7,21 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar, Unpack
+from typing import Self, Unpack
 
-import msgspec
-
-from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.lora_request import LoRARequest
-from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.local_request import ValidRequest
-from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingRequestOutput
+from pdserve.llm.pooling_calls import PoolingCalls
 from pdserve.llm.progress import MakeBar, Progress
+from pdserve.llm.prompt_lists import many_prompts, one_for_each, validated
 from pdserve.llm.prompts import (
     ChatKwargs,
     Conversation,
@@ -31,8 +28,6 @@ from pdserve.llm.prompts import (
     as_conversation,
     as_prompt,
     is_one_conversation,
-    is_one_prompt,
-    named,
     one_of_both,
 )
 from pdserve.llm.request_factory import checked
@@ -40,10 +35,8 @@ from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
-P = TypeVar("P", bound=msgspec.Struct | int)
 
-
-class LLM:
+class LLM(PoolingCalls):
     """A model and its engine; one call at a time. The prefix cache persists between calls.
 
     with LLM("demo") as llm:
@@ -111,7 +104,7 @@ class LLM:
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """
-        values, label = _many_prompts(one_of_both(prompts, prompt_token_ids, "prompts"))
+        values, label = many_prompts(one_of_both(prompts, prompt_token_ids, "prompts"))
         parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
         each = {"priority": priority, "speculative_tokens": speculative_tokens}
         fields = {"trace_headers": trace_headers}
@@ -143,56 +136,6 @@ class LLM:
         each = {"priority": priority, "speculative_tokens": speculative_tokens}
         return self._answer(parse, values, label, sampling_params, use_tqdm, each, lora_request, fields)
 
-    def embed(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        use_tqdm: bool | MakeBar = True,
-        tokenization_kwargs: TokenizationKwargs | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt, in the order of the prompts.
-
-        prompts, tokenization_kwargs, lora_request: as in `generate`.
-        pooling_params: for all prompts, or one for each; None: last token, normalised.
-        Raises: as `generate` does.
-        """
-        pooled = self.encode(
-            prompts,
-            pooling_params,
-            use_tqdm=use_tqdm,
-            tokenization_kwargs=tokenization_kwargs,
-            lora_request=lora_request,
-        )
-        return [EmbeddingRequestOutput.from_base(output) for output in pooled]
-
-    def encode(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        use_tqdm: bool | MakeBar = True,
-        tokenization_kwargs: TokenizationKwargs | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """The result of pooling of each prompt: `embed`, by the general type."""
-        values, label = _many_prompts(prompts)
-        params = _for_each(pooling_params, len(values), PoolingParams, "pooling_params")
-        adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
-        with self._exclusive() as engine:
-            validate = self._requests.validate_embedding
-            parse = partial(as_prompt, tokenization_kwargs=tokenization_kwargs)
-
-            def validate_one(place: int, value: object) -> ValidRequest:
-                return validate(parse(value), params[place], lora_request=adapters[place])
-
-            valid = _validated(values, label, validate_one)
-            requests = [self._requests.make_embedding(request) for request in valid]
-            with self._computing(engine, len(requests), use_tqdm) as progress:
-                engine.run(requests, lambda request: progress.finished(len(request.core.prompt_token_ids), 0))
-        return [request.output for request in requests if request.output is not None]
-
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -205,9 +148,9 @@ class LLM:
 
         prompts, lora_request: as in `generate`. Raises: as `generate` does.
         """
-        values, label = _many_prompts(prompts)
+        values, label = many_prompts(prompts)
         params = checked(params, BeamSearchParams, "params")
-        adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
+        adapters = one_for_each(lora_request, len(values), LoRARequest, "lora_request")
         eos = self._tokenizer.eos_token_ids
         with self._exclusive() as engine:
             validate = self._requests.validate_beams
@@ -215,7 +158,7 @@ class LLM:
             def validate_one(place: int, value: object) -> ValidRequest:
                 return validate(as_prompt(value), params, lora_request=adapters[place])
 
-            valid = _validated(values, label, validate_one)
+            valid = validated(values, label, validate_one)
             searches = [BeamSearch(params, eos) for _ in valid]
             with self._computing(engine, len(searches), use_tqdm) as progress:
                 open_searches = list(zip(valid, searches, strict=True))
@@ -307,11 +250,11 @@ class LLM:
             return self._requests.validate(parse(value), params[place], **fields, **own)
 
         with self._exclusive() as engine:
-            params = _for_each(sampling_params, len(values), SamplingParams, "sampling_params")
-            numbers = {name: _for_each(given, len(values), int, name) for name, given in for_each.items()}
-            adapters = _for_each(lora_request, len(values), LoRARequest, "lora_request")
+            params = one_for_each(sampling_params, len(values), SamplingParams, "sampling_params")
+            numbers = {name: one_for_each(given, len(values), int, name) for name, given in for_each.items()}
+            adapters = one_for_each(lora_request, len(values), LoRARequest, "lora_request")
             # before any seed is drawn
-            valid = _validated(values, label, validate)
+            valid = validated(values, label, validate)
             requests = [self._requests.make(request) for request in valid]
             with self._computing(engine, len(requests), use_tqdm) as progress:
                 engine.run(
@@ -343,36 +286,3 @@ class LLM:
             yield self._engine
         finally:
             self._busy.release()
-
-
-def _many_prompts(prompts: object) -> tuple[Sequence[object], str | None]:
-    """(prompts, label of a list or None for a single prompt). Raises: InvalidRequest."""
-    if is_one_prompt(prompts):
-        return [prompts], None
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(f"prompts must be a prompt or a list of them, not {type(prompts).__name__}", "prompts")
-    return prompts, "prompts"
-
-
-def _validated(
-    values: Sequence[object], label: str | None, validate: Callable[[int, object], ValidRequest]
-) -> list[ValidRequest]:
-    """validate: takes a value's place, and the value. Raises: InvalidRequest, with the place if there is a label."""
-    valid = []
-    for place, value in enumerate(values):
-        with named(None if label is None else f"{label}[{place}]"):
-            valid.append(validate(place, value))
-    return valid
-
-
-def _for_each(
-    params: P | Sequence[P] | Sequence[P | None] | None, num_prompts: int, kind: type[P], name: str
-) -> Sequence[P | None]:
-    """One value per prompt. name: the caller's name of the argument. Raises: InvalidRequest."""
-    if params is None or isinstance(params, kind):
-        return [params] * num_prompts
-    if not isinstance(params, Sequence):
-        raise InvalidRequest(f"{name} must be {kind.__name__} or a list of them, not {type(params).__name__}", name)
-    if len(params) != num_prompts:
-        raise InvalidRequest(f"{name} has {len(params)} entries, one for each of {num_prompts} prompts is needed", name)
-    return params

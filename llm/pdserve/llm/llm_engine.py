@@ -16,8 +16,8 @@ from pdserve.engine.output_stream import engine_error
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import LocalEmbedding, LocalRequest
-from pdserve.llm.pooling_output import PoolingRequestOutput
+from pdserve.llm.local_request import LocalPooling, LocalRequest
+from pdserve.llm.pooling_output import PoolingOutput, PoolingRequestOutput
 from pdserve.llm.prompts import PromptType, TokenizationKwargs, as_prompt, one_of_both
 from pdserve.llm.request_factory import RequestFactory
 from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
@@ -120,19 +120,19 @@ class LLMEngine:
             "lora_request": lora_request,
         }
         if isinstance(params, PoolingParams):
-            item = requests.make_embedding(requests.validate_embedding(parsed, params, **fields), request_id)
+            item = requests.make_pooling(requests.validate_pooling(parsed, params, None, **fields), request_id)
         else:
             item = requests.make(requests.validate(parsed, params, **fields), request_id, arrival_time)
         self._names[request_id] = item.core.request_id
         self._submit(item)
 
-    def step(self) -> list[RequestOutput | PoolingRequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """New outputs, at most one per request, by its `output_kind`; empty without unfinished requests.
 
         Raises: the error with which the engine ended a request, which is over then; other outputs come with the next call.
         WorkerLost when the engine failed.
         """
-        outputs: list[RequestOutput | PoolingRequestOutput] = []
+        outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
         new: dict[str, list[CompletionOutput]] = {}
         """Engine's request id -> new output of its sequences."""
         advanced: dict[str, LocalRequest] = {}
@@ -227,5 +227,5 @@ class LLMEngine:
 
     def _forget(self, engine_id: str) -> None:
         item = self._unfinished.pop(engine_id)
-        if isinstance(item, LocalRequest | LocalEmbedding):
+        if isinstance(item, LocalRequest | LocalPooling):
             self._names.pop(item.request_id, None)

@@ -1,4 +1,4 @@
-"""`LocalRequest` and `LocalEmbedding`: requests of the Python API, which make answers of their engine's outputs."""
+"""`LocalRequest` and `LocalPooling`: requests of the Python API, which make answers of their engine's outputs."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ class LocalRequest:
 
 
 @dataclass(slots=True)
-class LocalEmbedding:
-    """An embedding request, with its result."""
+class LocalPooling:
+    """A request that generates no text, with its result."""
 
     request_id: str
     prompt: str | None
     core: EngineCoreRequest
-    output: PoolingRequestOutput | None = None
+    output: PoolingRequestOutput[PoolingOutput] | None = None
 
     @property
     def finished(self) -> bool:
@@ -124,10 +124,10 @@ class LocalEmbedding:
     def ended_here(self, output: EngineCoreOutput) -> bool:
         return False
 
-    def process(self, output: EngineCoreOutput) -> PoolingRequestOutput:
+    def process(self, output: EngineCoreOutput) -> PoolingRequestOutput[PoolingOutput]:
         """The answer. Raises: InternalError for an end without one."""
         if output.pooling_output is None:
-            raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
+            raise InternalError(f"the engine ended a pooling request without a vector: {output.finish_reason}")
         self.output = PoolingRequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

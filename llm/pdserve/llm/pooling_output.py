@@ -1,10 +1,12 @@
-"""Results of pooling, with vLLM's names: the general types, and those of an embedding."""
+"""Results of pooling, with vLLM's names: the general types, and those of embeddings, classes and scores."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 class PoolingOutput(msgspec.Struct, kw_only=True):
@@ -14,17 +16,21 @@ class PoolingOutput(msgspec.Struct, kw_only=True):
     """`[D]`: the vector, as the request's `PoolingParams` ask for it."""
 
 
-class PoolingRequestOutput(msgspec.Struct, kw_only=True):
-    """A prompt and its pooled hidden states."""
+class PoolingRequestOutput(msgspec.Struct, Generic[T], kw_only=True):
+    """A prompt and what was made of its hidden states."""
 
     request_id: str
     prompt: str | None
-    """The tokenized text; None for token ids."""
+    """The tokenized text; None for token ids, and for a pair of texts."""
     prompt_token_ids: list[int]
-    outputs: PoolingOutput
+    outputs: T
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens that needed no computing."""
+
+    def fields_but_outputs(self) -> dict[str, Any]:
+        """Field -> value."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "outputs"}
 
 
 class EmbeddingOutput(msgspec.Struct, kw_only=True):
@@ -42,19 +48,55 @@ class EmbeddingOutput(msgspec.Struct, kw_only=True):
         return len(self.embedding)
 
 
-class EmbeddingRequestOutput(msgspec.Struct, kw_only=True):
-    """A prompt and its embedding."""
+class ClassificationOutput(msgspec.Struct, kw_only=True):
+    """One prompt's classes."""
 
-    request_id: str
-    prompt: str | None
-    """The tokenized text; None for token ids."""
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    finished: bool = True
-    num_cached_tokens: int = 0
-    """Prompt tokens that needed no computing."""
+    probs: list[float]
+    """`[C]`: by label, after the head's activation; without `use_activation` the head's numbers."""
 
     @classmethod
-    def from_base(cls, request_output: PoolingRequestOutput) -> Self:
-        fields = {name: getattr(request_output, name) for name in request_output.__struct_fields__}
-        return cls(**fields | {"outputs": EmbeddingOutput.from_base(request_output.outputs)})
+    def from_base(cls, pooling_output: PoolingOutput) -> Self:
+        return cls(probs=pooling_output.data)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+class ScoringOutput(msgspec.Struct, kw_only=True):
+    """The score of one pair of texts."""
+
+    score: float
+
+    @classmethod
+    def from_base(cls, pooling_output: PoolingOutput) -> Self:
+        """Raises: ValueError for more than one number."""
+        [score] = pooling_output.data
+        return cls(score=score)
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput], kw_only=True):
+    """A prompt and its embedding."""
+
+    @classmethod
+    def from_base(cls, request_output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        return cls(**request_output.fields_but_outputs(), outputs=EmbeddingOutput.from_base(request_output.outputs))
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput], kw_only=True):
+    """A prompt and its classes."""
+
+    @classmethod
+    def from_base(cls, request_output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        return cls(
+            **request_output.fields_but_outputs(), outputs=ClassificationOutput.from_base(request_output.outputs)
+        )
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput], kw_only=True):
+    """A pair of texts, as one prompt or as two one after the other, and its score."""
+
+    @classmethod
+    def from_base(cls, request_output: PoolingRequestOutput[PoolingOutput]) -> Self:
+        return cls(**request_output.fields_but_outputs(), outputs=ScoringOutput.from_base(request_output.outputs))

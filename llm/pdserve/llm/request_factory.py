@@ -14,12 +14,12 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.pooling_params import PoolingParams, PoolingTask, verify_generates
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import LocalEmbedding, LocalRequest, ValidRequest
+from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
 from pdserve.llm.logits_callables import LogitsCallable
 from pdserve.llm.lora_fields import lora_fields
 from pdserve.llm.prompts import PromptWithSalt
@@ -57,6 +57,8 @@ class RequestFactory:
         self._logits_processors = engine.logits_processors
         self._log_stats = engine.log_stats
         self._hidden_size = engine.info.hidden_size
+        self.num_labels = engine.info.num_labels
+        """Labels of the model's classification head; 0: it has none, and generates."""
         self._scheduling_policy = engine.settings.scheduling_policy
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
@@ -74,6 +76,7 @@ class RequestFactory:
         fields: those of `GenerationRequest` that a caller gives beside the prompt, and `lora_request`; None: the default.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
+        verify_generates(self.num_labels)
         functions: tuple[LogitsCallable, ...] = ()
         if sampling_params is None:
             params, asked = self.default_sampling_params(), None
@@ -139,11 +142,25 @@ class RequestFactory:
         functions = tuple(one for one in named if isinstance(one, LogitsCallable))
         return msgspec.structs.replace(params, logits_processors=processors), functions
 
-    def validate_embedding(
-        self, prompt: PromptWithSalt, pooling_params: PoolingParams | None, **fields: object
+    def validate_pooling(
+        self,
+        prompt: PromptWithSalt,
+        pooling_params: PoolingParams | None,
+        task: PoolingTask | None = None,
+        **fields: object,
     ) -> ValidRequest:
-        """Tokenize and check. fields: as in `validate`. Raises: InvalidRequest naming the field, its value and its limit."""
+        """Tokenize and check. task: of the call; None: that of the parameters, else that of the model. fields: as in `validate`.
+
+        Raises: InvalidRequest naming the field, its value and its limit.
+        """
         params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
+        if task is not None and params.task not in (None, task):
+            raise InvalidRequest(
+                f"pooling_params.task is {params.task!r}, and the call is for {task!r}", "pooling_params"
+            )
+        task = task or params.task or ("classify" if self.num_labels else "embed")
+        params = msgspec.structs.replace(params, task=task)
+        params.verify_task(self.num_labels)
         rule = LengthRule(self._max_model_len, has_output=False)
         encoded = self._encoded(prompt, rule)
         rule.verify(len(encoded.token_ids), prompt.field)
@@ -152,6 +169,7 @@ class RequestFactory:
 
     def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams, **fields: object) -> ValidRequest:
         """Tokenize and check. fields: as in `validate`. Raises: InvalidRequest naming the field, its value and its limit."""
+        verify_generates(self.num_labels)
         encoded = self._encoded(prompt, LengthRule(self._max_model_len))
         params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
         resolve_max_tokens(
@@ -200,10 +218,10 @@ class RequestFactory:
             )
         return ValidRequest(request, encoded.text, lora_request=adapter)
 
-    def make_embedding(self, valid: ValidRequest, request_id: str | None = None) -> LocalEmbedding:
+    def make_pooling(self, valid: ValidRequest, request_id: str | None = None) -> LocalPooling:
         """The request for the engine. request_id: as in `make`."""
         name, stem = self._named(request_id)
-        return LocalEmbedding(name, valid.text, self._engine_request(valid.request, stem))
+        return LocalPooling(name, valid.text, self._engine_request(valid.request, stem))
 
     def make_beam_step(self, valid: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
         """The request for the candidates that follow these output tokens."""

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 
 from pdserve.common.request.sampling_params import RequestOutputKind
-from pdserve.llm.pooling_output import PoolingRequestOutput
+from pdserve.llm.pooling_output import PoolingOutput, PoolingRequestOutput
 from pdserve.text.outputs.request_output import RequestOutput
 
-Answer = RequestOutput | PoolingRequestOutput
+Answer = RequestOutput | PoolingRequestOutput[PoolingOutput]
 
 
 class RequestOutputCollector:

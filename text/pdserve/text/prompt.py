@@ -37,6 +37,13 @@ class TextInput(msgspec.Struct, frozen=True):
     """False if the text continues an earlier one."""
 
 
+class PairInput(msgspec.Struct, frozen=True):
+    """Two texts for a cross-encoder, with the tokenizer's special tokens around and between them."""
+
+    text: str
+    text_pair: str
+
+
 class ChatInput(msgspec.Struct, frozen=True):
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
@@ -56,7 +63,7 @@ class TokenInput(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
-Prompt = TextInput | ChatInput | TokenInput
+Prompt = TextInput | PairInput | ChatInput | TokenInput
 
 
 class Truncation(msgspec.Struct, frozen=True):
@@ -104,7 +111,7 @@ class EncodedPrompt(NamedTuple):
     """The input of a model."""
 
     text: str | None
-    """The tokenized text: a text prompt, or the output of the chat template; None for token ids."""
+    """The tokenized text: a text prompt, or the output of the chat template; None for token ids and for a pair."""
     token_ids: list[int]
 
 
@@ -176,6 +183,11 @@ def encode_prompt(
                 # the chat template knows no other name
                 error.field = field if error.field == "messages" else error.field
                 raise
+        case PairInput():
+            text, token_ids = None, []
+            if prompt.text and prompt.text_pair:
+                verify(prompt.text + prompt.text_pair)
+                token_ids = tokenizer.encode_pair(prompt.text, prompt.text_pair, field=field, count=count)
         case TextInput():
             # an empty text is refused even if the tokenizer would add a BOS token
             text, token_ids = prompt.text, []

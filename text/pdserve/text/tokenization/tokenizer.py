@@ -53,6 +53,8 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = self._own_eos(folder) if declared is None else declared
         self.generation_defaults: dict[str, float | int] = folder.generation_defaults()
         """Values of temperature, top_p, top_k, min_p and repetition_penalty in the model's generation_config.json."""
+        self.labels: tuple[str, ...] = folder.labels()
+        """Names of the classes of a classification head; empty where config.json names none."""
         self.fingerprint: str = tokenizer_fingerprint(folder.path)
         """32 hex digits; router and workers must have the same."""
         templates, named_tokens = folder.chat_templates(), folder.special_tokens()
@@ -70,6 +72,7 @@ class Tokenizer:
         self._token_bytes = _checked_token_bytes(backend, parts.decoder, self.special_token_ids)
         self._long_text = LongText.of(backend, parts.pre_tokenizer, parts.normalizer)
         self._around = _tokens_around(backend)
+        self._around_pair = _tokens_around_pair(backend)
 
     @classmethod
     def from_folder(cls, folder: Path, *, parse_special: bool = True) -> Tokenizer:
@@ -117,16 +120,34 @@ class Tokenizer:
         Raises: InvalidRequest for text that is not valid Unicode (JSON may contain a lone surrogate), and with `count` for a run of
         text that is too long to be tokenized at once.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"{field} is not valid Unicode: lone surrogate at character {error.start}", field
-            ) from error
+        _verify_unicode(text, field)
         if count is None or self._long_text is None or self._around is None or len(text) <= PART_BYTES // 4:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         before, after = self._around if add_special_tokens else ([], [])
         return [*before, *self._long_text.encode(text, field, count), *after]
+
+    def encode_pair(
+        self, text: str, text_pair: str, *, field: str = "prompt", count: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """The token ids of two texts, with the special tokens of a pair. Arguments and errors: as of `encode`."""
+        for each in (text, text_pair):
+            _verify_unicode(each, field)
+        if self._around_pair is None:
+            return self._backend.encode(text, text_pair).ids
+        before, between, after = self._around_pair
+        num_special = len(before) + len(between) + len(after)
+
+        def count_first(num_tokens: int) -> None:
+            if count is not None:
+                count(num_special + num_tokens)
+
+        first = self.encode(text, add_special_tokens=False, field=field, count=count_first)
+
+        def count_second(num_tokens: int) -> None:
+            count_first(len(first) + num_tokens)
+
+        second = self.encode(text_pair, add_special_tokens=False, field=field, count=count_second)
+        return [*before, *first, *between, *second, *after]
 
     def least_tokens(self, text: str) -> int:
         """Lower bound of the number of tokens of a text, without tokenizing it; 0 if unknown."""
@@ -265,12 +286,42 @@ def _tokens_around(backend: Backend) -> tuple[list[int], list[int]] | None:
     around: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for text in ("a", "b 1"):
         plain, whole = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
-        places = [place for place in range(len(whole)) if whole[place : place + len(plain)] == plain]
+        places = _places(whole, plain)
         if len(places) != 1:
             return None
         around.add((tuple(whole[: places[0]]), tuple(whole[places[0] + len(plain) :])))
     (before, after), *others = around
     return None if others else (list(before), list(after))
+
+
+def _tokens_around_pair(backend: Backend) -> tuple[list[int], list[int], list[int]] | None:
+    """Token ids that the post-processor adds before, between and after two texts; None if they depend on the texts."""
+    around: set[tuple[tuple[int, ...], ...]] = set()
+    for pair in (("a", "b 1"), ("c 2", "d")):
+        first, second = (backend.encode(text, add_special_tokens=False).ids for text in pair)
+        whole = backend.encode(*pair).ids
+        begins, ends = _places(whole, first), _places(whole, second)
+        if len(begins) != 1 or len(ends) != 1 or begins[0] + len(first) > ends[0]:
+            return None
+        parts = whole[: begins[0]], whole[begins[0] + len(first) : ends[0]], whole[ends[0] + len(second) :]
+        around.add(tuple(map(tuple, parts)))
+    (before, between, after), *others = around
+    return None if others else (list(before), list(between), list(after))
+
+
+def _places(whole: list[int], part: list[int]) -> list[int]:
+    """Places at which `part` begins in `whole`."""
+    return [place for place in range(len(whole)) if whole[place : place + len(part)] == part]
+
+
+def _verify_unicode(text: str, field: str) -> None:
+    """Raises: InvalidRequest."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field} is not valid Unicode: lone surrogate at character {error.start}", field
+        ) from error
 
 
 def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: frozenset[int]) -> TokenBytes | None:

@@ -124,6 +124,14 @@ class TokenizerFolder:
             )
         return known
 
+    def labels(self) -> tuple[str, ...]:
+        """`id2label` of config.json in the order of the ids; empty if it is absent, or not a name for each of 0, 1, 2, ..."""
+        named = self.config.get("id2label")
+        if not isinstance(named, dict):
+            return ()
+        labels = tuple(named.get(str(place)) for place in range(len(named)))
+        return tuple(label for label in labels if isinstance(label, str)) if None not in labels else ()
+
     def generation_defaults(self) -> dict[str, float | int]:
         """Sampling defaults of generation_config.json, as vLLM reads them; absent values remain absent.
 
