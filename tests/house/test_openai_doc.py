@@ -18,6 +18,7 @@ from pdserve.router.http_front.openapi import BODIES, openapi
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_NO_OP
+from pdserve.router.openai.pooling_bodies import ClassifyBody, RerankBody, ScoreBody
 from pdserve.router.openai.protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from pdserve.router.responses.input_items import KINDS
 from pdserve.router.responses.response_store import MemoryResponseStore
@@ -32,6 +33,9 @@ SECTIONS = {
     "Chat completions alone": set(ChatBody.__struct_fields__) - COMMON,
     "Responses": set(ResponsesBody.__struct_fields__),
     "Embeddings": set(EmbeddingBody.__struct_fields__),
+    "Classify": set(ClassifyBody.__struct_fields__),
+    "Score": set(ScoreBody.__struct_fields__),
+    "Rerank": set(RerankBody.__struct_fields__),
     "Tokenize": set(TokenizeBody.__struct_fields__),
     "Detokenize": set(DetokenizeBody.__struct_fields__),
 }

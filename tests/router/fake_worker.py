@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,11 +221,18 @@ def embedding(prompt: list[int], pooling: request_pb2.PoolingParams) -> list[flo
     return [len(prompt) + (prompt[0] + place) / 16 for place in range(size)]
 
 
+def classes(token_ids: Sequence[int], num_labels: int) -> list[float]:
+    """One number per label; prompts with other tokens have others."""
+    return [((sum(token_ids) + 7 * label) % 16) / 16 for label in range(num_labels)]
+
+
 async def embed_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     await asyncio.sleep(worker.step_s)
     prepared = call.request.request
+    token_ids = list(prepared.prompt_token_ids)
+    classified = classes(token_ids, worker.num_labels)
     yield prefill_pb2.PoolingResponse(
-        values=embedding(list(prepared.prompt_token_ids), prepared.pooling),
+        values=classified or embedding(token_ids, prepared.pooling),
         num_cached_tokens=2,
         moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
     )
@@ -257,6 +264,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.max_local_prefill_tokens = max_local_prefill_tokens
         self.epoch = epoch
         self.hidden_size = HIDDEN_SIZE
+        self.num_labels = 0
         self.sampler_version = 2
         self.data_parallel_rank: int | None = None
         self.interceptors: list[grpc.aio.ServerInterceptor] = []
@@ -340,6 +348,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
+            num_labels=self.num_labels,
             sampler_version=self.sampler_version,
             data_parallel_rank=self.data_parallel_rank,
             num_blocks=100,

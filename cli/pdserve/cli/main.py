@@ -75,7 +75,7 @@ def up(
     model_argument: ModelArgument = None,
     model: Model = None,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers; 0 for a model that only classifies.")] = 1,
     host: Annotated[
         str | None,
         typer.Option(

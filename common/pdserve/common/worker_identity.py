@@ -40,6 +40,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences in one step of its engine."""
     hidden_size: int = 0
     """Length of an embedding; 0 if it computes none."""
+    num_labels: int = 0
+    """Labels of the model's classification head; 0: it has none, and generates."""
     sampler_version: int = 1
     """Workers of one version sample the same tokens from the same logits."""
     data_parallel_rank: int | None = None

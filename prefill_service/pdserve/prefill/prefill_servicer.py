@@ -1,4 +1,4 @@
-"""`PrefillServicer`: the prefill call of an attempt, and embeddings."""
+"""`PrefillServicer`: the prefill call of an attempt; embeddings and classes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 stream = self.engine.submit(engine_request, record.take)
                 output = await stream.get()
                 if output.pooling_output is None:
-                    raise InternalError(f"the engine ended an embedding without one: {output.finish_reason}")
+                    raise InternalError(f"the engine ended a pooling request without a vector: {output.finish_reason}")
                 return prefill_pb2.PoolingResponse(
                     values=output.pooling_output,
                     num_cached_tokens=output.num_cached_tokens,

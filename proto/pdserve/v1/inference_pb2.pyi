@@ -775,6 +775,207 @@ class Embedding(google.protobuf.message.Message):
 Global___Embedding: typing_extensions.TypeAlias = Embedding
 
 @typing.final
+class ClassifyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: builtins.int
+    use_activation: builtins.bool
+    """default true; false: the head's numbers without softmax or sigmoid"""
+    model: builtins.str
+    """as in EmbedRequest"""
+    client_request_id: builtins.str
+    """as in GenerateRequest"""
+    cache_salt: builtins.str
+    """as in GenerateRequest"""
+    truncate_prompt_tokens: builtins.int
+    """as in GenerateRequest, of each input"""
+    truncation_side: builtins.str
+    @property
+    def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """1 to 2048"""
+
+    def __init__(
+        self,
+        *,
+        inputs: collections.abc.Iterable[Global___EmbedInput] | None = ...,
+        use_activation: builtins.bool | None = ...,
+        model: builtins.str = ...,
+        client_request_id: builtins.str = ...,
+        cache_salt: builtins.str = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        truncation_side: builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "_use_activation", b"_use_activation", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "_use_activation", b"_use_activation", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "inputs", b"inputs", "model", b"model", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
+    _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
+    _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
+    _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
+    _WhichOneofReturnType__use_activation: typing_extensions.TypeAlias = typing.Literal["use_activation"]
+    _WhichOneofArgType__use_activation: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncation_side) -> _WhichOneofReturnType__truncation_side | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
+
+Global___ClassifyRequest: typing_extensions.TypeAlias = ClassifyRequest
+
+@typing.final
+class ClassifyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    CLASSIFICATIONS_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    MOMENTS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def classifications(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Classification]:
+        """in the order of the inputs"""
+
+    @property
+    def usage(self) -> Global___Usage:
+        """summed over the inputs"""
+
+    @property
+    def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]:
+        """of the first input"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        classifications: collections.abc.Iterable[Global___Classification] | None = ...,
+        usage: Global___Usage | None = ...,
+        moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["usage", b"usage"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classifications", b"classifications", "moments", b"moments", "request_id", b"request_id", "usage", b"usage"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ClassifyResponse: typing_extensions.TypeAlias = ClassifyResponse
+
+@typing.final
+class Classification(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    PROBS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """of the label with the largest number"""
+    label: builtins.str
+    """its name in the model's id2label"""
+    @property
+    def probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """one number per label"""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        label: builtins.str = ...,
+        probs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["index", b"index", "label", b"label", "probs", b"probs"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Classification: typing_extensions.TypeAlias = Classification
+
+@typing.final
+class ScoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_1_FIELD_NUMBER: builtins.int
+    TEXT_2_FIELD_NUMBER: builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    use_activation: builtins.bool
+    """as in ClassifyRequest; only with a classification head"""
+    model: builtins.str
+    """as in EmbedRequest"""
+    client_request_id: builtins.str
+    """as in GenerateRequest"""
+    cache_salt: builtins.str
+    """as in GenerateRequest"""
+    @property
+    def text_1(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 2048: one, or as many as text_2"""
+
+    @property
+    def text_2(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 2048"""
+
+    def __init__(
+        self,
+        *,
+        text_1: collections.abc.Iterable[builtins.str] | None = ...,
+        text_2: collections.abc.Iterable[builtins.str] | None = ...,
+        use_activation: builtins.bool | None = ...,
+        model: builtins.str = ...,
+        client_request_id: builtins.str = ...,
+        cache_salt: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "model", b"model", "text_1", b"text_1", "text_2", b"text_2", "use_activation", b"use_activation"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__use_activation: typing_extensions.TypeAlias = typing.Literal["use_activation"]
+    _WhichOneofArgType__use_activation: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
+
+Global___ScoreRequest: typing_extensions.TypeAlias = ScoreRequest
+
+@typing.final
+class ScoreResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SCORES_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    MOMENTS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """one per text of text_2"""
+
+    @property
+    def usage(self) -> Global___Usage:
+        """summed over the inputs"""
+
+    @property
+    def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]:
+        """of the first input"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        scores: collections.abc.Iterable[builtins.float] | None = ...,
+        usage: Global___Usage | None = ...,
+        moments: collections.abc.Iterable[pdserve.v1.request_pb2.Moment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["usage", b"usage"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["moments", b"moments", "request_id", b"request_id", "scores", b"scores", "usage", b"usage"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ScoreResponse: typing_extensions.TypeAlias = ScoreResponse
+
+@typing.final
 class GetModelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -793,6 +994,7 @@ class GetModelResponse(google.protobuf.message.Message):
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
+    NUM_LABELS_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """the base model"""
@@ -802,6 +1004,8 @@ class GetModelResponse(google.protobuf.message.Message):
     """empty until a worker is known"""
     hidden_size: builtins.int
     """numbers in an embedding; 0 until a worker is known"""
+    num_labels: builtins.int
+    """of the model's classification head; 0: it generates, or no worker is known"""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of LoRA adapters that requests may give as `model`"""
@@ -814,9 +1018,10 @@ class GetModelResponse(google.protobuf.message.Message):
         vocab_size: builtins.int = ...,
         model_fingerprint: builtins.str = ...,
         hidden_size: builtins.int = ...,
+        num_labels: builtins.int = ...,
         adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "vocab_size", b"vocab_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_labels", b"num_labels", "vocab_size", b"vocab_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse

@@ -49,6 +49,16 @@ class InferenceServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Classify',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Score',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/pdserve.v1.InferenceService/GetModel',
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -86,6 +96,20 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Classify(self, request, context):
+        """The classes of one or more inputs, for a model with a classification head; else INVALID_ARGUMENT. As Embed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """How well texts fit together: by a classification head of one label, or by the cosine of their embeddings. As Embed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """The model that is served.
         """
@@ -110,6 +134,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.ClassifyRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.ClassifyResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -198,6 +232,60 @@ class InferenceService(object):
             '/pdserve.v1.InferenceService/Embed',
             pdserve_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Classify',
+            pdserve_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Score',
+            pdserve_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

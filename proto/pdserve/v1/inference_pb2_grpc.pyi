@@ -39,6 +39,10 @@ class InferenceServiceStub:
     """
     Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.EmbedRequest, pdserve.v1.inference_pb2.EmbedResponse]
     """Embeddings of one or more inputs, computed by prefill workers. The call returns all of them, or ends with a status."""
+    Classify: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.ClassifyRequest, pdserve.v1.inference_pb2.ClassifyResponse]
+    """The classes of one or more inputs, for a model with a classification head; else INVALID_ARGUMENT. As Embed."""
+    Score: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.ScoreRequest, pdserve.v1.inference_pb2.ScoreResponse]
+    """How well texts fit together: by a classification head of one label, or by the cosine of their embeddings. As Embed."""
     GetModel: grpc.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.GetModelRequest, pdserve.v1.inference_pb2.GetModelResponse]
     """The model that is served."""
 
@@ -59,6 +63,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.EmbedRequest, pdserve.v1.inference_pb2.EmbedResponse]  # type: ignore[assignment]
     """Embeddings of one or more inputs, computed by prefill workers. The call returns all of them, or ends with a status."""
+    Classify: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.ClassifyRequest, pdserve.v1.inference_pb2.ClassifyResponse]  # type: ignore[assignment]
+    """The classes of one or more inputs, for a model with a classification head; else INVALID_ARGUMENT. As Embed."""
+    Score: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.ScoreRequest, pdserve.v1.inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """How well texts fit together: by a classification head of one label, or by the cosine of their embeddings. As Embed."""
     GetModel: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.inference_pb2.GetModelRequest, pdserve.v1.inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """The model that is served."""
 
@@ -94,6 +102,22 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pdserve.v1.inference_pb2.EmbedResponse, collections.abc.Awaitable[pdserve.v1.inference_pb2.EmbedResponse]]:
         """Embeddings of one or more inputs, computed by prefill workers. The call returns all of them, or ends with a status."""
+
+    @abc.abstractmethod
+    def Classify(
+        self,
+        request: pdserve.v1.inference_pb2.ClassifyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.inference_pb2.ClassifyResponse, collections.abc.Awaitable[pdserve.v1.inference_pb2.ClassifyResponse]]:
+        """The classes of one or more inputs, for a model with a classification head; else INVALID_ARGUMENT. As Embed."""
+
+    @abc.abstractmethod
+    def Score(
+        self,
+        request: pdserve.v1.inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pdserve.v1.inference_pb2.ScoreResponse, collections.abc.Awaitable[pdserve.v1.inference_pb2.ScoreResponse]]:
+        """How well texts fit together: by a classification head of one label, or by the cosine of their embeddings. As Embed."""
 
     @abc.abstractmethod
     def GetModel(

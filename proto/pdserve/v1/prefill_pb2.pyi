@@ -99,7 +99,7 @@ class PoolingResponse(google.protobuf.message.Message):
     """prompt tokens that needed no computing"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """the embedding: `dimensions` numbers, or the model's hidden size"""
+        """the embedding: `dimensions` numbers, or the model's hidden size; classes: one per label"""
 
     @property
     def moments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[pdserve.v1.request_pb2.Moment]: ...

@@ -59,7 +59,7 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+        """Compute a prompt's embedding, or its classes. No token is sampled, and nothing is kept for a transfer.
         Statuses as of Prefill; the router may try a retryable one elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

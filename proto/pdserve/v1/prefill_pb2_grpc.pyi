@@ -31,7 +31,7 @@ class PrefillServiceStub:
     a transfer that has ended, UNAVAILABLE while draining.
     """
     Embed: grpc.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]
-    """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+    """Compute a prompt's embedding, or its classes. No token is sampled, and nothing is kept for a transfer.
     Statuses as of Prefill; the router may try a retryable one elsewhere.
     """
 
@@ -44,7 +44,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     a transfer that has ended, UNAVAILABLE while draining.
     """
     Embed: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.prefill_pb2.PoolingRequest, pdserve.v1.prefill_pb2.PoolingResponse]  # type: ignore[assignment]
-    """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+    """Compute a prompt's embedding, or its classes. No token is sampled, and nothing is kept for a transfer.
     Statuses as of Prefill; the router may try a retryable one elsewhere.
     """
 
@@ -66,7 +66,7 @@ class PrefillServiceServicer(metaclass=abc.ABCMeta):
         request: pdserve.v1.prefill_pb2.PoolingRequest,
         context: _ServicerContext,
     ) -> typing.Union[pdserve.v1.prefill_pb2.PoolingResponse, collections.abc.Awaitable[pdserve.v1.prefill_pb2.PoolingResponse]]:
-        """Compute a prompt's embedding. No token is sampled, and nothing is kept for a transfer.
+        """Compute a prompt's embedding, or its classes. No token is sampled, and nothing is kept for a transfer.
         Statuses as of Prefill; the router may try a retryable one elsewhere.
         """
 

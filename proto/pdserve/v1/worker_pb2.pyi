@@ -233,6 +233,7 @@ class Identity(google.protobuf.message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: builtins.int
     SAMPLER_VERSION_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
+    NUM_LABELS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
     """64 random bits, new at each start"""
@@ -254,6 +255,8 @@ class Identity(google.protobuf.message.Message):
     """workers of one version sample the same tokens; since protocol version 3, before: 1"""
     data_parallel_rank: builtins.int
     """requests may prefer the decode workers of a rank; absent: it has none"""
+    num_labels: builtins.int
+    """of the model's classification head; 0: it has none, and generates"""
     @property
     def layout(self) -> pdserve.v1.kv_source_pb2.KvLayout: ...
     @property
@@ -277,10 +280,11 @@ class Identity(google.protobuf.message.Message):
         hidden_size: builtins.int = ...,
         sampler_version: builtins.int = ...,
         data_parallel_rank: builtins.int | None = ...,
+        num_labels: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]

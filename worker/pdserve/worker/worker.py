@@ -133,7 +133,8 @@ class Worker:
             connectors=info.connectors,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
-            hidden_size=info.engine.hidden_size,
+            hidden_size=0 if info.engine.num_labels else info.engine.hidden_size,
+            num_labels=info.engine.num_labels,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,
         )

@@ -129,6 +129,8 @@ def addresses_of(settings: RouterSettings, workers: Workers) -> Addresses:
         why_silent = "the front ends have TLS, and `up` does not know which authority its clients trust"
     elif settings.asks_for_keys and api_key is None:
         why_silent = "clients need an API key: put one into PDSERVE_API_KEY"
+    elif workers and all(worker.plan.role == "prefill" for worker in workers):
+        why_silent = "there is no decode worker, so no text is generated"
     return Addresses(
         host_and_port(settings.host, settings.port),
         host_and_port(settings.host, settings.grpc_port),

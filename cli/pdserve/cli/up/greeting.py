@@ -30,7 +30,7 @@ class Greeting:
         console = self._console
         console.print(
             f"[bold green]ready[/]  OpenAI {'https' if addresses.tls else 'http'}://{addresses.http}/v1   gRPC {addresses.grpc}   "
-            f"prefill {', '.join(addresses.prefill) or 'none'}   decode {', '.join(addresses.decode)}\n"
+            f"prefill {', '.join(addresses.prefill) or 'none'}   decode {', '.join(addresses.decode) or 'none'}\n"
             f"metrics  {'   '.join(f'{name} http://{at}/metrics' for name, at in addresses.metrics.items())}",
             soft_wrap=True,
         )

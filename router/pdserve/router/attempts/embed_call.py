@@ -1,4 +1,4 @@
-"""One embedding as a gRPC call to a prefill worker."""
+"""One embedding, or the classes of one input, as a gRPC call to a prefill worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Embedded(msgspec.Struct):
 
 
 async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embedded:
-    """Call a prefill worker for one embedding; the call ends before this returns or raises. number: of the attempt.
+    """Call a prefill worker for one vector; the call ends before this returns or raises. number: of the attempt.
 
     Raises: CallFailed, also for a vector of another length than requested.
     """
@@ -62,7 +62,8 @@ async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embe
 
 def _embedded(worker: Worker, request: GenerationRequest, response: prefill_pb2.PoolingResponse) -> Embedded:
     """Raises: PeerError."""
-    asked = request.pooling_params.num_dimensions(worker.identity.hidden_size) if request.pooling_params else 0
+    identity, pooling = worker.identity, request.pooling_params
+    asked = pooling.num_values(identity.hidden_size, identity.num_labels) if pooling else 0
     if len(response.values) != asked:
         raise PeerError(f"worker {worker} sent {len(response.values)} numbers, {asked} were requested")
     return Embedded(array("f", response.values), response.num_cached_tokens, moments_from_wire(response.moments))

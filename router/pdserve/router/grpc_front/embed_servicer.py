@@ -13,6 +13,7 @@ from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.params_wire import pooling_from_wire
+from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
@@ -44,7 +45,9 @@ def call_fields(inference: Inference, context: Context, client_request_id: str) 
     return CallFields(timeout_s, valid_trace_headers(metadata_of(context)), client_request_id)
 
 
-def truncation_of(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> Truncation | None:
+def truncation_of(
+    request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest,
+) -> Truncation | None:
     """Raises: InvalidRequest."""
     return Truncation.of(
         request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
@@ -81,9 +84,16 @@ class EmbedServicer(InferenceServiceServicer):
 
 
 def _embedding_requests(request: inference_pb2.EmbedRequest, call: CallFields) -> list[ClientRequest]:
+    return input_requests(request, call, pooling_from_wire(request.pooling))
+
+
+def input_requests(
+    request: inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest, call: CallFields, pooling: PoolingParams
+) -> list[ClientRequest]:
+    """One request per input. Raises: InvalidRequest."""
     if (num_inputs := len(request.inputs)) > MAX_EMBEDDING_INPUTS:
         raise InvalidRequest(f"inputs has {num_inputs} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", "inputs")
-    pooling, truncation = pooling_from_wire(request.pooling), truncation_of(request)
+    truncation = truncation_of(request)
     return [
         ClientRequest(
             prompt=_input(entry, f"inputs[{place}]"),

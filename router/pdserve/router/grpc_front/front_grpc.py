@@ -26,13 +26,13 @@ from pdserve.common.tasks.first_done import first_of
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     REQUEST_ID_KEY,
-    EmbedServicer,
     call_fields,
     caller,
     truncation_of,
 )
 from pdserve.router.grpc_front.generate_response import generate_response
 from pdserve.router.grpc_front.health_servicer import HealthServicer
+from pdserve.router.grpc_front.pooling_servicer import PoolingServicer
 from pdserve.router.grpc_front.request_fields import beam_params, chat_input, verify_chat_counts
 from pdserve.router.requests.answer_reader import AnswerReader, with_visible_markers
 from pdserve.router.requests.client_stream import merged
@@ -53,7 +53,7 @@ _TOKEN_BYTES = 1024
 """Cost of a token with log-probabilities in a message, in bytes of a body that take the same time."""
 
 
-class InferenceServicer(EmbedServicer):
+class InferenceServicer(PoolingServicer):
     """Serves clients over gRPC."""
 
     def __init__(self, inference: Inference) -> None:
@@ -198,6 +198,7 @@ class InferenceServicer(EmbedServicer):
             vocab_size=limits.vocab_size if limits else self.inference.tokenizer.vocab_size,
             model_fingerprint=self.inference.model_fingerprint(),
             hidden_size=self.inference.hidden_size(),
+            num_labels=self.inference.num_labels(),
         )
 
     async def _read(

@@ -20,7 +20,6 @@ from pdserve.common.net.health_probe import answer_live, probe_response
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.debug_http import DebugHttp
-from pdserve.router.http_front.embedding_response import EmbeddingResponse
 from pdserve.router.http_front.generation_response import (
     JSON,
     REQUEST_ID_HEADER,
@@ -31,11 +30,11 @@ from pdserve.router.http_front.generation_response import (
     json_response,
 )
 from pdserve.router.http_front.openapi import OpenApi
+from pdserve.router.http_front.pooling_http import PoolingHttp
 from pdserve.router.http_front.responses_http import ResponsesHttp
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
-from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.openai.response_writer import CompletionResponseWriter, error_json
 from pdserve.router.requests.answer_reader import with_visible_markers
@@ -77,7 +76,7 @@ class HttpFront:
             *described.routes,
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            *PoolingHttp(inference, self._keys).routes,
             *ResponsesHttp(inference, responses).routes,
             *TokenizationHttp(inference, self._keys).routes,
         ]
@@ -139,25 +138,6 @@ class HttpFront:
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, ChatBody)
-
-    async def embeddings(self, request: Request) -> Response:
-        inference = self._inference
-        with inference.telemetry.count_rejections():
-            client = await self._authenticate(request)
-            call = call_fields(request, inference.settings.request_timeout_s)
-
-            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
-                return body, body.requests(call._replace(lora_name=inference.models.lora_name(body.model, client)))
-
-            body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
-            embedding = await inference.embedding(requests, field="input", client=client)
-        return EmbeddingResponse(
-            embedding,
-            lambda vectors: embeddings_parts(
-                vectors, embedding.usage, requests[0].lora_name or inference.models.base, body.encoding_format
-            ),
-            inference.bodies,
-        )
 
     async def _authenticate(self, request: Request) -> Client:
         """The client of the request's key. Raises: Unauthenticated."""

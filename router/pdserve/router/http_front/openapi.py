@@ -21,6 +21,7 @@ from pdserve.router.http_front.page_response import page_response
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_IGNORED, RESPONSES_NO_OP
+from pdserve.router.openai.pooling_bodies import RERANK_PATHS, SCORE_PATHS, ClassifyBody, RerankBody, ScoreBody
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
 from pdserve.router.responses.responses_body import ResponsesBody
 
@@ -29,6 +30,9 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
+    "/classify": ClassifyBody,
+    **dict.fromkeys(SCORE_PATHS, ScoreBody),
+    **dict.fromkeys(RERANK_PATHS, RerankBody),
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -52,6 +56,9 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/responses": ("id", "object", "created_at", "model", "status", "output", "usage"),
     "/v1/embeddings": ("object", "data", "model", "usage"),
+    "/classify": ("id", "object", "created", "model", "data", "usage"),
+    **dict.fromkeys(SCORE_PATHS, ("id", "object", "created", "model", "data", "usage")),
+    **dict.fromkeys(RERANK_PATHS, ("id", "model", "results", "usage")),
     "/v1/models": ("object", "data"),
     "/v1/models/{model}": ("id", "object", "created", "owned_by", "max_model_len"),
     "/tokenize": ("count", "max_model_len", "tokens", "token_strs"),
@@ -62,16 +69,20 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "/version": ("version",),
 }
 """Path -> fields that every answer has; answers of other paths are described by `docs/`."""
-_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_QUESTION = "What is the capital of France?"
+_MESSAGES = [{"role": "user", "content": _QUESTION}]
 EXAMPLES: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": _MESSAGES, "max_tokens": 16, "temperature": 0.0},
     "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0.0, "stop": "."},
     "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 16, "temperature": 0.0},
     "/v1/embeddings": {"input": ["Paris", "Rome"], "encoding_format": "float"},
+    "/classify": {"input": ["Paris", "Rome"]},
+    **{path: {"text_1": _QUESTION, "text_2": ["Paris", "Rome"]} for path in SCORE_PATHS},
+    **{path: {"query": _QUESTION, "documents": ["Paris", "Rome"], "top_n": 1} for path in RERANK_PATHS},
     "/tokenize": {"messages": _MESSAGES},
     "/detokenize": {"tokens": [17, 4]},
 }
-"""Path -> a body that is answered with 200."""
+"""Path -> a body that is answered with 200, by a model of the kind that serves the path."""
 _ERROR = {
     "type": "object",
     "properties": {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
@@ -61,14 +62,15 @@ class WorkerSelector:
         dead: Collection[WorkerKey] = (),
         sampler_version: int | None = None,
         data_parallel_rank: int | None = None,
-        embeds: bool = False,
+        pooling: PoolingParams | None = None,
         adapter: tuple[str, str] = ("", ""),
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
         tenant: the owner. num_tokens: length of the prompt. dead: workers that died under this request and have not reconnected.
-        sampler_version, data_parallel_rank: preferred; None for no preference. embeds: True for an embedding, which only needs a
-        prefill worker. adapter: name and fingerprint of what both workers must offer; empty for the base model.
+        sampler_version, data_parallel_rank: preferred; None for no preference. pooling: of a request that generates no text, which
+        only needs a prefill worker that serves the task. adapter: name and fingerprint of what both workers must offer; empty for
+        the base model.
         """
         lora_name, fingerprint = adapter
         live = {
@@ -90,9 +92,9 @@ class WorkerSelector:
             turns=self._turns,
             bytes_per_s=self.bandwidth.bytes_per_s,
         )
-        if embeds:
+        if pooling is not None:
             live = {
-                WorkerRole.PREFILL: [w for w in live[WorkerRole.PREFILL] if w.identity.hidden_size],
+                WorkerRole.PREFILL: pooling_workers(live[WorkerRole.PREFILL], pooling),
                 WorkerRole.DECODE: [],
             }
         now_s = time.monotonic()
@@ -101,7 +103,9 @@ class WorkerSelector:
         }
         prefill, decode = candidates[WorkerRole.PREFILL], candidates[WorkerRole.DECODE]
         placement = (
-            place_prefill(prefill, rules) if embeds else place(max_tokens, prefill=prefill, decode=decode, rules=rules)
+            place_prefill(prefill, rules)
+            if pooling is not None
+            else place(max_tokens, prefill=prefill, decode=decode, rules=rules)
         )
         if placement is None:
             return None
@@ -126,14 +130,14 @@ class WorkerSelector:
         self.log.add(decision)
         return decision
 
-    def has_workers(self, *, one_token: bool = False, embeds: bool = False) -> bool:
+    def has_workers(self, *, one_token: bool = False, pooling: PoolingParams | None = None) -> bool:
         """True if workers are live whose roles can serve a prompt.
 
-        one_token: only one token is requested. embeds: as in `place`.
+        one_token: only one token is requested. pooling: as in `place`.
         """
         prefill, local_prefill = self._fleet.workers(WorkerRole.PREFILL), self._settings.local_prefill
-        if embeds:
-            return any(worker.identity.hidden_size for worker in prefill)
+        if pooling is not None:
+            return bool(pooling_workers(prefill, pooling))
         if prefill and one_token and local_prefill != "always":
             return True
         return bool(self._fleet.workers(WorkerRole.DECODE)) and (local_prefill != "never" or bool(prefill))
@@ -193,6 +197,11 @@ class WorkerSelector:
                 elif role is WorkerRole.PREFILL and pairable is not None and key not in pairable:
                     left.append(LeftOut(role=role.value, worker=name, why="its blocks differ from decode's"))
         return tuple(left)
+
+
+def pooling_workers(workers: Iterable[Worker], pooling: PoolingParams) -> list[Worker]:
+    """The prefill workers among which a request without text is placed."""
+    return [w for w in workers if pooling.is_served_by(w.identity.hidden_size, w.identity.num_labels)]
 
 
 def _is_full(worker: Worker, hint: PlacementHint) -> bool:

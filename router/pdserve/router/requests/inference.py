@@ -10,7 +10,7 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.pooling_params import PoolingParams, verify_generates
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
@@ -19,7 +19,7 @@ from pdserve.router.admission.place import Limits as AdmissionLimits
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
-from pdserve.router.placement.worker_selector import WorkerSelector
+from pdserve.router.placement.worker_selector import WorkerSelector, pooling_workers
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.generation import Generation
@@ -29,7 +29,7 @@ from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
 from pdserve.router.requests.tasks.beam_task import BeamPromptTask
 from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
-from pdserve.router.requests.tasks.prompt_task import PromptTask
+from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S, PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
@@ -94,7 +94,7 @@ class Inference:
     @property
     def healthy(self) -> bool:
         """True if some request could be served now."""
-        return not self.admission.closed and self.selector.has_workers()
+        return not self.admission.closed and (self.selector.has_workers() or self.num_labels() > 0)
 
     def limits(self) -> Limits | None:
         """None until a worker is known."""
@@ -108,6 +108,29 @@ class Inference:
     def hidden_size(self) -> int:
         """Numbers in an embedding; 0 until a worker is known that computes any."""
         return max((worker.identity.hidden_size for worker in self.fleet.workers(WorkerRole.PREFILL)), default=0)
+
+    def num_labels(self) -> int:
+        """Labels of the model's classification head; 0 if it has none, and until a prefill worker is known."""
+        return max((worker.identity.num_labels for worker in self.fleet.workers(WorkerRole.PREFILL)), default=0)
+
+    async def scores_by_head(self) -> bool:
+        """True if scores are those of a classification head; False if they are cosines of embeddings.
+
+        Waits for the first prefill worker, `WAIT_FOR_WORKER_S` at most; without one it is False.
+        """
+
+        def known() -> bool | None:
+            return self.num_labels() > 0 if self.fleet.workers(WorkerRole.PREFILL) else None
+
+        are_expected = self.fleet.counts()[WorkerRole.PREFILL.value]["addresses"]
+        return bool(await self.fleet.wait_for(known, WAIT_FOR_WORKER_S if are_expected else 0.0))
+
+    def _verify_pooling(self, pooling: PoolingParams) -> None:
+        """Raises: InvalidRequest naming a task that the model lacks; nothing is known before the first prefill worker."""
+        workers = self.fleet.workers(WorkerRole.PREFILL)
+        has_kind = any(worker.identity.hidden_size or worker.identity.num_labels for worker in workers)
+        if has_kind and not pooling_workers(workers, pooling):
+            pooling.verify_task(self.num_labels())
 
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
@@ -150,6 +173,7 @@ class Inference:
         """
         if not 0 < len(requests) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
+        verify_generates(self.num_labels())
         for sampling in (request.sampling_params for request in requests):
             sampling.verify_sequences()
             if stream and requests[0].beams is not None:
@@ -242,6 +266,7 @@ class Inference:
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
         self._verify_template(request)
+        verify_generates(self.num_labels())
         if not session.token_ids:
             session.lora_name = request.lora_name
         priority = self._priority(request, client)
@@ -261,29 +286,37 @@ class Inference:
 
     def verify_embedding_size(self, pooling: PoolingParams, num_inputs: int, field: str) -> None:
         """Raises: InvalidRequest for more numbers than an answer has room for. field: the client's name of the inputs."""
-        num_numbers = pooling.num_dimensions(self.hidden_size()) * num_inputs
+        num_numbers = pooling.num_values(self.hidden_size(), self.num_labels()) * num_inputs
         if num_numbers > MAX_EMBEDDING_NUMBERS:
             raise InvalidRequest(
-                f"{field} has {num_inputs} entries: embeddings of {num_numbers} numbers do not fit into one "
-                f"message, {MAX_EMBEDDING_NUMBERS} do",
+                f"{field} has {num_inputs} entries: {'embeddings' if pooling.is_embedding else 'classes'} of {num_numbers} numbers "
+                f"do not fit into one message, {MAX_EMBEDDING_NUMBERS} do",
                 field,
             )
 
-    async def embedding(self, requests: Sequence[ClientRequest], *, field: str, client: Client = ANYBODY) -> Embedding:
-        """Embeddings, one per request; they start when its `results` are awaited.
+    async def embedding(
+        self,
+        requests: Sequence[ClientRequest],
+        *,
+        field: str,
+        client: Client = ANYBODY,
+        operation: str = "embeddings",
+    ) -> Embedding:
+        """Embeddings, or what else `pooling_params` ask for, one per request; they start when its `results` are awaited.
 
-        field: what the client calls the list of its inputs. client: whose it is, for limits per API key.
+        field: what the client calls the list of its inputs. client: whose it is, for limits per API key. operation: for traces.
         Raises: InvalidRequest for too many inputs.
         """
         if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
             raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
         if (pooling := requests[0].pooling_params) is not None:
+            self._verify_pooling(pooling)
             self.verify_embedding_size(pooling, len(requests), field)
         request_id = uuid.uuid4().hex
         record = self.telemetry.request(
             request_id,
             requests[0].trace_headers,
-            "embeddings",
+            operation,
             requests[0].client_request_id,
             client,
             lora_name=requests[0].lora_name,

@@ -15,6 +15,7 @@ MAX_TOKENS = 1 << 24
 """Largest length of a model, and largest vocabulary, in tokens."""
 MAX_SEQS = 1 << 16
 MAX_HIDDEN_SIZE = 1 << 20
+MAX_LABELS = 1 << 16
 MAX_CONNECTORS = 16
 MAX_SAMPLER_VERSION = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
@@ -49,6 +50,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     _within("vocab_size", identity.vocab_size, 1, MAX_TOKENS)
     _within("max_num_seqs", identity.max_num_seqs, 1, MAX_SEQS)
     _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
+    _within("num_labels", identity.num_labels, 0, MAX_LABELS)
     _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)
     _within("data_parallel_rank", identity.data_parallel_rank or 0, 0, MAX_DATA_PARALLEL_RANK)
     _within("the number of connectors", len(identity.connectors), 0, MAX_CONNECTORS)

@@ -1,4 +1,4 @@
-"""`Embedding`: one client's request for embeddings; `EmbeddingTask`: one input, served by a prefill worker."""
+"""`Embedding`: one client's request for embeddings, classes or scores; `EmbeddingTask`: one input, served by a prefill worker."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pdserve.common.errors import Cancelled, DeadlineExceeded, Draining, Interna
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
@@ -23,6 +24,7 @@ from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.attempts.embed_call import Embedded, embed
 from pdserve.router.attempts.worker_calls import CallFailed
 from pdserve.router.placement.routing_decision import RoutingDecision
+from pdserve.router.placement.worker_selector import pooling_workers
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
 from pdserve.router.requests.request_scope import RequestScope
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingInput:
-    """One input of an embeddings request, kept as long as the request lives: small, since there may be thousands."""
+    """One input of such a request, kept as long as the request lives: small, since there may be thousands."""
 
     __slots__ = ("record", "request", "request_id", "timeline", "usage")
     num_sequences = 1
@@ -73,7 +75,7 @@ class EmbeddingTask:
         self._full = FullWorkers(services.settings.queue_timeout_s)
 
     async def run(self) -> array[float]:
-        """The embedding, in float32. Raises: PdServeError."""
+        """The vector, in float32. Raises: PdServeError."""
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 self._record.deadline = deadline
@@ -183,7 +185,7 @@ class EmbeddingTask:
                 hashes=lambda layout: self._known_hashes(request, layout),
                 blamed=blamed | self._full.keys,
                 dead=self._crash_guard.unfit,
-                embeds=True,
+                pooling=self._pooling,
                 adapter=(request.lora_name, request.lora_fingerprint),
             )
 
@@ -195,7 +197,7 @@ class EmbeddingTask:
     async def _raise_when_no_worker(self) -> None:
         """Runs while the request waits for a place. Never returns. Raises: WorkerLost when no worker could serve it."""
         await self._services.fleet.wait_until_absent(
-            lambda: self._services.selector.has_workers(embeds=True), self._patience_s
+            lambda: self._services.selector.has_workers(pooling=self._pooling), self._patience_s
         )
         raise self._no_worker()
 
@@ -211,7 +213,11 @@ class EmbeddingTask:
         return self._prepared[key]
 
     def _workers(self) -> list[Worker]:
-        return [worker for worker in self._services.fleet.workers(WorkerRole.PREFILL) if worker.identity.hidden_size]
+        return pooling_workers(self._services.fleet.workers(WorkerRole.PREFILL), self._pooling)
+
+    @property
+    def _pooling(self) -> PoolingParams:
+        return self._request.pooling_params or PoolingParams()
 
     @property
     def _patience_s(self) -> float:
@@ -226,8 +232,9 @@ class EmbeddingTask:
         return DeadlineExceeded(f"the request was not done within {self._input.timeout_s:g} s")
 
     def _no_worker(self) -> WorkerLost:
+        what = "embeddings" if self._pooling.is_embedding else "classes"
         return WorkerLost(
-            f"embeddings are computed by prefill workers, and none could serve this: "
+            f"{what} are computed by prefill workers, and none could serve this: "
             f"{self._services.fleet.describe(WorkerRole.PREFILL)}"
         ).for_clients()
 

@@ -1,0 +1,133 @@
+"""`PoolingHttp`: endpoints that answer with embeddings, classes and scores."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.router.bodies.request_body import read_body
+from pdserve.router.http_front.embedding_response import EmbeddingResponse
+from pdserve.router.http_front.generation_response import call_fields
+from pdserve.router.http_front.tokenization_http import authenticated
+from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
+from pdserve.router.openai.pooling_bodies import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    AnswerHead,
+    ClassifyBody,
+    RerankBody,
+    ScoreBody,
+    classify_parts,
+    rerank_parts,
+    score_parts,
+)
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import CallFields, ClientRequest
+from pdserve.router.requests.scoring import ScoredPairs
+from pdserve.router.tenants.api_keys import ApiKeys
+
+B = TypeVar("B", ClassifyBody, ScoreBody, RerankBody)
+Parts = Callable[[Sequence["array[float]"], AnswerHead], Iterator[bytes]]
+
+
+class PoolingHttp:
+    """Routes over one `Inference`."""
+
+    def __init__(self, inference: Inference, keys: ApiKeys) -> None:
+        self._inference = inference
+        self._keys = keys
+        self.routes = [
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/classify", self.classify, methods=["POST"]),
+            *(Route(path, self.score, methods=["POST"], name=_name(path)) for path in SCORE_PATHS),
+            *(Route(path, self.rerank, methods=["POST"], name=_name(path)) for path in RERANK_PATHS),
+        ]
+
+    async def embeddings(self, request: Request) -> Response:
+        inference = self._inference
+        with inference.telemetry.count_rejections():
+            client = await authenticated(self._keys, request)
+            call = call_fields(request, inference.settings.request_timeout_s)
+
+            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
+                return body, body.requests(call._replace(lora_name=inference.models.lora_name(body.model, client)))
+
+            body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
+            embedding = await inference.embedding(requests, field="input", client=client)
+        return EmbeddingResponse(
+            embedding,
+            lambda vectors: embeddings_parts(
+                vectors, embedding.usage, requests[0].lora_name or inference.models.base, body.encoding_format
+            ),
+            inference.bodies,
+        )
+
+    async def classify(self, request: Request) -> Response:
+        inference = self._inference
+
+        def build(body: ClassifyBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
+            return body.requests(fields), partial(classify_parts, labels=inference.tokenizer.labels)
+
+        return await self._answer(request, ClassifyBody, "classify", "input", build)
+
+    async def score(self, request: Request) -> Response:
+        def build(body: ScoreBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
+            pairs = body.pairs()
+            return _scored(body, pairs, fields, by_head=by_head), partial(score_parts, pairs=pairs)
+
+        return await self._answer(request, ScoreBody, "score", "text_2", build)
+
+    async def rerank(self, request: Request) -> Response:
+        def build(body: RerankBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
+            pairs = body.pairs()
+            return _scored(body, pairs, fields, by_head=by_head), partial(rerank_parts, pairs=pairs, body=body)
+
+        return await self._answer(request, RerankBody, "rerank", "documents", build)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[B],
+        operation: str,
+        field: str,
+        build: Callable[[B, CallFields, bool], tuple[list[ClientRequest], Parts]],
+    ) -> Response:
+        """field: the client's name of the inputs. build: the requests of a body, and what writes their answer.
+
+        Its last argument is True if scores are those of a classification head.
+        """
+        inference = self._inference
+        with inference.telemetry.count_rejections():
+            client = await authenticated(self._keys, request)
+            call = call_fields(request, inference.settings.request_timeout_s)
+            by_head = await inference.scores_by_head()
+
+            def built(body: B) -> tuple[list[ClientRequest], Parts]:
+                return build(body, call._replace(lora_name=inference.models.lora_name(body.model, client)), by_head)
+
+            requests, parts = await read_body(request, kind, inference.bodies, built)
+            pooled = await inference.embedding(requests, field=field, client=client, operation=operation)
+        model = requests[0].lora_name or inference.models.base
+        return EmbeddingResponse(
+            pooled,
+            # usage is known when all vectors are
+            lambda vectors: parts(vectors, AnswerHead(pooled.request_id, model, pooled.usage)),
+            inference.bodies,
+        )
+
+
+def _scored(
+    body: ScoreBody | RerankBody, pairs: ScoredPairs, fields: CallFields, *, by_head: bool
+) -> list[ClientRequest]:
+    return pairs.requests(fields, by_head=by_head, use_activation=body.use_activation, cache_salt=body.cache_salt)
+
+
+def _name(path: str) -> str:
+    """Name of a route, by which `/openapi.json` distinguishes the paths of one endpoint."""
+    return path.strip("/").replace("/", "_")
