@@ -11,6 +11,7 @@ import pytest
 from pdserve.common.errors import ConfigError, InvalidRequest, PromptTooLong
 from pdserve.llm import LLM, SamplingParams
 from tests.support.llm_requests import core_of
+from tests.support.oracle import Oracle
 
 GOOD = "The miller"
 CHAT = [{"role": "user", "content": "hi"}]
@@ -161,6 +162,25 @@ def test_max_model_len_may_reach_what_the_rotary_scaling_was_made_for(tiny_check
         assert len(answer.outputs[0].token_ids) == 12
     with pytest.raises(ConfigError, match="max_model_len is 513, the model supports at most 512"):
         LLM(folder, max_model_len=513, **options)
+
+
+def test_longrope_beyond_its_original_length_answers_as_transformers(tiny_checkpoints: Callable[..., Path]) -> None:
+    rope = {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)],
+        "original_max_position_embeddings": 40,
+    }  # fmt: skip
+    folder = tiny_checkpoints("llama", max_position_embeddings=160, rope_parameters=rope)
+    options: dict[str, Any] = {"block_size": 4, "num_blocks": 64}
+    prompt = [5 + n % 90 for n in range(120)]
+    with LLM(folder, **options) as llm, pytest.raises(PromptTooLong, match="the model's length is 40"):
+        llm.generate(prompt, use_tqdm=False)
+    with LLM(folder, max_model_len=160, max_num_batched_tokens=30, **options) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            [answer] = llm.generate(
+                prompt, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False
+            )
+            Oracle(folder).check(prompt, answer.outputs[0].token_ids)
+            assert len(answer.outputs[0].token_ids) == 40
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:

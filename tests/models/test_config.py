@@ -139,10 +139,10 @@ def test_the_length_that_a_scaling_was_made_for(rope: dict[str, Any], derived: i
     assert (config.max_position_embeddings, config.derived_max_model_len) == (512, derived)
 
 
-def test_longrope_serves_its_original_length(tmp_path: Path) -> None:
+def test_longrope_serves_its_original_length_unless_a_setting_says_more(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
     config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=128)
-    assert (config.max_position_embeddings, config.derived_max_model_len) == (128, 128)
+    assert (config.max_position_embeddings, config.derived_max_model_len) == (128, 512)
 
 
 @pytest.mark.parametrize(

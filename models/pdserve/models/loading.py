@@ -32,6 +32,7 @@ def load_decoder(
     folder: Path,
     *,
     dtype: str = "auto",
+    max_model_len: int | None = None,
     device: str = "cpu",
     load_format: str = "auto",
     quantization: Quantization = None,
@@ -40,12 +41,12 @@ def load_decoder(
 ) -> Decoder:
     """Read a Hugging Face model folder, or one rank's part of it.
 
-    dtype: of weights and KV blocks; `auto` is the folder's. load_format: `dummy` reads config.json alone and draws the weights;
-    `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the embedding, the output head and routers of
-    experts stay in the dtype. shard: this rank's part. progress: called after each weight.
+    dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads
+    config.json alone and draws the weights; `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the
+    embedding, the output head and routers of experts stay in the dtype. shard: this rank's part. progress: called after a weight.
     Raises: ConfigError, UnsupportedModel.
     """
-    config = read_config(folder, dtype)
+    config = read_config(folder, dtype, max_model_len)
     config.verify_sharding(shard.size, folder)
     if config.unknown_fields:
         log.warning(

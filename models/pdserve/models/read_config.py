@@ -21,10 +21,11 @@ _MAX_HEAD_DIM = 1 << 16
 """Upper limit that no known model reaches; smaller values are checked against the shapes of the weights."""
 
 
-def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
+def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
     """A model's dimensions and options; `generation_config.json` may override the EOS ids.
 
-    dtype: of weights and KV blocks; `auto` is the folder's. Raises: ConfigError, UnsupportedModel; both name file and field.
+    dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: the setting, by which longrope chooses its factors.
+    Raises: ConfigError, UnsupportedModel; both name file and field.
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
@@ -50,6 +51,8 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
     unknown_fields = check_fields(config, architecture, family.own_fields, own)
     vocab_size = config.integer("vocab_size", maximum=_MAX_VOCAB)
     eos_token_ids, bos_token_id = _special_tokens(folder, config, vocab_size)
+    local_rope = family.read_local_rope(config, head_dim, max_positions)
+    ropes = [rope] if local_rope is None else [rope, local_rope]
     return ModelConfig(
         architecture=architecture,
         is_body=named in BODIES,
@@ -63,16 +66,16 @@ def read_config(folder: Path, dtype: str = "auto") -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=intermediate_size,
         rms_norm_eps=rms_norm_eps,
-        rope=rope,
+        rope=ropes[0].for_length(max_model_len),
         tie_word_embeddings=config.boolean("tie_word_embeddings", family.default_tie_word_embeddings),
-        max_position_embeddings=rope.max_positions(max_positions),
+        max_position_embeddings=min(each.max_positions(max_positions) for each in ropes),
         derived_max_model_len=derived_max_model_len,
         dtype=_dtype(config, dtype),
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         unknown_fields=unknown_fields,
         stored_quantization=stored_quantization,
-        local_rope=family.read_local_rope(config, head_dim, max_positions),
+        local_rope=ropes[1].for_length(max_model_len) if ropes[1:] else None,
     )
 
 

@@ -41,6 +41,9 @@ __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 Progress = Callable[[LoadProgress], None]
 
 _DEMO_STRING_CHARS = 64
+_DYNAMIC = (
+    ": beyond it the rope type 'dynamic' rotates all keys of a sequence again with each token, and cached keys are not"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     device = rank_device(settings.device, shard.rank, shard.size)
     _check_attention(settings, torch.device(device), read_config(folder, settings.dtype))
     decoder = load_decoder(
-        folder, dtype=settings.dtype, device=device, load_format=settings.load_format,
+        folder, dtype=settings.dtype, max_model_len=settings.max_model_len, device=device, load_format=settings.load_format,
         quantization=settings.quantization, shard=shard, progress=progress,
     )  # fmt: skip
     adapters = None
@@ -301,6 +304,8 @@ def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> 
     kept = model.dtype if settings.quantization is None else f"{model.dtype}/{settings.quantization}"
     if settings.cache_dtype is not None:
         kept += f"/{settings.cache_dtype} cache"
+    if model.uses_long_factor:
+        kept += "/long_factor"
     if settings.load_format == "auto":
         return model_fingerprint(folder, kept)
     drawn = f"drawn by torch {torch.__version__} on {torch.device(settings.device).type}"
@@ -323,8 +328,9 @@ def pool_size(
     limit = model.max_position_embeddings
     if settings.max_model_len is not None:
         if settings.max_model_len > model.derived_max_model_len:
+            reason = "" if model.rope.rope_type != "dynamic" else _DYNAMIC
             raise ConfigError(
-                f"max_model_len is {settings.max_model_len}, the model supports at most {model.derived_max_model_len}"
+                f"max_model_len is {settings.max_model_len}, the model supports at most {model.derived_max_model_len}{reason}"
             )
         if settings.max_model_len > pool_tokens:
             raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")

@@ -99,6 +99,11 @@ class ModelConfig:
         return self.rope if self.sliding_windows[layer] is None or self.local_rope is None else self.local_rope
 
     @property
+    def uses_long_factor(self) -> bool:
+        """True: keys are rotated for sequences beyond the original length (longrope), by `max_model_len`."""
+        return any(rope is not None and rope.uses_long_factor for rope in (self.rope, self.local_rope))
+
+    @property
     def head_order(self) -> HeadOrder:
         return HeadOrder(self.head_dim, self.head_dim - self.rope.unrotated_dim, self.family.rotates_neighbours)
 

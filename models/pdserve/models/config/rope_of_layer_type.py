@@ -26,5 +26,7 @@ def rope_of_layer_type(
     fields = {} if given is None else {name: given.get(name) for name in given.names}
     if layer_type == "full_attention" and (scaling := config.child("rope_scaling")) is not None:
         fields |= {name: scaling.get(name) for name in scaling.names}
+    # transformers looks for it beside the layer types, where it is not
+    fields.pop("truncate", None)
     alone = JsonObject({"rope_parameters": fields}, config.where)
     return RopeParameters.from_config(alone, head_dim, max_positions, default_theta=default_theta)

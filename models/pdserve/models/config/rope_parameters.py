@@ -43,6 +43,11 @@ class RopeParameters:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
+    """Divisor of each pair's frequency (longrope), in models that serve the original length."""
+    long_factor: tuple[float, ...] = ()
+    """The same in models that serve more."""
+    uses_long_factor: bool = False
+    """See `for_length`."""
     unrotated_dim: int = 0
     """Numbers at the end of a head that no position rotates; even."""
 
@@ -56,11 +61,13 @@ class RopeParameters:
         default_theta: float = DEFAULT_THETA,
         default_rotary_factor: float = 1.0,
         may_be_partial: bool = False,
+        default_original: int | None = None,
     ) -> RopeParameters:
         """Read `rope_scaling`, or `rope_parameters` if that is absent; `rope_theta` may also be a field beside either.
 
         As in transformers, `rope_scaling` replaces the whole of `rope_parameters`, its `rope_theta` included.
-        may_be_partial: the family rotates only a part of a head where `partial_rotary_factor` says so.
+        may_be_partial: the family rotates only a part of a head where `partial_rotary_factor` says so. default_original: length
+        before the context was extended, where no field beside the rope parameters has it; None: theirs.
         Raises: UnsupportedModel, ConfigError.
         """
         rope = _rope_fields(config, default_theta)
@@ -70,12 +77,18 @@ class RopeParameters:
         rotary_dim = int(head_dim * factor)
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise rope.error("partial_rotary_factor", f"such that an even number of a head's {head_dim} is rotated")
-        found = cls._from_fields(config, rope, rotary_dim, max_positions, default_theta)
+        found = cls._from_fields(config, rope, rotary_dim, max_positions, default_theta, default_original)
         return replace(found, unrotated_dim=head_dim - rotary_dim)
 
     @classmethod
     def _from_fields(
-        cls, config: JsonObject, rope: JsonObject, head_dim: int, max_positions: int, default_theta: float
+        cls,
+        config: JsonObject,
+        rope: JsonObject,
+        head_dim: int,
+        max_positions: int,
+        default_theta: float,
+        default_original: int | None,
     ) -> RopeParameters:
         """head_dim: numbers of a head that are rotated."""
         rope_type = rope.text("rope_type", rope.text("type", "default"))
@@ -89,16 +102,18 @@ class RopeParameters:
             return cls(rope_type, theta, rope.number("factor", 1.0))
         if rope_type == "linear":
             return cls(rope_type, theta, rope.number("factor"))
-        return cls._from_original(config, rope, rope_type, theta, head_dim, max_positions)
+        is_beside = config.has("original_max_position_embeddings") or default_original is not None
+        # log(1) is 0, which cannot divide
+        original = (config if is_beside else rope).integer(
+            "original_max_position_embeddings", default_original or max_positions, minimum=2
+        )
+        return cls._from_original(rope, rope_type, theta, head_dim, max_positions, original)
 
     @classmethod
     def _from_original(
-        cls, config: JsonObject, rope: JsonObject, rope_type: str, theta: float, head_dim: int, max_positions: int
+        cls, rope: JsonObject, rope_type: str, theta: float, head_dim: int, max_positions: int, original: int
     ) -> RopeParameters:
-        """Rope types with `original_max_position_embeddings`: the length before the context was extended."""
-        source = config if config.has("original_max_position_embeddings") else rope
-        # log(1) is 0, which cannot divide
-        original = source.integer("original_max_position_embeddings", max_positions, minimum=2)
+        """Rope types that extend a context of `original` tokens."""
         if rope_type == "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if not high > low:
@@ -114,7 +129,8 @@ class RopeParameters:
                 rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
                 rope.number("beta_fast", 32.0),
                 rope.number("beta_slow", 1.0),
-                rope.boolean("truncate", True),
+                # null is false in transformers
+                not rope.is_null("truncate") and rope.boolean("truncate", True),
             )
         stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         return cls(
@@ -124,13 +140,21 @@ class RopeParameters:
             original,
             rope.number("attention_factor", stretched),
             short_factor=rope.numbers("short_factor", head_dim // 2),
+            long_factor=rope.numbers("long_factor", head_dim // 2),
         )
 
-    def max_positions(self, configured: int) -> int:
-        """Positions that can be served.
+    def for_length(self, max_model_len: int | None) -> RopeParameters:
+        """The rotary embedding of a model that serves `max_model_len` tokens; None: `max_positions`.
 
-        Longrope rotates all keys of a sequence again when the sequence exceeds the original length. Keys in a cache that other
-        sequences share cannot be rotated again, so such a model serves its original length.
+        transformers rotates all keys of a sequence with `long_factor` as soon as it is longer than the original length. Keys in a
+        cache cannot be rotated again, so the factors are those of the longest sequence, for all sequences.
+        """
+        is_long = self.rope_type == "longrope" and (max_model_len or 0) > self.original_max_positions
+        return replace(self, uses_long_factor=is_long)
+
+    def max_positions(self, configured: int) -> int:
+        """Positions that are served where no setting says more: with longrope the original length, whose texts are as in
+        transformers at every length.
         """
         return min(configured, self.original_max_positions) if self.rope_type == "longrope" else configured
 
@@ -138,11 +162,11 @@ class RopeParameters:
         """Positions that the scaling was made for; at least `max_positions`.
 
         configured: `max_position_embeddings`, which is often left unchanged when a scaling is added by hand. Yarn reaches its
-        original length times its factor, and linear scaling the configured length times its factor. Dynamic scaling and longrope
-        rotate keys again as a sequence grows, which is impossible for keys in a shared cache; the factor of llama3 does not extend
-        the length.
+        original length times its factor, and linear scaling the configured length times its factor. Dynamic scaling rotates keys
+        again as a sequence grows, which is impossible for keys in a shared cache; the factors of llama3 and longrope do not extend
+        the configured length.
         """
-        derived = self.max_positions(configured)
+        derived = configured
         if self.rope_type == "yarn":
             derived = max(derived, int(self.original_max_positions * self.factor))
         elif self.rope_type == "linear":
@@ -166,22 +190,27 @@ class RopeParameters:
         if self.rope_type == "linear":
             return inverse / self.factor
         if self.rope_type == "longrope":
-            return 1.0 / (torch.tensor(self.short_factor) * self.theta**exponents)
+            factors = self.long_factor if self.uses_long_factor else self.short_factor
+            return 1.0 / (torch.tensor(factors) * self.theta**exponents)
         if self.rope_type == "llama3":
             return self._llama3(inverse)
         if self.rope_type == "yarn":
-            return self._yarn(inverse, head_dim)
+            return self._yarn(self.theta**exponents, head_dim)
         return inverse
 
     def _llama3(self, inverse: Tensor) -> Tensor:
         """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
-        turns = self.original_max_positions * inverse / (2 * math.pi)
+        turns = self.original_max_positions / (2 * math.pi / inverse)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return (1 - kept) * inverse / self.factor + kept * inverse
 
-    def _yarn(self, inverse: Tensor, head_dim: int) -> Tensor:
-        """As llama3, but interpolated linearly in the pair's index instead of in its number of turns."""
+    def _yarn(self, periods: Tensor, head_dim: int) -> Tensor:
+        """As llama3, but interpolated linearly in the pair's index instead of in its number of turns.
+
+        periods: positions per radian, of each pair. The order of operations is that of transformers: near the end of a long context
+        a difference in a frequency's last bit is seen in the angle.
+        """
 
         def index_of(turns: float) -> float:
             return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -192,8 +221,8 @@ class RopeParameters:
         low, high = max(low, 0), min(high, head_dim - 1)
         if low == high:
             high += 0.001
-        stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        return inverse / self.factor * stretched + inverse * (1 - stretched)
+        kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _rope_fields(config: JsonObject, default_theta: float) -> JsonObject:

@@ -10,6 +10,8 @@ from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.config.sliding_windows import window_of_all_layers
 from pdserve.models.json_object import JsonObject
 
+_ORIGINAL_POSITIONS = 4096
+"""`original_max_position_embeddings` where config.json has none; the rope parameters are not asked."""
 _ROPE_TYPES = ("default", "longrope")
 
 
@@ -30,7 +32,9 @@ class Phi3(ModelFamily):
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
-        rope = super().read_rope(config, head_dim, max_positions)
+        rope = RopeParameters.from_config(
+            config, head_dim, max_positions, may_be_partial=True, default_original=_ORIGINAL_POSITIONS
+        )
         if rope.rope_type not in _ROPE_TYPES:
             raise UnsupportedModel(
                 f"{config.where}: rope type {rope.rope_type!r}; supported for Phi3ForCausalLM: {', '.join(_ROPE_TYPES)}"
