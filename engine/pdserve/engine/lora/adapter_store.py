@@ -11,6 +11,9 @@ from pdserve.common.errors import NotFound
 from pdserve.models.lora.lora_adapter import CONFIG_FILE, WEIGHTS_FILE, LoraAdapter, read_adapter
 from pdserve.models.lora.lora_targets import LoraTargets
 
+MAX_REPLACED = 256
+"""Former contents of folders that are known, in all."""
+
 FileState = tuple[tuple[int, int, int], ...]
 """Per file: inode, size, and time of the last change in nanoseconds."""
 
@@ -32,7 +35,9 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._folders: dict[Path, _Folder] = {}
         self._path_of: dict[str, Path] = {}
-        """Fingerprint -> a folder that had this content."""
+        """Fingerprint -> a folder that has this content, or had it and is there with another one."""
+        self._replaced: OrderedDict[str, None] = OrderedDict()
+        """Contents that no folder has any more, the first replaced first; at most `MAX_REPLACED`."""
         self._adapters: OrderedDict[str, LoraAdapter] = OrderedDict()
         """Fingerprint -> adapter, least recently used first."""
 
@@ -48,8 +53,12 @@ class AdapterStore:
                 return known.fingerprint
         adapter = read_adapter(folder, self.targets)
         with self._lock:
+            former = self._folders.get(folder)
             self._folders[folder] = _Folder(state, adapter.fingerprint)
             self._path_of[adapter.fingerprint] = folder
+            self._replaced.pop(adapter.fingerprint, None)
+            if former is not None:
+                self._replace(former.fingerprint)
             self._keep(adapter)
         return adapter.fingerprint
 
@@ -60,16 +69,18 @@ class AdapterStore:
             self._path_of = {fingerprint: path for fingerprint, path in self._path_of.items() if path != folder}
             # another folder may have the same content
             self._path_of |= {known.fingerprint: path for path, known in self._folders.items()} | self._path_of
+            for fingerprint in [fingerprint for fingerprint in self._replaced if fingerprint not in self._path_of]:
+                del self._replaced[fingerprint]
 
     def has(self, fingerprint: str) -> bool:
-        """True if a folder with this content was added."""
+        """True if a folder has this content, or had it: one of the last `MAX_REPLACED` contents of folders that are there."""
         with self._lock:
             return fingerprint in self._path_of
 
     def get(self, fingerprint: str) -> LoraAdapter:
         """The adapter, read again if it is not in main memory.
 
-        Raises: NotFound if no folder with this content was added, or if its content has changed since; ConfigError.
+        Raises: NotFound if no folder with this content is known, or if its content has changed since; ConfigError.
         """
         with self._lock:
             adapter = self._adapters.get(fingerprint)
@@ -87,6 +98,17 @@ class AdapterStore:
         with self._lock:
             self._keep(adapter)
         return adapter
+
+    def _replace(self, fingerprint: str) -> None:
+        """Note that a folder has this content no more."""
+        other = next((path for path, known in self._folders.items() if known.fingerprint == fingerprint), None)
+        if other is not None:
+            self._path_of[fingerprint] = other
+            return
+        self._replaced[fingerprint] = None
+        while len(self._replaced) > MAX_REPLACED:
+            oldest, _ = self._replaced.popitem(last=False)
+            del self._path_of[oldest]
 
     def _keep(self, adapter: LoraAdapter) -> None:
         self._adapters[adapter.fingerprint] = adapter
