@@ -1,115 +1,128 @@
-"""`LoraLinear` against a product per row: ragged batches of decode rows and chunks, with several adapters and none."""
+"""LoRA products on a processor: the contract over torch and over C++, and what is C++'s own."""
 
 from __future__ import annotations
+
+import random
 
 import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels.linear import make_linear
-from pdserve.kernels.lora import NO_ADAPTER, LoraLinear, LoraMatrices, LoraRows, LoraStep
+from pdserve.kernels import make_lora_ops as choice
+from pdserve.kernels.lora import LoraOps, LoraStack
+from pdserve.kernels.make_lora_ops import make_lora_ops
+from pdserve.kernels.native.build_library import BuildError, build
+from pdserve.kernels.native.library import NativeLibrary, NativeLibraryError
+from pdserve.kernels.native.native_lora import NativeLoraOps
+from pdserve.kernels.torch_lora import TorchLoraOps
+from tests.kernels.lora_contract import Adapters, LoraContract, adapter
 
-IN, SIZES, MAX_LORAS, MAX_RANK = 24, (16, 8, 8), 4, 6
 CPU = torch.device("cpu")
-Adapters = dict[int, dict[int, LoraMatrices]]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+SIZES = (130, 40, 33)
+LARGE: Adapters = {
+    slot: adapter(slot, rank, products, 77, SIZES)
+    for slot, rank, products in ((0, 16, (0, 1, 2)), (1, 5, (1, 2)), (2, 9, (0,)), (3, 16, (0, 1, 2)))
+}
 
 
-def layer_of(adapters: Adapters, dtype: torch.dtype = torch.float32) -> tuple[LoraLinear, LoraStep, torch.Tensor]:
-    torch.manual_seed(0)
-    weight, step = torch.randn(sum(SIZES), IN).to(dtype), LoraStep()
-    layer = LoraLinear(
-        make_linear(weight), step, IN, SIZES, max_loras=MAX_LORAS, max_rank=MAX_RANK, dtype=dtype, device=CPU
-    )
-    for slot, products in adapters.items():
-        layer.put(slot, products)
-    return layer, step, weight
+class TestTorchLora(LoraContract):
+    def make_ops(self, dtype: torch.dtype) -> LoraOps:
+        return TorchLoraOps(CPU)
 
 
-def adapter(seed: int, rank: int, products: tuple[int, ...] = (0, 1, 2)) -> dict[int, LoraMatrices]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        index: LoraMatrices(
-            torch.randn(rank, IN, generator=generator), torch.randn(rank, SIZES[index], generator=generator)
-        )
-        for index in products
-    }
+@pytest.fixture(scope="module")
+def built() -> NativeLibrary:
+    try:
+        return NativeLibrary(str(build()))
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
-def expected(x: torch.Tensor, weight: torch.Tensor, slots: list[int], adapters: Adapters) -> torch.Tensor:
-    """slots: of each token."""
-    y = x.double() @ weight.double().t()
-    starts = np.cumsum([0, *SIZES])
-    for token, slot in enumerate(slots):
-        for index, matrices in adapters.get(slot, {}).items():
-            added = x[token].double() @ matrices.a.double().t() @ matrices.b.double()
-            y[token, starts[index] : starts[index + 1]] += added
-    return y
+class TestNativeLora(LoraContract):
+    @pytest.fixture(autouse=True)
+    def _built(self, built: NativeLibrary) -> None:
+        self.library = built
+
+    def make_ops(self, dtype: torch.dtype) -> NativeLoraOps:
+        return NativeLoraOps(self.library)
+
+    @DTYPES
+    def test_every_instruction_set(self, dtype: torch.dtype) -> None:
+        for level in self.library.levels:
+            ops = NativeLoraOps(self.library, level)
+            layer = self.layer(ops, LARGE, dtype, 77, SIZES, max_rank=16)
+            slots, counts = [3, 0, 1, 2, 0, 0, 0, 0, -1], [1] * 6 + [2, 5, 3]
+            x, of_tokens = layer.rows(sum(counts), 77, 0.1), np.repeat(slots, counts).tolist()
+            ops.set_rows(np.array(slots), np.array(counts))
+            atol = 0.1 if dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(layer.linear(x).double(), layer.expected(x, of_tokens), atol=atol, rtol=atol / 2)
+
+    @DTYPES
+    def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(self, dtype: torch.dtype) -> None:
+        """Of its adapter's part: the layer beside it is 0."""
+        ops, draw, before = self.make_ops(dtype), random.Random(7), torch.get_num_threads()
+        layer = self.layer(ops, LARGE, dtype, 77, SIZES, max_rank=16)
+        added = ops.layer(layer.linear.stack)
+        x = layer.rows(40, 77)
+
+        def products(places: list[int], slots: list[int], counts: list[int]) -> torch.Tensor:
+            y = torch.zeros(len(places), sum(SIZES), dtype=dtype)
+            if ops.set_rows(np.array(slots), np.array(counts)):
+                added.add(y, x[places])
+            return y
+
+        alone = {(place, slot): products([place], [slot], [1])[0] for place in range(40) for slot in range(-1, 4)}
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                for _ in range(10):
+                    counts = [1] * draw.randint(0, 12) + [draw.randint(2, 9) for _ in range(draw.randint(1, 3))]
+                    slots = [draw.randint(-1, 3) for _ in counts]
+                    places = draw.sample(range(40), sum(counts))
+                    found = products(places, slots, counts)
+                    for row, place, slot in zip(found, places, np.repeat(slots, counts).tolist(), strict=True):
+                        assert torch.equal(row, alone[place, slot])
+        finally:
+            torch.set_num_threads(before)
+
+    def test_arguments_that_do_not_fit_are_refused(self) -> None:
+        ops = self.make_ops(torch.float32)
+        stack = LoraStack(24, (8,), max_loras=1, max_rank=2, dtype=torch.float32, device=CPU)
+        added = ops.layer(stack)
+        ops.set_rows(np.array([0]), np.array([3]))
+        y, x = torch.zeros(3, 8), torch.zeros(3, 24)
+        for wrong_y, wrong_x in ((y, x[:2]), (y[:2], x), (y, torch.zeros(3, 48)[:, ::2]), (y, x.bfloat16())):
+            with pytest.raises(ValueError, match="x"):
+                added.add(wrong_y, wrong_x)
+        half = LoraStack(24, (8,), max_loras=1, max_rank=2, dtype=torch.float16, device=CPU)
+        with pytest.raises(ValueError, match="supports float32 and bfloat16; the model is served in float16"):
+            ops.layer(half)
 
 
-ALL: Adapters = {0: adapter(1, 6), 1: adapter(2, 1, (1,)), 3: adapter(3, 4, (0, 2))}
+def test_the_choice(built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(choice, "load_library", lambda: built)
+
+    def made(kernels: str, dtype: torch.dtype, device: str = "cpu") -> LoraOps:
+        return make_lora_ops(kernels, dtype, torch.device(device), max_loras=1, max_tokens=8)
+
+    assert isinstance(made("auto", torch.bfloat16), NativeLoraOps)
+    assert isinstance(made("torch", torch.bfloat16), TorchLoraOps)
+    assert isinstance(made("auto", torch.bfloat16, "meta"), TorchLoraOps)
+    with caplog.at_level("INFO", "pdserve"):
+        assert isinstance(made("auto", torch.float16), TorchLoraOps)
+
+        def fail() -> NativeLibrary:
+            raise NativeLibraryError("it is not built")
+
+        monkeypatch.setattr(choice, "load_library", fail)
+        assert isinstance(made("auto", torch.float32), TorchLoraOps)
+    assert "served in float16" in caplog.text
+    assert "it is not built" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("slots", "counts"),
-    [
-        ([0], [1]),
-        ([3, 0, 1, 0, 3, 3], [1] * 6),
-        ([NO_ADAPTER, 3, NO_ADAPTER, 1], [1] * 4),
-        ([NO_ADAPTER, NO_ADAPTER], [1, 5]),
-        ([1, NO_ADAPTER, 0, NO_ADAPTER, 3], [1, 1, 4, 3, 2]),
-        ([0, 0], [7, 2]),
-        ([2, 0], [1, 3]),
-    ],
-)
-def test_each_row_has_the_product_of_its_own_adapter(slots: list[int], counts: list[int]) -> None:
-    layer, step, weight = layer_of(ALL)
-    x = torch.randn(sum(counts), IN)
-    step.rows = LoraRows.of_step(np.array(slots), np.array(counts), CPU)
-    of_tokens = np.repeat(slots, counts).tolist()
-    reference = expected(x, weight, of_tokens, ALL)
-    torch.testing.assert_close(layer(x).double(), reference, atol=1e-4, rtol=1e-4)
-    residual = torch.randn(len(x), sum(SIZES))
-    torch.testing.assert_close(layer.add_to(residual.clone(), x).double(), residual + reference, atol=1e-4, rtol=1e-4)
-
-
-def test_rows_without_an_adapter_are_those_of_the_layer_alone_bit_for_bit() -> None:
-    layer, step, _ = layer_of(ALL)
-    x = torch.randn(9, IN)
-    alone = layer(x)
-    slots, counts = np.array([NO_ADAPTER, 0, NO_ADAPTER, 3, NO_ADAPTER]), np.array([1, 1, 1, 4, 2])
-    step.rows = LoraRows.of_step(slots, counts, CPU)
-    plain = np.repeat(slots, counts) == NO_ADAPTER
-    assert torch.equal(layer(x)[plain], alone[plain])
-    assert not torch.equal(layer(x)[~plain], alone[~plain])
-
-
-def test_other_adapters_in_the_batch_change_no_bit_of_a_row() -> None:
-    """As many rows per adapter, in other slots and beside other rows: only the neighbours differ."""
-    layer, step, _ = layer_of(ALL | {2: adapter(9, 6)})
-    x = torch.randn(4, IN)
-    results = []
-    for others in (0, 1, 2):
-        step.rows = LoraRows.of_step(np.array([3, others, 3, others]), np.ones(4, np.int64), CPU)
-        results.append(layer(x)[[0, 2]])
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def test_a_slot_holds_nothing_of_the_adapter_before() -> None:
-    layer, step, weight = layer_of({0: adapter(1, 6)})
-    layer.put(0, adapter(5, 2, (1,)))
-    step.rows = LoraRows.of_step(np.array([0, 0]), np.array([1, 3]), CPU)
-    x = torch.randn(4, IN)
-    reference = expected(x, weight, [0] * 4, {0: adapter(5, 2, (1,))})
-    torch.testing.assert_close(layer(x).double(), reference, atol=1e-4, rtol=1e-4)
-    layer.put(0, {})
-    torch.testing.assert_close(layer(x).double(), expected(x, weight, [0] * 4, {}), atol=1e-4, rtol=1e-4)
-
-
-def test_bfloat16_rounds_like_a_product() -> None:
-    adapters = {0: {0: LoraMatrices(*(m.bfloat16() for m in (ALL[0][0].a, ALL[0][0].b)))}}
-    layer, step, weight = layer_of(adapters, torch.bfloat16)
-    step.rows = LoraRows.of_step(np.array([0, NO_ADAPTER, 0]), np.array([1, 1, 3]), CPU)
-    x = torch.randn(5, IN).bfloat16()
-    reference = expected(x, weight, [0, NO_ADAPTER, 0, 0, 0], adapters)
-    torch.testing.assert_close(layer(x).double(), reference, atol=0.5, rtol=0.05)
+def test_adapters_are_counted_in_bytes() -> None:
+    stack = LoraStack(24, (8, 4), max_loras=3, max_rank=2, dtype=torch.bfloat16, device=CPU)
+    assert stack.nbytes == 3 * 2 * (2 * 2 * 24 + 2 * 12)
+    stack.put(1, adapter(0, 2, (1,), 24, (8, 4)))
+    assert stack.ranks.tolist() == [[0, 0], [0, 2], [0, 0]]

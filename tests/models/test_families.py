@@ -13,7 +13,6 @@ import torch
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
-from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.read_config import read_config
 from pdserve.models.registry import FAMILIES
 from pdserve.models.weights.rank_shard import RankShard
@@ -144,15 +143,6 @@ def test_broken_checkpoints_are_refused_by_name(
     with pytest.raises(ConfigError, match=message) as error:
         load_decoder(tmp_path)
     assert str(tmp_path) in error.value.message
-
-
-@pytest.mark.parametrize("family", ["glm4", "phi3"])
-def test_adapters_of_fused_projections_are_refused_by_name(
-    family: str, plain_checkpoint: Callable[[str], Path]
-) -> None:
-    decoder = load_decoder(plain_checkpoint(family))
-    with pytest.raises(UnsupportedModel, match=f"enable_lora is true, and adapters of {decoder.config.architecture}"):
-        with_lora_targets(decoder, max_loras=1, max_rank=8)
 
 
 def test_a_model_with_norms_over_all_heads_is_not_split(plain_checkpoint: Callable[[str], Path]) -> None:

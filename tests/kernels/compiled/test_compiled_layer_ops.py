@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.lora import LoraStack
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests
 from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs
+from pdserve.kernels.triton.lora_products import add_lora, column_tiles
 from pdserve.kernels.triton.move_blocks import move_blocks
 from pdserve.kernels.triton.rotate_and_store import rotate_and_store
 from pdserve.kernels.triton.sample_tokens import SamplingLaunches
@@ -55,6 +57,15 @@ def sampled(count: int, configs: LaunchConfigs, **fields: Any) -> None:
     SamplingLaunches(made(count, vocab_size, dtype=torch.float32), rows, configs).run()
 
 
+def with_adapters(
+    count: int, in_size: int, out_sizes: Sequence[int], configs: LaunchConfigs, *, max_rank: int, dtype: torch.dtype = BF16
+) -> None:
+    stack = LoraStack(in_size, out_sizes, max_loras=8, max_rank=max_rank, dtype=dtype, device=torch.device("meta"))
+    tokens, starts = (made(size, dtype=torch.int32) for size in (count, 9))
+    y, x = made(count, sum(out_sizes), dtype=dtype), made(count, in_size, dtype=dtype)
+    add_lora(y, x, stack, column_tiles(stack, configs), tokens, starts, configs)
+
+
 CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "add and norm": lambda configs: add_norm(made(64, 4096), made(64, 4096), norm(4096), configs),
     "norm of 16,384": lambda configs: add_norm(made(64, 16384), None, norm(16384), configs),
@@ -66,6 +77,9 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "rotary of heads of 80": lambda configs: rotated((10, 2, 80), configs, has_norm=False, dtype=torch.float16),
     "rotary of heads of 256": lambda configs: rotated((16, 8, 256), configs, has_norm=True, dtype=torch.float32),
     "swiglu": lambda configs: swiglu(made(64, 2 * 14336), configs),
+    "lora of 8b": lambda configs: with_adapters(64, 4096, (4096, 1024, 1024), configs, max_rank=16),
+    "lora of rank 512": lambda configs: with_adapters(64, 14336, (4096,), configs, max_rank=512),
+    "lora in float32": lambda configs: with_adapters(1, 896, (896, 128, 128), configs, max_rank=64, dtype=torch.float32),
     "move": lambda configs: move_blocks(made(64, 1 << 20), made(64, 1 << 20), [(0, 1)], configs),
     "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),
     "greedy rows": lambda configs: sampled(64, configs, temperature=0.0),
@@ -75,7 +89,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
 }
 NARROW = {"choose", "chain_sums", "find_border"}
 """Kernels that read a few numbers per thread."""
-FAST = {("sm_90", "add and norm"), ("sm_90", "rotary with norm"), ("gfx942", "swiglu")}
+FAST = {("sm_90", "add and norm"), ("sm_90", "lora of 8b"), ("sm_90", "rotary with norm"), ("gfx942", "swiglu")}
 """The part of `make test`."""
 
 

@@ -69,7 +69,7 @@ class LoadedModel:
     @property
     def lora_runner(self) -> LoraRunner | None:
         """Loads adapters for the engine's steps; None without `enable_lora`."""
-        return None if self.adapters is None else ModelLoraRunner(self.adapters, self.decoder.device)
+        return None if self.adapters is None else ModelLoraRunner(self.adapters)
 
     @property
     def num_blocks(self) -> int:
@@ -197,7 +197,10 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     )  # fmt: skip
     adapters = None
     if settings.enable_lora:
-        decoder, targets = with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)
+        decoder, targets = with_lora_targets(
+            decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, kernels=settings.kernels,
+            max_tokens=settings.step_tokens,
+        )  # fmt: skip
         adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
     cache_dtype = settings.cache_dtype

@@ -1,4 +1,5 @@
-"""Paged decode attention in C++, compiled when pdserve is installed where there is a compiler.
+"""Paged decode attention and LoRA products in C++, compiled when pdserve is installed where there is a compiler.
 
-Nothing here is needed: without the compiled library, `pdserve.kernels.torch_attention` computes the same.
+Nothing here is needed: without the compiled library, `pdserve.kernels.torch_attention` and `pdserve.kernels.torch_lora` compute the
+same.
 """

@@ -1,8 +1,8 @@
 """Compiles the C++ sources beside this file into one shared library: `python build_library.py [FOLDER]`.
 
 Needs a C++ compiler (the variable CXX, else c++, g++ or clang++) and nothing else: no header of Python's or torch's, so one library
-serves every version of both. The source of attention is compiled once per instruction set; the library chooses by the processor
-that it runs on.
+serves every version of both. The sources named `*_level.cpp` are compiled once per instruction set; the library chooses by the
+processor that it runs on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent
+LEVEL_SOURCES = ("decode_level", "lora_level")
+ENTRY_SOURCES = ("paged_decode", "lora_rows")
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
 _FLAGS = (
@@ -63,15 +65,19 @@ def build(folder: Path = SOURCES) -> Path:
     has_levels = platform.machine() in X86
     levels = {"baseline": ()} | (_X86_LEVELS if has_levels else {})
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as room:
-        commands = [
-            [*compiler, *_FLAGS, *flags, "-c", str(SOURCES / "decode_level.cpp"), "-o", f"{room}/{name}.o",
-             f"-DLEVEL=LEVEL_{name.upper()}", f"-DLEVEL_NAME={name}"]
-            for name, flags in levels.items()
-        ]  # fmt: skip
-        entry = [*compiler, *_FLAGS, *(["-DHAS_X86_LEVELS"] if has_levels else [])]
-        commands.append([*entry, "-c", str(SOURCES / "paged_decode.cpp"), "-o", f"{room}/paged_decode.o"])
+        commands, objects = [], []
+
+        def compile_source(source: str, made: str, *flags: str) -> None:
+            objects.append(f"{room}/{made}.o")
+            commands.append([*compiler, *_FLAGS, *flags, "-c", str(SOURCES / f"{source}.cpp"), "-o", objects[-1]])
+
+        for name, flags in levels.items():
+            symbol = f"-DLEVEL=LEVEL_{name.upper()}"
+            for source in LEVEL_SOURCES:
+                compile_source(source, f"{source}-{name}", *flags, symbol, f"-DLEVEL_NAME={name}")
+        for source in ENTRY_SOURCES:
+            compile_source(source, source, *(["-DHAS_X86_LEVELS"] if has_levels else []))
         _run_all(commands)
-        objects = [f"{room}/{name}.o" for name in (*levels, "paged_decode")]
         _run_all([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]])
         Path(room, target.name).replace(target)
     for other in folder.glob("paged_decode-*.so"):

@@ -1,70 +1,24 @@
 // Attention of one piece of keys, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
 // Only plain code, without the standard library: an inline function that two levels share would be linked once, in either
 // instruction set.
+#include "level_vectors.h"
 #include "paged_decode.h"
 
 #if defined(__AVX512F__)
-#include <immintrin.h>
-#define WIDTH 16
 #define GROUP 8
 #define CHUNK 32
 #elif defined(__AVX2__)
-#include <immintrin.h>
-#define WIDTH 8
 #define GROUP 4
 #define CHUNK 16
 #else
-#define WIDTH 4
 #define GROUP 2
 #define CHUNK 16
 #endif
-
-// Called from every number of query rows: inlined into each, they take most of the time to compile.
-#define OUTSIDE __attribute__((noinline))
 
 namespace {
 
 // Keys of a tile; numbers of a head are padded to multiples of PAD.
 constexpr int TILE = 16, PAD = 32, MAX_HEAD = 512, VECTORS = TILE / WIDTH;
-
-typedef float Floats __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
-typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
-typedef float LooseFloats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint32_t LooseWords __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint16_t LooseHalves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
-
-struct BFloat {
-  uint16_t bits;
-};
-
-inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
-inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
-inline Floats load(const BFloat* from) {
-  const Halves halves = *reinterpret_cast<const LooseHalves*>(from);
-  return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-inline float wide(float value) { return value; }
-inline float wide(BFloat value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float found;
-  __builtin_memcpy(&found, &bits, 4);
-  return found;
-}
-inline void narrow(float value, float* to) { *to = value; }
-inline uint32_t rounded(float value) {  // to the nearest bfloat16, ties to even
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, 4);
-  return value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
-}
-inline void narrow(float value, BFloat* to) { to->bits = static_cast<uint16_t>(rounded(value)); }
-
-inline Floats all(float value) { return value - Floats{}; }
-inline Floats larger(Floats a, Floats b) {
-  const Ints mask = a > b;
-  return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
-}
 
 // exp(x) for x <= 88; 0 below -87.
 inline Floats exponential(Floats x) {
@@ -373,8 +327,7 @@ OUTSIDE void weigh(const DecodeCall& call, float* scores, int64_t num_keys, int6
   for (int64_t key = 0; key < num_keys; key += WIDTH) {
     Floats weight = exponential(load(scores + key) - border);
     if (as_pairs) {  // rounded before they are added, so that weights add up to 1
-      const Words bits = (Words)weight, isnt = (Words)(weight != weight);
-      const Words half = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) | (isnt & 0x7fc0);
+      const Words half = rounded(weight);
       weight = (Floats)(half << 16);
       *reinterpret_cast<LooseHalves*>(reinterpret_cast<uint16_t*>(scores) + key) = __builtin_convertvector(half, Halves);
     } else {

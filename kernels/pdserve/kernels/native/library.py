@@ -26,6 +26,23 @@ class DecodeCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class LoraTokens(ctypes.Structure):
+    """`LoraTokens` of `lora_rows.h`, field by field."""
+
+    _fields_ = (("num_groups", c_int64), ("slots", c_void_p), ("starts", c_void_p), ("tokens", c_void_p))
+
+
+class LoraCall(ctypes.Structure):
+    """`LoraCall` of `lora_rows.h`, field by field."""
+
+    _fields_ = (
+        ("a", c_void_p), ("b", c_void_p), ("dtype", c_int64), ("in_size", c_int64), ("out_size", c_int64),
+        ("num_products", c_int64), ("max_rank", c_int64), ("column_ends", c_void_p), ("ranks", c_void_p),
+        ("x", c_void_p), ("y", c_void_p), ("x_stride", c_int64), ("y_stride", c_int64), ("tokens", POINTER(LoraTokens)),
+        ("shrunk", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
 class NativeLibrary:
     """Functions of one library. Calls release the interpreter's lock."""
 
@@ -35,16 +52,19 @@ class NativeLibrary:
             library = ctypes.CDLL(path)
             self.plan_decode = library.pdserve_plan_decode
             self.paged_decode = library.pdserve_paged_decode
+            self.add_lora = library.pdserve_add_lora
             level_name = library.pdserve_level_name
-            call_size = library.pdserve_call_size
+            sizes = {DecodeCall: library.pdserve_call_size, LoraCall: library.pdserve_lora_call_size}
         except (OSError, AttributeError) as error:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
         self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeCall)], c_int64
         self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
         level_name.argtypes, level_name.restype = [c_int64], c_char_p
-        call_size.argtypes, call_size.restype = [], c_int64
-        if call_size() != ctypes.sizeof(DecodeCall):
-            raise NativeLibraryError(f"{path} has arguments of {call_size()} bytes, not {ctypes.sizeof(DecodeCall)}")
+        self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
+        for call, size in sizes.items():
+            size.argtypes, size.restype = [], c_int64
+            if size() != ctypes.sizeof(call):
+                raise NativeLibraryError(f"{path} has arguments of {size()} bytes, not {ctypes.sizeof(call)}")
         self.levels: list[str] = []
         """Instruction sets that this processor has, the fastest first."""
         while name := level_name(len(self.levels)):

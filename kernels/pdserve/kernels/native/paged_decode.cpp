@@ -1,7 +1,6 @@
-// Entry points: choose the level by the processor, cut the rows into pieces, and spread pieces over threads.
+// Entry points of attention: choose the level by the processor, cut the rows into pieces, and spread pieces over threads.
+#include "levels.h"
 #include "paged_decode.h"
-
-#include <cstring>
 
 extern const Level LEVEL_BASELINE;
 #ifdef HAS_X86_LEVELS
@@ -10,21 +9,7 @@ extern const Level LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512_BF16;
 
 namespace {
 
-// From the fastest that the processor has to the one that every processor has. Returns their number.
-int find_levels(const Level* found[4]) {
-  int count = 0;
-#ifdef HAS_X86_LEVELS
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found[count++] = &LEVEL_AVX512_BF16;
-  if (avx512) found[count++] = &LEVEL_AVX512;
-  if (avx2) found[count++] = &LEVEL_AVX2;
-#endif
-  found[count++] = &LEVEL_BASELINE;
-  return count;
-}
+const Level* const LEVELS[] = ALL_LEVELS(&LEVEL);
 
 struct Work {
   const DecodeCall* call;
@@ -60,18 +45,7 @@ void join_rows(void* data) {
   }
 }
 
-void run(const DecodeCall& call, void (*function)(void*), Work& work, int64_t num_tasks) {
-  const int64_t num_threads = num_tasks < call.num_threads ? num_tasks : call.num_threads;
-  if (num_threads > 1 && call.parallel) {
-    call.parallel(function, &work, static_cast<unsigned>(num_threads), 0);
-  } else {
-    function(&work);
-  }
-}
-
 }  // namespace
-
-#define PUBLIC __attribute__((visibility("default")))
 
 extern "C" {
 
@@ -79,8 +53,8 @@ PUBLIC int64_t pdserve_call_size() { return sizeof(DecodeCall); }
 
 // Name of the level at `index` of those that this processor has, the fastest first; null behind the last.
 PUBLIC const char* pdserve_level_name(int64_t index) {
-  const Level* found[4];
-  return index >= 0 && index < find_levels(found) ? found[index]->name : nullptr;
+  int found[NUM_LEVELS];
+  return index >= 0 && index < find_levels(found) ? LEVELS[found[index]]->name : nullptr;
 }
 
 // Fills `piece_starts`. Returns the number of pieces, or -1 - row for the first row with keys outside its table, or with a
@@ -106,11 +80,12 @@ PUBLIC int64_t pdserve_plan_decode(const DecodeCall* plan) {
 // Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
 PUBLIC int64_t pdserve_paged_decode(const DecodeCall* plan, int64_t level) {
   const DecodeCall& call = *plan;
-  const Level* found[4];
+  int found[NUM_LEVELS];
   find_levels(found);
-  Work work = {&call, found[level], 0, 0, 0};
-  run(call, attend_pieces, work, call.piece_starts[call.num_seqs] * call.num_kv_heads);
-  if (!work.is_bad) run(call, join_rows, work, call.num_seqs * call.num_kv_heads * call.group_size / 32);
+  Work work = {&call, LEVELS[found[level]], 0, 0, 0};
+  const Threads threads = {call.num_threads, call.parallel};
+  threads.run(attend_pieces, &work, call.piece_starts[call.num_seqs] * call.num_kv_heads);
+  if (!work.is_bad) threads.run(join_rows, &work, call.num_seqs * call.num_kv_heads * call.group_size / 32);
   return work.is_bad;
 }
 }

@@ -40,6 +40,15 @@ class LaunchConfigs:
     """Programs per launch of `sample`, about: a row is divided into `sample_programs / N` parts."""
     sample_list: int = 8192
     """Tokens of one bin that are listed; the border in a bin with more is searched in the whole row."""
+    lora_rows: int = 64
+    """Rows of A, or ranks of B, that a program of LoRA products takes at once; at least 16."""
+    lora_inputs: int = 128
+    """Inputs of a layer that it takes at once."""
+    lora_columns: int = 128
+    """Outputs of a layer per program."""
+    lora_splits: int = 4
+    """Programs that share the inputs of a layer."""
+    lora_warps: int = 4
     max_registers: int | None = 255
     """See `register_limit`."""
 
@@ -65,6 +74,7 @@ TABLE = {
         digest_warps=2,
         sample_warps=2,
         sample_programs=2432,
+        lora_warps=2,
         max_registers=None,
     ),
     # tiles so small that tests with few numbers need several
@@ -77,6 +87,10 @@ TABLE = {
         sample_tile=256,
         sample_programs=8,
         sample_list=128,
+        lora_rows=16,
+        lora_inputs=32,
+        lora_columns=16,
+        lora_splits=2,
         max_registers=None,
     ),
 }

@@ -20,7 +20,6 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.json_file import MAX_JSON_BYTES, parse_json_object, read_regular_file
 from pdserve.kernels.lora import LoraMatrices
-from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from pdserve.models.lora.lora_targets import LoraTarget, LoraTargets, LoraWeights
 from pdserve.models.weights.checkpoint import FLOATS
@@ -60,21 +59,13 @@ def read_adapter(folder: Path, targets: LoraTargets) -> LoraAdapter:
         tensors = load_safetensors(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{folder / WEIGHTS_FILE} is truncated or no safetensors file: {error!s:.300}") from error
-    weights = {
-        module: LoraMatrices(
-            a=_converted(tensors[names["A"]], 1.0, None, targets.dtype, f"{folder / WEIGHTS_FILE}: {names['A']}"),
-            b=_converted(
-                tensors[names["B"]],
-                config.scale,
-                targets.by_name[module].order,
-                targets.dtype,
-                f"{folder / WEIGHTS_FILE}: {names['B']}",
-            )
-            .t()
-            .contiguous(),
+    weights = {}
+    for module, names in modules.items():
+        a, b = (
+            _converted(tensors[names[side]], scale, targets.dtype, f"{folder / WEIGHTS_FILE}: {names[side]}")
+            for side, scale in (("A", 1.0), ("B", config.scale))
         )
-        for module, names in modules.items()
-    }
+        weights[module] = LoraMatrices(a, targets.by_name[module].ordered(b).t().contiguous())
     return LoraAdapter(_fingerprint(config_bytes, data), config.rank, weights)
 
 
@@ -155,7 +146,7 @@ def _verify_entry(entry: object, shape: list[int], where: str) -> None:
         raise ConfigError(f"{where} has dtype {found.get('dtype')!s:.40}; read are {', '.join(FLOATS)}")
 
 
-def _converted(source: Tensor, scale: float, order: HeadOrder | None, dtype: torch.dtype, where: str) -> Tensor:
+def _converted(source: Tensor, scale: float, dtype: torch.dtype, where: str) -> Tensor:
     tensor = (source.float() * scale).to(dtype)
     verify_finite(tensor, source, where)
-    return tensor if order is None else order.paired(tensor)
+    return tensor

@@ -1,0 +1,39 @@
+"""Chooses the implementation of `LoraOps`, by the device, the dtype and the setting `kernels`."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from pdserve.kernels.lora import LoraOps
+from pdserve.kernels.make_layer_ops import takes_triton
+from pdserve.kernels.native.library import NativeLibraryError, load_library
+from pdserve.kernels.native.native_lora import NativeLoraOps, unsupported_lora
+from pdserve.kernels.torch_lora import TorchLoraOps
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def make_lora_ops(
+    kernels: str, dtype: torch.dtype, device: torch.device, *, max_loras: int, max_tokens: int
+) -> LoraOps:
+    """The implementation for the setting `kernels`. `auto`: C++ on a processor where it is built, Triton on a GPU where it is
+    installed, else torch.
+
+    dtype: of the model. max_loras: slots. max_tokens: of one step. Raises: LayerOpsError, as `make_layer_ops`.
+    """
+    if takes_triton(kernels, device):
+        # imported here, so that a processor that serves does not spend the time and memory
+        from pdserve.kernels.triton.lora_ops import TritonLoraOps
+
+        return TritonLoraOps(device, max_loras, max_tokens)
+    if kernels == "auto" and device.type == "cpu":
+        reason = unsupported_lora(dtype, device)
+        try:
+            if reason is None:
+                return NativeLoraOps(load_library())
+        except NativeLibraryError as error:
+            reason = str(error)
+        _LOGGER.info("LoRA in torch operations: %s", reason)
+    return TorchLoraOps(device)

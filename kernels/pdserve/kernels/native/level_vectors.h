@@ -1,0 +1,68 @@
+// Vectors of float32 of one instruction set, for sources that are compiled once per level (`build_library.py`).
+// Only plain code, without the standard library: an inline function that two levels share would be linked once, in either
+// instruction set. Here each source has its own.
+#pragma once
+#include <cstdint>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define WIDTH 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+
+// Not inlined: a function that is called with every number of rows would take most of the time to compile.
+#define OUTSIDE __attribute__((noinline))
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+typedef float LooseFloats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint16_t LooseHalves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+
+struct BFloat {
+  uint16_t bits;
+};
+
+inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
+inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
+inline Floats load(const BFloat* from) {
+  const Halves halves = *reinterpret_cast<const LooseHalves*>(from);
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+inline float wide(float value) { return value; }
+inline float wide(BFloat value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float found;
+  __builtin_memcpy(&found, &bits, 4);
+  return found;
+}
+inline void narrow(float value, float* to) { *to = value; }
+inline uint32_t rounded(float value) {  // to the nearest bfloat16, ties to even
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
+}
+inline void narrow(float value, BFloat* to) { to->bits = static_cast<uint16_t>(rounded(value)); }
+inline Words rounded(Floats value) {
+  const Words bits = (Words)value, isnt = (Words)(value != value);
+  return (((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & ~isnt) | (isnt & 0x7fc0);
+}
+inline void store(BFloat* to, Floats value) {
+  *reinterpret_cast<LooseHalves*>(to) = __builtin_convertvector(rounded(value), Halves);
+}
+
+inline Floats all(float value) { return value - Floats{}; }
+inline Floats larger(Floats a, Floats b) {
+  const Ints mask = a > b;
+  return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
+}
+
+}  // namespace

@@ -1,0 +1,116 @@
+"""Adapters of families that differ from Llama's layers, against `transformers` with the adapter merged into the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.models.loading import load_decoder
+from pdserve.models.lora.lora_adapter import read_adapter
+from pdserve.models.lora.lora_targets import with_lora_targets
+from tests.support.family_checkpoints import cases, make_family
+from tests.support.lora_adapters import make_adapter, merged_checkpoint
+from tests.support.paged_run import PagedRun
+
+ATOL = 3e-4
+TOKENS = list(range(30, 62))
+FUSED = {
+    "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+}
+"""Family -> modules of its layers."""
+LLAMAS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`checkpoint(family)`: its plain case, made once."""
+
+    @cache
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        make_family(folder, family, cases(family)[0])
+        return folder
+
+    return make
+
+
+def logits_with(base: Path, adapter: Path | None) -> Tensor:
+    """Logits `[n, V]` of `TOKENS`: a chunk, then single tokens."""
+    decoder, targets = with_lora_targets(load_decoder(base), max_loras=2, max_rank=8)
+    if adapter is not None:
+        targets.put(1, read_adapter(adapter, targets).weights)
+    run, found, slot = PagedRun(decoder), [], np.array([-1 if adapter is None else 1])
+    targets.ops.set_rows(slot, np.array([20]))
+    found.append(run.step({}, {"a": TOKENS[:20]})["a"])
+    targets.ops.set_rows(slot, np.array([1]))
+    found += [run.step({"a": token}, {})["a"] for token in TOKENS[20:]]
+    return torch.cat(found)
+
+
+def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*FUSED, "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "granite", "olmo2"))],
+)
+def test_logits_are_those_of_the_merged_weights(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = checkpoint(family)
+    adapter = make_adapter(tmp_path / "adapter", base, targets=FUSED.get(family, LLAMAS), spread=0.2)
+    merged = merged_checkpoint(tmp_path / "merged", base, adapter)
+    expected = oracle_logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval())
+    found = logits_with(base, adapter)
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=ATOL)
+    assert (found - logits_with(base, None)).abs().max() > 100 * ATOL, "an adapter without effect would prove nothing"
+
+
+def test_parts_of_a_fused_projection_are_refused_by_name(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    base = checkpoint("phi3")
+    _, targets = with_lora_targets(load_decoder(base), max_loras=1, max_rank=8)
+    make_adapter(tmp_path, base, targets=FUSED["phi3"])
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    fused = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_B.weight"
+    whole = tensors[fused]
+    tensors[fused] = whole[1:].contiguous()
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=rf"has shape \[{len(whole) - 1}, 4\], the model and r need \[{len(whole)}, 4\]"):
+        read_adapter(tmp_path, targets)
+    tensors[fused.replace("qkv_proj", "q_proj")] = whole
+    del tensors[fused]
+    save_file(tensors, path)
+    with pytest.raises(UnsupportedModel, match="there are qkv_proj, o_proj, gate_up_proj, down_proj of each layer"):
+        read_adapter(tmp_path, targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FUSED)
+def test_logits_are_pefts(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft: Any = pytest.importorskip("peft")
+        torch.manual_seed(7)
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules=list(FUSED[family]), init_lora_weights=False
+        )
+        base = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32)
+        model = peft.get_peft_model(base, config).eval()
+        model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits_with(checkpoint(family), tmp_path), oracle_logits(model), atol=ATOL, rtol=ATOL)
