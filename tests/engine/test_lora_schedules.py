@@ -63,6 +63,9 @@ class ShiftedModel(HashModel):
         self.shifts = np.repeat(np.array(shifts, np.int64), counts)
         return bool((slots >= 0).any())
 
+    def set_any_rows(self) -> bool:
+        return False
+
     def forward(self, inputs: ModelInputs) -> Tensor:
         assert inputs.token_ids is not None
         shifted = inputs.token_ids + torch.from_numpy(self.shifts)

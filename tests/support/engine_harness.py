@@ -278,9 +278,12 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
 
 @pytest.fixture
 def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
-    """`make_real_engine(folder, ...)`: an engine over a checkpoint, in float32."""
+    """`make_real_engine(folder, ...)`: an engine over a checkpoint, in float32. adapters: folders that requests may name."""
+    from pdserve.engine.lora.adapter_store import AdapterStore
+    from pdserve.engine.lora.lora_runner import ModelLoraRunner
     from pdserve.models.kv_cache import make_kv_cache
     from pdserve.models.loading import load_decoder
+    from pdserve.models.lora.lora_targets import with_lora_targets
 
     def make(
         folder: Path,
@@ -288,17 +291,25 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         grammars: GrammarCompiler | None = None,
         processors: Any = None,
         draft_model: DraftModel | None = None,
+        adapters: Sequence[Path] = (),
         **fields: Any,
     ) -> Harness:
-        decoder = load_decoder(folder, dtype="float32", device=device)
+        decoder, lora = load_decoder(folder, dtype="float32", device=device), None
         head = decoder.config.classifier
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         fields["num_labels"] = 0 if head is None else head.num_labels
         config = EngineConfig(**fields)
+        if adapters:
+            decoder, targets = with_lora_targets(
+                decoder, max_loras=config.max_loras, max_rank=8, kernels=config.kernels
+            )
+            lora = ModelLoraRunner(AdapterStore(targets, len(adapters)))
+            for adapter in adapters:
+                lora.store.add(adapter)
         layout = decoder.config.kv_layout(config.block_size, "fingerprint")
         kv_cache = make_kv_cache(layout, config.num_blocks, device)
         vocab_size = decoder.config.vocab_size
-        harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, draft_model=draft_model)
+        harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, lora, draft_model=draft_model)
         harnesses.append(harness)
         return harness
 

@@ -6,7 +6,7 @@ of the step that was captured, as a graph does. Each replay must be the same ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from pdserve.engine.runner.device_runtime import ProcessorRuntime
 from pdserve.engine.runner.step_graphs import graph_sizes
 from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.lora_adapters import make_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has graphs of its own")
 PROMPTS = [[(7 * i + n) % 300 for i in range(n)] for n in (3, 15, 18)]
@@ -108,10 +109,12 @@ class ReplayRuntime(ProcessorRuntime):
         return replay
 
 
-def answers(engine: Harness) -> list[tuple[list[int], list[int] | None]]:
+def answers(engine: Harness, adapters: Sequence[str] = ("", "", "")) -> list[tuple[list[int], list[int] | None]]:
+    """adapters: fingerprint per prompt."""
     ids = []
-    for prompt, params in zip(PROMPTS, PARAMETERS, strict=True):
-        ids.append(engine.add(prompt, params=params))
+    for prompt, params, adapter in zip(PROMPTS, PARAMETERS, adapters, strict=True):
+        fields = {"lora_name": "x", "lora_fingerprint": adapter} if adapter else {}
+        ids.append(engine.add(prompt, params=params, **fields))
         engine.step()
     found = engine.run()
     ranks = [found[name].logprobs for name in ids]
@@ -179,3 +182,34 @@ def test_sizes_of_graphs() -> None:
     assert graph_sizes(3) == [1, 2, 3]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert graph_sizes(64) == [1, 2, 4, *range(8, 65, 8)]
+
+
+def test_steps_with_adapters_are_replayed_whatever_rows_have_which(
+    tiny_checkpoints: Callable[..., Path],
+    make_real_engine: Callable[..., Harness],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Each size has a graph with the products of adapters and one without: no adapter, two, and one beside none."""
+    folder = tiny_checkpoints("llama")
+    made = [make_adapter(tmp_path / str(seed), folder, seed=seed, spread=0.3) for seed in (1, 2)]
+    limits = {
+        "kernels": "triton", "attention_backend": "triton", "num_blocks": 24, "max_model_len": 64, "max_num_seqs": 3,
+        "max_num_batched_tokens": 48, "async_scheduling": True, "max_loras": 2, "enable_prefix_caching": False,
+    }  # fmt: skip
+    plain = make_real_engine(
+        folder, adapters=made, **limits | {"kernels": "torch", "attention_backend": "torch", "async_scheduling": False}
+    )
+    engine, runtime = make_real_engine(folder, adapters=made, **limits), ReplayRuntime()
+    engine.runner._runtime = runtime
+    engine.core.executor.warm_up()
+    without, with_adapters = runtime.num_steps[:3], runtime.num_steps[3:]
+    assert len(set(without)) == len(set(with_adapters)) == 1
+    assert with_adapters[0] > without[0]
+    first, second = (plain.core.adapters.add(adapter) for adapter in made)
+    texts = []
+    for adapters in (("", "", ""), (first, second, first), (second, "", "")):
+        expected, before = answers(plain, adapters), runtime.num_replays
+        assert answers(engine, adapters) == expected
+        assert runtime.num_replays > before + 2
+        texts.append(str(expected))
+    assert len(set(texts)) == 3, "adapters without effect would prove nothing"

@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import torch
-
 from pdserve.common.errors import PdServeError
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.scheduler_output import LoraLoad, RequestFailure
-from pdserve.kernels.lora import LoraRows
 
 
 class Adapters(Protocol):
@@ -42,14 +38,16 @@ class LoraRunner(Protocol):
         """Prepare the next forward pass. slots `[S]`: of each row, -1 for none; counts `[S]`: tokens of each row, single ones
         first. Returns True if a row has an adapter."""
 
+    def set_any_rows(self) -> bool:
+        """Prepare captures of forward passes. See `LoraOps.set_any_rows`."""
+
 
 class ModelLoraRunner:
     """The adapters of a decoder with `LoraTargets`."""
 
-    def __init__(self, store: AdapterStore, device: torch.device) -> None:
+    def __init__(self, store: AdapterStore) -> None:
         self.store = store
         self._targets = store.targets
-        self._device = device
 
     def load(self, loads: Sequence[LoraLoad]) -> dict[str, RequestFailure]:
         failed = {}
@@ -62,6 +60,7 @@ class ModelLoraRunner:
         return failed
 
     def set_rows(self, slots: IntArray, counts: IntArray) -> bool:
-        rows = LoraRows.of_step(slots, counts, self._device) if np.any(slots >= 0) else None
-        self._targets.step.rows = rows
-        return rows is not None
+        return self._targets.ops.set_rows(slots, counts)
+
+    def set_any_rows(self) -> bool:
+        return self._targets.ops.set_any_rows()

@@ -159,7 +159,7 @@ class ModelRunner:
         graphs = StepGraphs(
             self._config, self._model, self._attention, self._ops, self._device, self._dtype, self._runtime
         )
-        graphs.capture(self._before_layer)
+        graphs.capture(self._before_layer, self._lora)
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -188,16 +188,17 @@ class ModelRunner:
         if len(batch.pooler):
             is_pooled = batch.pooler.is_pooled(rows[complete])
             pooled, complete = complete[is_pooled], complete[~is_pooled]
-        # a graph has no place for products that depend on which rows have which adapter
-        has_graph = self._graphs is not None and counts[-1] == 1 and not has_adapters
-        size = self._graphs.size_for(len(rows)) if self._graphs is not None and has_graph else len(rows)
+        graphs = self._graphs if counts[-1] == 1 else None
+        if graphs is not None and has_adapters and not graphs.has_adapters:
+            graphs = None
+        size = len(rows) if graphs is None else graphs.size_for(len(rows))
         inputs = self._inputs.build(rows, counts, complete, size)
         times = StepTimes(started, len(rows), int(counts.sum()))
         times.prepared = self._runtime.event()
-        if self._graphs is not None and has_graph:
+        if graphs is not None:
             if self._before_layer is not None:
                 self._before_layer()
-            hidden = self._graphs.run(inputs)
+            hidden = graphs.run(inputs, has_adapters)
         else:
             hidden = self._model.forward(self._model_inputs(inputs))
         batch.num_computed[rows] += counts

@@ -2,7 +2,7 @@
 
 A graph contains the decoder from the embedding to the last norm, for one number of rows; the steps of a size have the same
 launches over the same memory, whatever their lengths and blocks are. What depends on a step is written before: token ids,
-positions, and what the attention back end plans. The output layer, sampling, penalties, grammars, log-probabilities and pooling
+positions, what the attention back end plans, and which row has which LoRA adapter. The output layer, sampling, penalties, grammars, log-probabilities and pooling
 run after it.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.block_table import NO_SLOT
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime
@@ -25,6 +26,7 @@ from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.lora import NO_ADAPTER
 from pdserve.models.model_inputs import ModelInputs
 
 _SMALL = (1, 2, 4)
@@ -75,17 +77,20 @@ class StepGraphs:
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self._hidden = torch.zeros((rows, model.hidden_size), dtype=dtype, device=device)
         self._sizes: list[int] = []
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        """By rows, and whether some may have LoRA adapters."""
+        self.has_adapters = False
+        """True if steps with adapters have graphs, beside those without: their products take launches in every layer."""
 
     def size_for(self, num_rows: int) -> int:
         """Rows of the smallest graph with room for `num_rows` decode rows, at most `max_num_seqs`."""
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def capture(self, before_each: Callable[[], None] | None) -> None:
+    def capture(self, before_each: Callable[[], None] | None, lora: LoraRunner | None = None) -> None:
         """Capture all sizes, the largest first, so that the smaller ones find their memory in it.
 
         First each back end plans the largest steps there are, so that its buffers move no more. before_each: called before each
-        size, so that a caller can distinguish many graphs from one that hangs.
+        size, so that a caller can distinguish many graphs from one that hangs. lora: None without adapters.
         """
         config = self._config
         sizes = graph_sizes(config.max_num_seqs)
@@ -94,11 +99,18 @@ class StepGraphs:
         self._plans(self._batch(prompts, config.max_model_len))
         for size in reversed(sizes):
             self._plans(self._batch([1] * size, config.max_model_len))
+        self._capture_all(sizes, before_each)
+        if lora is not None and lora.set_any_rows():
+            self.has_adapters = True
+            self._capture_all(sizes, before_each)
+            lora.set_rows(np.array([NO_ADAPTER]), np.array([1]))
+        self._sizes = sizes
+
+    def _capture_all(self, sizes: Sequence[int], before_each: Callable[[], None] | None) -> None:
         for size in reversed(sizes):
             if before_each is not None:
                 before_each()
             self._capture(size)
-        self._sizes = sizes
 
     def _capture(self, size: int) -> None:
         batch = self._batch([1] * size, 1)
@@ -110,12 +122,12 @@ class StepGraphs:
             hidden.copy_(self._model.forward(inputs))
 
         work()  # compiles kernels and makes workspaces, which a capture must not
-        self._graphs[size] = _Graph(self._runtime.capture(work), _addresses(plans))
+        self._graphs[size, self.has_adapters] = _Graph(self._runtime.capture(work), _addresses(plans))
 
-    def run(self, inputs: StepInputs) -> Tensor:
+    def run(self, inputs: StepInputs, has_adapters: bool) -> Tensor:
         """Hidden states `[B, H]` of a step of decode rows, padded to one of the sizes; valid until the next step."""
         size = len(inputs.token_ids)
-        graph = self._graphs[size]
+        graph = self._graphs[size, has_adapters]
         self._token_ids[:size].copy_(inputs.token_ids)
         self._positions[:size].copy_(inputs.batches[0].positions)
         plans = attention_plans(self._attention, inputs.batches, self._model.attention_specs)
