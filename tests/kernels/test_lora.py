@@ -19,7 +19,7 @@ from tests.kernels.lora_contract import Adapters, LoraContract, adapter
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SIZES = (130, 40, 33)
+SIZES = (530, 40, 33)
 LARGE: Adapters = {
     slot: adapter(slot, rank, products, 77, SIZES)
     for slot, rank, products in ((0, 16, (0, 1, 2)), (1, 5, (1, 2)), (2, 9, (0,)), (3, 16, (0, 1, 2)))
@@ -60,7 +60,7 @@ class TestNativeLora(LoraContract):
 
     @DTYPES
     def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(self, dtype: torch.dtype) -> None:
-        """Of its adapter's part: the layer beside it is 0."""
+        """The adapter's part alone, in every kind of batch."""
         ops, draw, before = self.make_ops(dtype), random.Random(7), torch.get_num_threads()
         layer = self.layer(ops, LARGE, dtype, 77, SIZES, max_rank=16)
         added = ops.layer(layer.linear.stack)

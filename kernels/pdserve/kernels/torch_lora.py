@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack
 
-
 LONG_CHUNK = 16
 """Tokens of a chunk from which on a matrix product in torch takes less time than other kernels."""
 
@@ -90,8 +89,10 @@ class _DecodeRows:
         ascending = np.argsort(tokens)
         arrays = (padded, places[ascending], tokens[ascending])
         num_leading = len(tokens) if len(tokens) == len(slots) else 0
-        there = (torch.from_numpy(array).to(device) for array in arrays)
-        return cls(np.unique(slots[tokens]).tolist(), first, len(sizes), *there, num_leading)
+        on_device = [torch.from_numpy(array).to(device) for array in arrays]
+        return cls(
+            np.unique(slots[tokens]).tolist(), first, len(sizes), on_device[0], on_device[1], on_device[2], num_leading
+        )
 
 
 class TorchLoraOps:
@@ -133,7 +134,7 @@ class TorchLoraLayer:
 
     def _add_decodes(self, y: Tensor, x: Tensor, rows: _DecodeRows) -> None:
         stack = self._stack
-        has_weights = stack.ranks[rows.slots].any(0).tolist()
+        has_weights = [bool(ranks.any()) for ranks in stack.ranks[rows.slots].T]
         if not any(has_weights):
             return
         padded = x.index_select(0, rows.padded).view(rows.num_slots, -1, x.shape[1])

@@ -184,6 +184,7 @@ def test_sizes_of_graphs() -> None:
     assert graph_sizes(64) == [1, 2, 4, *range(8, 65, 8)]
 
 
+@pytest.mark.slow
 def test_steps_with_adapters_are_replayed_whatever_rows_have_which(
     tiny_checkpoints: Callable[..., Path],
     make_real_engine: Callable[..., Harness],  # noqa: F811

@@ -52,7 +52,9 @@ class TestTritonLora(LoraContract):
         def noted(self: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
             seen = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in args]
             # the sums between the two launches are memory of the graph
-            launches[-1].append((self.__name__, grid, [*seen[:4], *seen[5:]] if len(seen) == 7 else seen[:2] + seen[3:], kwargs))
+            launches[-1].append(
+                (self.__name__, grid, [*seen[:4], *seen[5:]] if len(seen) == 7 else seen[:2] + seen[3:], kwargs)
+            )
             return run(self, *args, grid=grid, **kwargs)
 
         monkeypatch.setattr(JITFunction, "run", noted)

@@ -2,8 +2,8 @@
 
 A graph contains the decoder from the embedding to the last norm, for one number of rows; the steps of a size have the same
 launches over the same memory, whatever their lengths and blocks are. What depends on a step is written before: token ids,
-positions, what the attention back end plans, and which row has which LoRA adapter. The output layer, sampling, penalties, grammars, log-probabilities and pooling
-run after it.
+positions, what the attention back end plans, and which row has which LoRA adapter. The output layer, sampling, penalties, grammars,
+log-probabilities and pooling run after it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StepGraphs:
         self._hidden = torch.zeros((rows, model.hidden_size), dtype=dtype, device=device)
         self._sizes: list[int] = []
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        """By rows, and whether some may have LoRA adapters."""
+        """Keys: the number of rows, and True if some may have LoRA adapters."""
         self.has_adapters = False
         """True if steps with adapters have graphs, beside those without: their products take launches in every layer."""
 

@@ -39,7 +39,7 @@ class NativeLoraOps:
         self._level = 0 if level is None else library.levels.index(level)
         self._long_chunks: Sequence[LoraChunk] = ()
         self._held: tuple[NDArray[np.int64], ...] = ()
-        """What `_tokens` points to."""
+        """Memory to which `_tokens` points."""
         self._tokens = LoraTokens()
         self._num_tokens = 0
         self._num_grouped = 0
@@ -70,7 +70,9 @@ class NativeLoraOps:
             raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} in a step of {self._num_tokens} tokens")
         if self._num_grouped:
             if x.stride(1) != 1 or y.stride(1) != 1 or not x.dtype is y.dtype is stack.a.dtype:
-                raise ValueError(f"x {x.dtype} {x.stride()}, y {y.dtype} {y.stride()} beside weights of {stack.a.dtype}")
+                raise ValueError(
+                    f"x {x.dtype} {x.stride()}, y {y.dtype} {y.stride()} beside weights of {stack.a.dtype}"
+                )
             size = self._num_grouped * stack.a.shape[1]
             if self._shrunk.numel() < size:
                 self._shrunk = torch.empty(size)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack
-from pdserve.kernels.triton.launch_configs import LaunchConfigs
+from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 
 TOKENS = 16
 """Tokens of a program: the least that a product in tensor cores takes."""
@@ -56,7 +56,7 @@ def add_products(
 ):  # fmt: skip
     """`y += shrunk B` for BLOCK_T tokens of one slot and a tile of columns; the parts of shrunk are summed in order.
 
-    tiles `[n, 3]`: first row of shrunk, first column, and end of the columns, all of one product; ALIGN divides the first two.
+    tiles `[n, 3]`: first row of shrunk, first column, and end of the columns, all of one product; ALIGN divides all three.
     """
     slot = tl.program_id(1)
     first = tl.load(starts + slot) + tl.program_id(0) * BLOCK_T
@@ -69,7 +69,7 @@ def add_products(
         first_row = tl.multiple_of(tl.load(tile), ALIGN)
         first_column = tl.multiple_of(tl.load(tile + 1), ALIGN)
         column = first_column + tl.arange(0, BLOCK_N)
-        is_column = (column < tl.load(tile + 2))[None, :]
+        is_column = (column < tl.multiple_of(tl.load(tile + 2), ALIGN))[None, :]
         acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
         for start in range(0, MAX_RANK, BLOCK_R):
             r = start + tl.arange(0, BLOCK_R)
@@ -103,7 +103,9 @@ def add_lora(
     int32, sorted by slot; starts `[slots + 1]` int32."""
     num_tokens, (num_slots, num_rows, in_size), out_size = len(x), stack.a.shape, stack.b.shape[2]
     if x.shape != (num_tokens, in_size) or y.shape != (num_tokens, out_size) or (x.stride(1), y.stride(1)) != (1, 1):
-        raise ValueError(f"x {tuple(x.shape)} {x.stride()} and y {tuple(y.shape)} {y.stride()} beside {in_size} to {out_size}")
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.stride()} and y {tuple(y.shape)} {y.stride()} beside {in_size} to {out_size}"
+        )
     if not x.dtype is y.dtype is stack.a.dtype:
         raise ValueError(f"x of {x.dtype} and y of {y.dtype} beside matrices of {stack.a.dtype}")
     if not num_tokens:
@@ -111,17 +113,21 @@ def add_lora(
     splits, num_tiles = configs.lora_splits, triton.cdiv(num_tokens, TOKENS)
     shrunk = torch.empty((splits, num_tokens, num_rows), dtype=torch.float32, device=x.device)
     rows = min(configs.lora_rows, max(16, triton.next_power_of_2(num_rows)))
-    precision = "ieee" if x.dtype is torch.float32 else "tf32"
+    is_exact = x.dtype is torch.float32
+    precision = "ieee" if is_exact else "tf32"
+    # an exact product keeps its operands in registers
+    ranks = 16 if is_exact else min(configs.lora_rows, max(16, triton.next_power_of_2(stack.max_rank)))
     shrink_tokens[(num_tiles, num_slots, triton.cdiv(num_rows, rows) * splits)](
         x, stack.a, tokens, starts, shrunk, x.stride(0), num_tokens,
         IN=in_size, ROWS=num_rows, BLOCK_T=TOKENS, BLOCK_R=rows, BLOCK_K=configs.lora_inputs, SPLITS=splits,
         PRECISION=precision, num_warps=configs.lora_warps, enable_fp_fusion=True,
+        **register_limit(configs.max_registers),
     )  # fmt: skip
-    firsts = [columns.start for columns in stack.columns]
-    align = 16 if all(number % 16 == 0 for number in (*firsts, configs.lora_columns, stack.max_rank)) else 1
+    align = 16 if all(number % 16 == 0 for number in (*stack.ends, configs.lora_columns, stack.max_rank)) else 1
     add_products[(num_tiles, num_slots, len(tiles))](
         y, stack.b, shrunk, tokens, starts, tiles, y.stride(0), num_tokens,
         OUT=out_size, ROWS=num_rows, MAX_RANK=stack.max_rank, BLOCK_T=TOKENS, BLOCK_N=configs.lora_columns,
-        BLOCK_R=min(configs.lora_rows, max(16, triton.next_power_of_2(stack.max_rank))), SPLITS=splits, ALIGN=align,
+        BLOCK_R=ranks, SPLITS=splits, ALIGN=align,
         PRECISION=precision, num_warps=configs.lora_warps, enable_fp_fusion=True,
+        **register_limit(configs.max_registers),
     )  # fmt: skip
