@@ -66,6 +66,9 @@ class ShiftedModel(HashModel):
     def set_any_rows(self) -> bool:
         return False
 
+    def with_folders(self, loads: Sequence[LoraLoad]) -> list[LoraLoad]:
+        raise NotImplementedError
+
     def forward(self, inputs: ModelInputs) -> Tensor:
         assert inputs.token_ids is not None
         shifted = inputs.token_ids + torch.from_numpy(self.shifts)

@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.errors import ConfigError, WorkerLost
+from pdserve.common.errors import ConfigError, NotFound, WorkerLost
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.child_process import ChildProcess
+from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.memory_needs import memory_needs
-from pdserve.llm import LLM
+from pdserve.llm import LLM, LoRARequest
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import start_rank
 from tests.support.llm_requests import core_of, greedy, prompts_of, sampled
+from tests.support.lora_adapters import make_adapter, merged_checkpoint
 from tests.support.oracle import Oracle
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 DEATH_S = 5.0
 """Seconds within which the end of a rank ends the engine."""
@@ -63,7 +65,8 @@ def test_i1_answers_are_those_of_transformers_and_of_one_rank(
 
 
 def compute_on(work: Callable[[], object]) -> None:
-    while True:
+    until = time.monotonic() + HANG_S
+    while time.monotonic() < until:
         work()
 
 
@@ -95,12 +98,39 @@ def test_a_stopped_rank_ends_the_engine_after_the_wait(folder: Path, monkeypatch
     wait_until(lambda: not Path(f"/proc/{process}").exists(), "the end of the stopped rank")
 
 
+def test_ranks_share_adapters(folder: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """Two in turns, in one slot; then one that a rank cannot read any more fails its own request on all ranks."""
+    adapters = [make_adapter(tmp_path / str(seed), folder, seed=seed) for seed in (1, 2)]
+    oracles = [
+        oracle,
+        *(Oracle(merged_checkpoint(tmp_path / f"merged-{path.name}", folder, path)) for path in adapters),
+    ]
+    first, second = (LoRARequest(path.name, 1, str(path)) for path in adapters)
+    prompts = [list(range(5, 24)), [7] * 9, [3, 14, 15]]
+    with LLM(folder, tensor_parallel_size=2, enable_lora=True, max_lora_rank=8, max_cpu_loras=1, **TINY) as llm:
+        for requests in ([None, second, first], [None, first, second]):
+            answers = llm.generate(prompts, greedy(ignore_eos=True), lora_request=requests, use_tqdm=False)
+            for request, prompt, answer in zip(requests, prompts, answers, strict=True):
+                number = 0 if request is None else int(request.lora_name)
+                oracles[number].check(prompt, answer.outputs[0].token_ids)
+        # rank 0 has it in main memory, rank 1 has the second one there and reads the folder when the step begins
+        store = core_of(llm).adapters
+        assert isinstance(store, AdapterStore)
+        store.get(store.add(adapters[0]))
+        llm.llm_engine.add_request("r", {"prompt_token_ids": prompts[0]}, greedy(), lora_request=first)
+        make_adapter(adapters[0], folder, seed=3)
+        with pytest.raises(NotFound, match="cannot be read by another rank"):
+            compute_on(llm.llm_engine.step)
+        [answer] = llm.generate([prompts[1]], greedy(ignore_eos=True), lora_request=second, use_tqdm=False)
+        oracles[2].check(prompts[1], answer.outputs[0].token_ids)
+        core_of(llm).scheduler.check(idle=True)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size is 3, which does not divide num_attention_heads \(4\)"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
-        ({"tensor_parallel_size": 2, "enable_lora": True}, "tensor_parallel_size is 2 and enable_lora is true"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_before_a_process_starts(

@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.common.errors import ConfigError
 from pdserve.models.loading import load_decoder
 from pdserve.models.lora import lora_adapter
 from pdserve.models.lora.lora_adapter import LoraAdapter, read_adapter
 from pdserve.models.lora.lora_targets import LoraTargets, with_lora_targets
-from pdserve.models.weights.rank_shard import RankShard
 from tests.support.lora_adapters import make_adapter
 
 
@@ -188,9 +187,3 @@ def test_experts_take_no_adapter(tmp_path: Path, tiny_checkpoints: Callable[...,
     folder = make_adapter(tmp_path, base)
     with pytest.raises(ConfigError, match=r"experts.0.*: no adapter is served for this module"):
         read(folder, targets)
-
-
-def test_one_ranks_part_of_a_model_takes_no_adapters(base: Path) -> None:
-    decoder = load_decoder(base, shard=RankShard(rank=0, size=2))
-    with pytest.raises(UnsupportedModel, match="split over several ranks"):
-        with_lora_targets(decoder, max_loras=1, max_rank=8)

@@ -19,9 +19,11 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_adapter import read_adapter
 from pdserve.models.lora.lora_targets import with_lora_targets
+from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from tests.support.family_checkpoints import cases, make_family
 from tests.support.lora_adapters import make_adapter, merged_checkpoint
 from tests.support.paged_run import PagedRun
+from tests.support.thread_ranks import on_all_ranks
 
 ATOL = 3e-4
 TOKENS = list(range(30, 62))
@@ -46,12 +48,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-def logits_with(base: Path, adapter: Path | None) -> Tensor:
-    """Logits `[n, V]` of `TOKENS`: a chunk, then single tokens."""
-    decoder, targets = with_lora_targets(load_decoder(base), max_loras=2, max_rank=8)
+def logits_with(base: Path, adapter: Path | None, shard: RankShard = WHOLE) -> Tensor:
+    """Logits `[n, V]` of `TOKENS`: a chunk, then single tokens. shard: of a rank above 0 there are none, `[n, 0]`."""
+    decoder, targets = with_lora_targets(load_decoder(base, shard=shard), max_loras=2, max_rank=8, shard=shard)
     if adapter is not None:
         targets.put(1, read_adapter(adapter, targets).weights)
-    run, found, slot = PagedRun(decoder), [], np.array([-1 if adapter is None else 1])
+    run, found, slot = PagedRun(decoder, shard=shard), [], np.array([-1 if adapter is None else 1])
     targets.ops.set_rows(slot, np.array([20]))
     found.append(run.step({}, {"a": TOKENS[:20]})["a"])
     targets.ops.set_rows(slot, np.array([1]))
@@ -69,9 +71,7 @@ def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
     "family",
     [*FUSED, "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "granite", "olmo2"))],
 )
-def test_logits_are_those_of_the_merged_weights(
-    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_logits_are_those_of_the_merged_weights(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     base = checkpoint(family)
     adapter = make_adapter(tmp_path / "adapter", base, targets=FUSED.get(family, LLAMAS), spread=0.2)
     merged = merged_checkpoint(tmp_path / "merged", base, adapter)
@@ -79,6 +79,23 @@ def test_logits_are_those_of_the_merged_weights(
     found = logits_with(base, adapter)
     torch.testing.assert_close(found, expected, atol=ATOL, rtol=ATOL)
     assert (found - logits_with(base, None)).abs().max() > 100 * ATOL, "an adapter without effect would prove nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("phi3", 2), ("qwen3", 4), *(pytest.param(f, 2, marks=pytest.mark.slow) for f in ("glm4", "qwen3_moe"))],
+)
+def test_ranks_have_the_logits_of_one(
+    family: str, size: int, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also with fewer heads of keys and values than ranks."""
+    base = checkpoint(family)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj") if family == "qwen3_moe" else FUSED.get(family, LLAMAS)
+    adapter = make_adapter(tmp_path, base, targets=targets, spread=0.2)
+    alone = logits_with(base, adapter)
+    first, *others = on_all_ranks(size, lambda rank: logits_with(base, adapter, RankShard(rank.rank, rank.size, rank)))
+    torch.testing.assert_close(first, alone, atol=ATOL, rtol=ATOL)
+    assert all(not other.numel() for other in others)
 
 
 def test_parts_of_a_fused_projection_are_refused_by_name(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -91,7 +108,9 @@ def test_parts_of_a_fused_projection_are_refused_by_name(checkpoint: Callable[[s
     whole = tensors[fused]
     tensors[fused] = whole[1:].contiguous()
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=rf"has shape \[{len(whole) - 1}, 4\], the model and r need \[{len(whole)}, 4\]"):
+    with pytest.raises(
+        ConfigError, match=rf"has shape \[{len(whole) - 1}, 4\], the model and r need \[{len(whole)}, 4\]"
+    ):
         read_adapter(tmp_path, targets)
     tensors[fused.replace("qkv_proj", "q_proj")] = whole
     del tensors[fused]

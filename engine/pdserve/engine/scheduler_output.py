@@ -53,6 +53,8 @@ class LoraLoad(msgspec.Struct):
 
     slot: int
     fingerprint: str
+    folder: str = ""
+    """The folder from which ranks above 0 read it; "" at rank 0, which knows the folders."""
 
 
 class SchedulerOutput(msgspec.Struct):

@@ -7,6 +7,8 @@ Source: Megatron-LM (Shoeybi et al. 2019), sections 3 and 4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,10 @@ class RowParallelLinear:
         self._part = part
         self._bias = bias
         self._group = group
+
+    def with_part(self, wrap: Callable[[Linear], Linear]) -> RowParallelLinear:
+        """The same layer with another product for this rank's inputs. wrap: of the present one."""
+        return RowParallelLinear(wrap(self._part), self._bias, self._group)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._group.all_reduce(self._part(x))

@@ -71,7 +71,10 @@ def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | No
     config, decoder = model.engine_config(settings), model.decoder
     if transfers is not None and move_blocks is not None:
         move_blocks(transfers, start, model)
-    loop = RankLoop(lambda: make_model_runner(config, decoder, model.kv_caches, decoder.config.vocab_size, group=group))
+    vocab_size = decoder.config.vocab_size
+    loop = RankLoop(
+        lambda: make_model_runner(config, decoder, model.kv_caches, vocab_size, lora=model.lora_runner, group=group)
+    )
     gc.collect()
     gc.freeze()
     while (message := _receive(rank_0)) is not None:

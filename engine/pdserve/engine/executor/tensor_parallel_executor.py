@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.engine.executor.executor import StepResult
@@ -62,7 +64,10 @@ class TensorParallelExecutor:
         self._ranks.require_all()
 
     def execute_model(self, scheduled: SchedulerOutput) -> None:
-        message = ExecuteModel(without_sampling(scheduled), reads_first=not self._is_unread)
+        sent = without_sampling(scheduled)
+        if scheduled.lora_loads and self.runner.lora is not None:
+            sent = msgspec.structs.replace(sent, lora_loads=self.runner.lora.with_folders(scheduled.lora_loads))
+        message = ExecuteModel(sent, reads_first=not self._is_unread)
         self._together(message, lambda: self.runner.execute_model(scheduled))
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepResult:

@@ -77,8 +77,13 @@ class AdapterStore:
         with self._lock:
             return fingerprint in self._path_of
 
-    def get(self, fingerprint: str) -> LoraAdapter:
-        """The adapter, read again if it is not in main memory.
+    def folder_of(self, fingerprint: str) -> Path | None:
+        """A folder that has this content, or had it; None if none is known."""
+        with self._lock:
+            return self._path_of.get(fingerprint)
+
+    def get(self, fingerprint: str, folder: Path | None = None) -> LoraAdapter:
+        """The adapter, read again if it is not in main memory. folder: default: `folder_of`.
 
         Raises: NotFound if no folder with this content is known, or if its content has changed since; ConfigError.
         """
@@ -87,7 +92,7 @@ class AdapterStore:
             if adapter is not None:
                 self._adapters.move_to_end(fingerprint)
                 return adapter
-            folder = self._path_of.get(fingerprint)
+            folder = folder or self._path_of.get(fingerprint)
         if folder is None:
             raise NotFound(f"no adapter with the fingerprint {fingerprint} is known here")
         adapter = read_adapter(folder, self.targets)

@@ -62,14 +62,16 @@ class LoadedModel:
     host_caches: tuple[Tensor, ...] = ()
     """Slots of the host-memory tier, one tensor per KV cache group; empty without `kv_host_mib`."""
     ranks: RankProcesses | None = None
-    """The other ranks, which end with `close`; None without any."""
+    """The other ranks, which end with `close`; None without any, and on ranks above 0."""
+    group: RankGroup | None = None
+    """The ranks that share the model; None for one."""
     draft_model: DraftModel | None = None
     """That of `speculative_config`; None if it names none, and on prefill workers."""
 
     @property
     def lora_runner(self) -> LoraRunner | None:
         """Loads adapters for the engine's steps; None without `enable_lora`."""
-        return None if self.adapters is None else ModelLoraRunner(self.adapters)
+        return None if self.adapters is None else ModelLoraRunner(self.adapters, self.group)
 
     @property
     def num_blocks(self) -> int:
@@ -199,7 +201,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     if settings.enable_lora:
         decoder, targets = with_lora_targets(
             decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, kernels=settings.kernels,
-            max_tokens=settings.step_tokens,
+            max_tokens=settings.step_tokens, shard=shard,
         )  # fmt: skip
         adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
@@ -234,6 +236,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
         folder=folder,
         adapters=adapters,
+        group=group,
         host_caches=host_caches,
         draft_model=draft_model,
     )

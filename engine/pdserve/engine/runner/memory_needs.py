@@ -90,8 +90,11 @@ def weight_bytes(
     return total
 
 
-def adapter_bytes(folder: Path, settings: WorkerSettings) -> int:
-    """Bytes of the slots of LoRA adapters; 0 without `enable_lora`. Raises: ConfigError, UnsupportedModel."""
+def adapter_bytes(folder: Path, settings: WorkerSettings, shard: RankShard = WHOLE) -> int:
+    """Bytes of the slots of LoRA adapters, or of one rank's part; 0 without `enable_lora`.
+
+    Raises: ConfigError, UnsupportedModel.
+    """
     if not settings.enable_lora:
         return 0
     decoder = load_decoder(
@@ -100,8 +103,10 @@ def adapter_bytes(folder: Path, settings: WorkerSettings) -> int:
         device="meta",
         load_format=settings.load_format,
         quantization=settings.quantization,
+        shard=shard,
     )
-    return with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank)[1].nbytes
+    _, targets = with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, shard=shard)
+    return targets.nbytes
 
 
 def draft_model_bytes(
@@ -137,7 +142,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization, shard)
-        + adapter_bytes(folder, settings),
+        + adapter_bytes(folder, settings, shard),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + (settings.max_num_seqs + settings.step_drafts) * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,

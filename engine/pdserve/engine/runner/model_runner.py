@@ -118,7 +118,7 @@ class ModelRunner:
         self._device = kv_caches[0].device
         self._dtype = model.dtype
         self._before_layer = before_layer
-        self._lora = lora
+        self.lora = lora
         self._runtime = runtime or make_runtime(self._device)
         self._layer_times = LayerTimes(self._runtime, before_layer) if config.collect_layer_times else None
         self._sampler = sampler or Sampler(ops.sample)
@@ -159,7 +159,7 @@ class ModelRunner:
         graphs = StepGraphs(
             self._config, self._model, self._attention, self._ops, self._device, self._dtype, self._runtime
         )
-        graphs.capture(self._before_layer, self._lora)
+        graphs.capture(self._before_layer, self.lora)
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -178,9 +178,9 @@ class ModelRunner:
         batch = self.batch
         rows, counts = self._decodes_first(scheduled)
         failed_loras, has_adapters = dict[str, RequestFailure](), False
-        if self._lora is not None:
-            failed_loras = self._lora.load(scheduled.lora_loads)
-            has_adapters = self._lora.set_rows(batch.lora_slots[rows], counts)
+        if self.lora is not None:
+            failed_loras = self.lora.load(scheduled.lora_loads)
+            has_adapters = self.lora.set_rows(batch.lora_slots[rows], counts)
         batch.num_computed[rows] += counts
         complete = np.flatnonzero(batch.are_complete(rows))
         batch.num_computed[rows] -= counts

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.json_file import MAX_JSON_BYTES, parse_json_object, read_regular_file
-from pdserve.kernels.lora import LoraMatrices
 from pdserve.models.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from pdserve.models.lora.lora_targets import LoraTarget, LoraTargets, LoraWeights
 from pdserve.models.weights.checkpoint import FLOATS
@@ -65,7 +64,7 @@ def read_adapter(folder: Path, targets: LoraTargets) -> LoraAdapter:
             _converted(tensors[names[side]], scale, targets.dtype, f"{folder / WEIGHTS_FILE}: {names[side]}")
             for side, scale in (("A", 1.0), ("B", config.scale))
         )
-        weights[module] = LoraMatrices(a, targets.by_name[module].ordered(b).t().contiguous())
+        weights[module] = targets.by_name[module].matrices(a, b)
     return LoraAdapter(_fingerprint(config_bytes, data), config.rank, weights)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pdserve.common.errors import ConfigError, UnsupportedModel
+from pdserve.common.errors import ConfigError
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.lora import LoraLinear, LoraMatrices, LoraOps, LoraStack
 from pdserve.kernels.make_layer_ops import LayerOpsError
 from pdserve.kernels.make_lora_ops import make_lora_ops
+from pdserve.kernels.parallel_linear import RowParallelLinear
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 
 LoraWeights = Mapping[str, LoraMatrices]
 """Module name -> an adapter's matrices."""
@@ -29,8 +31,21 @@ class LoraRows:
     """Adjacent rows of a product's weight in checkpoints."""
 
     count: int
+    """Rows of all ranks together."""
     order: HeadOrder | None = None
     """Order of the rows in checkpoints, which here become neighbours; None: they are as stored."""
+    own: Part | None = None
+    """The part of this rank; None: all."""
+
+    @property
+    def own_count(self) -> int:
+        return self.count if self.own is None else self.own.stop - self.own.start
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """This rank's rows `[own_count, ...]` of `[count, ...]`, in the order that they have here."""
+        if self.order is not None:
+            rows = self.order.paired(rows)
+        return rows if self.own is None else rows[self.own.start : self.own.stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +56,28 @@ class LoraTarget:
     index: int
     """Place among the products of `linear`."""
     in_size: int
+    """Inputs of all ranks together."""
     rows: tuple[LoraRows, ...]
     """All rows of its weight; several of a fused one."""
+    inputs: Part | None = None
+    """This rank's columns of its weight; None: all."""
 
     @property
     def out_size(self) -> int:
+        """Outputs of all ranks together."""
         return sum(rows.count for rows in self.rows)
 
-    def ordered(self, weight: Tensor) -> Tensor:
-        """Rows `[out, ...]` of a checkpoint in the order that they have here."""
-        if all(rows.order is None for rows in self.rows):
-            return weight
-        parts = weight.split([rows.count for rows in self.rows])
-        return torch.cat(
-            [
-                part if rows.order is None else rows.order.paired(part)
-                for part, rows in zip(parts, self.rows, strict=True)
-            ]
-        )
+    def matrices(self, a: Tensor, b: Tensor) -> LoraMatrices:
+        """This rank's part of an adapter's matrices: a `[r, in]`, b `[out, r]` with its scale."""
+        if self.inputs is not None:
+            a = a[:, self.inputs.start : self.inputs.stop].contiguous()
+        parts = b.split_with_sizes([rows.count for rows in self.rows])
+        own = [rows.taken(part) for rows, part in zip(self.rows, parts, strict=True)]
+        return LoraMatrices(a, torch.cat(own).t().contiguous())
 
 
-_Wrap = Callable[[Linear, int, Mapping[str, Sequence[LoraRows]]], LoraLinear]
+_Products = Mapping[str, Sequence[LoraRows]]
+"""Module -> its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,69 +111,83 @@ class LoraTargets:
 
 
 def with_lora_targets(
-    decoder: Decoder, *, max_loras: int, max_rank: int, kernels: str = "auto", max_tokens: int = 1 << 16
+    decoder: Decoder,
+    *,
+    max_loras: int,
+    max_rank: int,
+    kernels: str = "auto",
+    max_tokens: int = 1 << 16,
+    shard: RankShard = WHOLE,
 ) -> tuple[Decoder, LoraTargets]:
     """The decoder with slots for adapters beside the projections of attention and of its gated MLPs.
 
-    Experts, embedding and output head take none. kernels: the setting. max_tokens: of one step.
-    Raises: UnsupportedModel for one rank's part of a model; ConfigError for kernels that the device or installation does not support.
+    Experts, embedding and output head take none. kernels: the setting. max_tokens: of one step. shard: of the decoder; each rank
+    has its part of B, or of A where the inputs are divided.
+    Raises: ConfigError for kernels that the device or installation does not support.
     """
     config, dtype = decoder.config, TORCH_DTYPES[decoder.config.dtype]
-    if any(layer.attention.spec.num_heads != config.num_heads for layer in decoder.layers):
-        raise UnsupportedModel(
-            "enable_lora is true, and adapters are not served by a model that is split over several ranks"
-        )
     try:
         ops = make_lora_ops(kernels, dtype, decoder.device, max_loras=max_loras, max_tokens=max_tokens)
     except LayerOpsError as error:
         raise ConfigError(str(error)) from error
     by_name: dict[str, LoraTarget] = {}
 
-    def wrap(linear: Linear, in_size: int, products: Mapping[str, Sequence[LoraRows]]) -> LoraLinear:
-        """products: name -> rows, side by side in the output of `linear`."""
-        sizes = [sum(rows.count for rows in parts) for parts in products.values()]
+    def wrap(linear: Linear, in_size: int, products: _Products, inputs: Part | None = None) -> LoraLinear:
+        """products: side by side in the output of `linear`. inputs: of this rank."""
         stack = LoraStack(
-            in_size, sizes, max_loras=max_loras, max_rank=max_rank, dtype=dtype, device=decoder.device
-        )
+            in_size if inputs is None else inputs.stop - inputs.start,
+            [sum(rows.own_count for rows in parts) for parts in products.values()],
+            max_loras=max_loras, max_rank=max_rank, dtype=dtype, device=decoder.device,
+        )  # fmt: skip
         wrapped = LoraLinear(linear, ops, stack)
         for index, (name, parts) in enumerate(products.items()):
-            by_name[name] = LoraTarget(wrapped, index, in_size, tuple(parts))
+            by_name[name] = LoraTarget(wrapped, index, in_size, tuple(parts), inputs)
         return wrapped
+
+    def wrap_row_parallel(linear: Linear, name: str, in_size: int, out_size: int) -> Linear:
+        """The layer `name`, whose inputs are divided among the ranks: their sum has the products, too."""
+        products, inputs = {name: [LoraRows(out_size)]}, shard.part(1, in_size)
+        if isinstance(linear, RowParallelLinear):
+            return linear.with_part(lambda part: wrap(part, in_size, products, inputs))
+        return wrap(linear, in_size, products, inputs)
 
     def wrapped_layers() -> Iterator[DecoderLayer]:
         for index, layer in enumerate(decoder.layers):
-            yield _wrapped(layer, f"model.layers.{index}", config, wrap)
+            attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
+            hidden, inner, name = config.hidden_size, config.intermediate_size, f"{prefix}.self_attn"
+            q_size = config.num_heads * config.head_dim
+            attention = replace(
+                attention,
+                qkv=wrap(attention.qkv, hidden, _projections(name, config, attention.order, shard)),
+                output=wrap_row_parallel(attention.output, f"{name}.o_proj", q_size, hidden),
+            )
+            if isinstance(mlp, GatedMlp):
+                mlp = replace(
+                    mlp,
+                    gate_up=wrap(mlp.gate_up, hidden, _gate_and_up(f"{prefix}.mlp", config, shard)),
+                    down=wrap_row_parallel(mlp.down, f"{prefix}.mlp.down_proj", inner, hidden),
+                )
+            yield replace(layer, attention=attention, mlp=mlp)
 
     wrapped = decoder.with_layers(list(wrapped_layers()))
     return wrapped, LoraTargets(by_name, ops, max_loras, max_rank, dtype)
 
 
-def _wrapped(layer: DecoderLayer, prefix: str, config: ModelConfig, wrap: _Wrap) -> DecoderLayer:
-    attention, mlp, hidden, head_dim = layer.attention, layer.mlp, config.hidden_size, config.head_dim
-    q, kv = (LoraRows(heads * head_dim, attention.order) for heads in (config.num_heads, config.num_kv_heads))
-    v = LoraRows(kv.count)
-    names = f"{prefix}.self_attn", f"{prefix}.mlp"
-    family = config.family
-    projections = _products(
-        names[0], {"q_proj": q, "k_proj": kv, "v_proj": v}, "qkv_proj" if family.has_fused_qkv else None
-    )
-    qkv = wrap(attention.qkv, hidden, projections)
-    output = wrap(attention.output, q.count, {f"{names[0]}.o_proj": [LoraRows(hidden)]})
-    if isinstance(mlp, GatedMlp):
-        inner = LoraRows(config.intermediate_size)
-        halves = _products(
-            names[1], {"gate_proj": inner, "up_proj": inner}, "gate_up_proj" if family.has_fused_mlp else None
-        )
-        mlp = replace(
-            mlp,
-            gate_up=wrap(mlp.gate_up, hidden, halves),
-            down=wrap(mlp.down, inner.count, {f"{names[1]}.down_proj": [LoraRows(hidden)]}),
-        )
-    return replace(layer, attention=replace(attention, qkv=qkv, output=output), mlp=mlp)
+def _projections(prefix: str, config: ModelConfig, order: HeadOrder, shard: RankShard) -> _Products:
+    """Queries, keys and values."""
+    rows = []
+    for num_heads, its_order in ((config.num_heads, order), (config.num_kv_heads, order), (config.num_kv_heads, None)):
+        own, size = shard.heads(num_heads), config.head_dim
+        part = None if len(own) == num_heads else Part(0, own.start * size, own.stop * size)
+        rows.append(LoraRows(num_heads * size, its_order, part))
+    if config.family.has_fused_qkv:
+        return {f"{prefix}.qkv_proj": rows}
+    return {f"{prefix}.{name}_proj": [its_rows] for name, its_rows in zip("qkv", rows, strict=True)}
 
 
-def _products(prefix: str, parts: Mapping[str, LoraRows], fused: str | None) -> dict[str, Sequence[LoraRows]]:
-    """Module -> its rows. parts: name -> rows. fused: the one module that has the rows of all; None: each has its own."""
-    if fused is not None:
-        return {f"{prefix}.{fused}": list(parts.values())}
-    return {f"{prefix}.{name}": [rows] for name, rows in parts.items()}
+def _gate_and_up(prefix: str, config: ModelConfig, shard: RankShard) -> _Products:
+    size = config.intermediate_size
+    rows = LoraRows(size, own=shard.part(0, size))
+    if config.family.has_fused_mlp:
+        return {f"{prefix}.gate_up_proj": [rows, rows]}
+    return {f"{prefix}.gate_proj": [rows], f"{prefix}.up_proj": [rows]}
