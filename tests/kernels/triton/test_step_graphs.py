@@ -206,7 +206,9 @@ def test_steps_with_adapters_are_replayed_whatever_rows_have_which(
     without, with_adapters = runtime.num_steps[:3], runtime.num_steps[3:]
     assert len(set(without)) == len(set(with_adapters)) == 1
     assert with_adapters[0] > without[0]
-    first, second = (plain.core.adapters.add(adapter) for adapter in made)
+    store = plain.core.adapters
+    assert store is not None
+    first, second = (store.add(adapter) for adapter in made)
     texts = []
     for adapters in (("", "", ""), (first, second, first), (second, "", "")):
         expected, before = answers(plain, adapters), runtime.num_replays
