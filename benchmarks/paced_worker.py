@@ -54,6 +54,9 @@ class NoArithmetic:
     def forward(self, inputs: ModelInputs) -> Tensor:
         return torch.zeros(len(inputs.positions), self.hidden_size)
 
+    def embed_input_ids(self, token_ids: Tensor) -> Tensor:
+        return self._model.embed_input_ids(token_ids)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden.to(torch.bfloat16))
 

@@ -31,6 +31,7 @@ class BadToken:
         self.dtype = decoder.dtype
         self.attention_specs = decoder.attention_specs
         self.compute_logits = decoder.compute_logits
+        self.embed_input_ids = decoder.embed_input_ids
         self.classifier = decoder.classifier
 
     def forward(self, inputs: ModelInputs) -> Tensor:

@@ -70,6 +70,10 @@ class Watched:
         self.steps.append((len(inputs.positions), len(inputs.batch.seq_lens_cpu), inputs.batch.max_seq_len))
         return self.model.forward(inputs)
 
+    def embed_input_ids(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.embed_input_ids(token_ids)
+        return embedded
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         self.logits.append(len(hidden))
         logits: Tensor = self.model.compute_logits(hidden)

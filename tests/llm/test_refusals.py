@@ -23,7 +23,7 @@ BAD_PROMPTS: list[tuple[Any, str, str]] = [
     ([5, -1], "prompt", r"prompt\[1\] is -1"),
     ({"prompt_token_ids": [5, "6"]}, "prompt_token_ids", r"prompt_token_ids\[1\] is '6'"),
     ({"prompt": 5}, "prompt", "prompt must be a string, not int"),
-    ({"prompt": GOOD, "prompt_token_ids": [5]}, "prompt", "either 'prompt' or 'prompt_token_ids'"),
+    ({"prompt": GOOD, "prompt_token_ids": [5]}, "prompt", "one of 'prompt', 'prompt_token_ids' and 'prompt_embeds'"),
     ({"text": GOOD}, "prompt", r"this one has \['text'\]"),
     ({"prompt": GOOD, "cache_salt": 1}, "cache_salt", "cache_salt must be a string, not int"),
     ({"prompt": GOOD, "cache_salt": "x" * 257}, "cache_salt", "257 characters, at most 256"),

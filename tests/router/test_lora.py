@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from pdserve.common.block_hash import BlockHasher, lora_extras
+from pdserve.common.block_hash import BlockHasher, request_extras
 from pdserve.common.errors import AdapterUnavailable, WorkerLost
 from pdserve.common.request.wire import request_from_wire
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
@@ -54,7 +54,7 @@ async def test_both_legs_get_name_content_root_and_digest(cluster):
     hasher = BlockHasher(DEVELOPMENT_KEY, LAYOUT.block_size)
     root = hasher.root(LAYOUT.model_fingerprint, lora=ONE)
     given = requests[0].prompt_token_ids
-    digest = hasher.request_digest(root, hasher.extend(root, given), given, lora_extras(ONE))
+    digest = hasher.request_digest(root, hasher.extend(root, given), given, request_extras(ONE))
     for request in requests:
         assert (request.lora_name, request.lora_fingerprint) == ("sql", ONE)
         assert (request.hash_root, request.request_digest) == (root, digest)

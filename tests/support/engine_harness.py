@@ -297,6 +297,7 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         decoder, lora = load_decoder(folder, dtype="float32", device=device), None
         head = decoder.config.classifier
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
+        fields.setdefault("enable_prompt_embeds", True)
         fields["num_labels"] = 0 if head is None else head.num_labels
         config = EngineConfig(**fields)
         if adapters:

@@ -85,7 +85,10 @@ class Pair:
 
     def _place(self, prompt: list[int], attempt: str, fields: dict[str, Any]) -> None:
         self.transfers[attempt] = Transfer(prompt, fields.get("n", 1), fields.get("output", []), fields=fields)
-        self.d.add(prompt, attempt, remote_prefill=True, **fields)
+        embeds = fields.get("prompt_embeds")
+        # D gets their KV alone
+        of_d = fields if embeds is None else fields | {"prompt_embeds": embeds.without_data()}
+        self.d.add(prompt, attempt, remote_prefill=True, **of_d)
         self.p.add(prompt, attempt, transfer_source=True, **fields)
 
     def _place_evicted(self) -> None:

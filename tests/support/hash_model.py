@@ -173,6 +173,9 @@ class HashModel:
         plan.store(0, stored, stored)
         return plan.attend(0, stored, stored, stored)
 
+    def embed_input_ids(self, token_ids: Tensor) -> Tensor:
+        raise AssertionError("a prompt of this model is never embeddings")
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         hashes = hidden.squeeze(-1).numpy()
         assert (hashes >= 0).all(), "sampled from a padded row"

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from pdserve.common.block_hash import BlockHasher, lora_extras
+from pdserve.common.block_hash import BlockHasher, request_extras
 from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.net.service_channel import GENERATE, PREFILL
 from pdserve.common.request.generation_request import GenerationRequest
@@ -62,7 +62,7 @@ def request_for(worker: Worker, name: str, **changes: Any) -> GenerationRequest:
     """A request with an adapter as this worker has it, as a router makes it."""
     fingerprint, hasher = worker.engine.known_adapters[name], BlockHasher(KEY, BLOCK_SIZE)
     root = hasher.root(worker.identity.layout.model_fingerprint, lora=fingerprint)
-    digest = hasher.request_digest(root, hasher.extend(root, PROMPT), PROMPT, lora_extras(fingerprint))
+    digest = hasher.request_digest(root, hasher.extend(root, PROMPT), PROMPT, request_extras(fingerprint))
     fields = {"lora_name": name, "lora_fingerprint": fingerprint, "hash_root": root, "request_digest": digest}
     return generation_request(worker, **fields | changes)
 

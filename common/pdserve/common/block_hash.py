@@ -1,6 +1,6 @@
 """Keyed chained hashes of full token blocks, and the digest of a whole request.
 
-    root   = H16(version, model fingerprint, LoRA, cache_salt, tenant)
+    root   = H16(version, model fingerprint, LoRA, cache_salt, tenant, prompt embeddings)
     h_i    = H24(h_{i-1} || tokens_i as u32 little endian)                        full blocks only
     digest = H16("digest" || h_last or root || tokens after it || extras)        covers the tail and short prompts
 
@@ -39,13 +39,20 @@ class BlockHasher:
         return hashlib.blake2b(data, key=self._key, digest_size=DIGEST_BYTES).digest()
 
     def root(
-        self, model_fingerprint: str, cache_salt: str | None = None, lora: str | None = None, tenant: str = ""
+        self,
+        model_fingerprint: str,
+        cache_salt: str | None = None,
+        lora: str | None = None,
+        tenant: str = "",
+        embeds_digest: bytes = b"",
     ) -> bytes:
         """The input of the first block's hash: requests with different roots never share a block.
 
-        tenant: the owner, or the name of the group of tenants that share cached prefixes.
+        tenant: the owner, or the name of the group of tenants that share cached prefixes. embeds_digest: of the prompt's
+        embeddings; empty for token ids.
         """
-        named = (model_fingerprint, lora or "", cache_salt or "", *((tenant,) if tenant else ()))
+        last = (tenant, embeds_digest.hex()) if embeds_digest else (tenant,) if tenant else ()
+        named = (model_fingerprint, lora or "", cache_salt or "", *last)
         parts = (_VERSION, *(name.encode() for name in named))
         # each part under its length, so that no two tuples read alike
         return self._digest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
@@ -69,9 +76,10 @@ class BlockHasher:
         return self._digest(b"digest" + last + len(tail).to_bytes(4, "little") + tail + extras)
 
 
-def lora_extras(fingerprint: str) -> bytes:
-    """The `extras` of the request digest for an adapter's fingerprint; empty without one."""
-    return b"lora" + fingerprint.encode() if fingerprint else b""
+def request_extras(lora_fingerprint: str, embeds_digest: bytes = b"") -> bytes:
+    """The `extras` of the request digest: of an adapter's fingerprint and of the prompt's embeddings; empty without both."""
+    lora = b"lora" + lora_fingerprint.encode() if lora_fingerprint else b""
+    return lora + (b"embeds" + embeds_digest if embeds_digest else b"")
 
 
 def placement_hash(block_hash: bytes) -> bytes:

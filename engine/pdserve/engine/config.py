@@ -19,6 +19,8 @@ class EngineConfig:
     """Largest number of tokens of one sequence; at most what the pool holds."""
     num_labels: int = 0
     """Labels of the model's classification head; 0: it has none, and generates."""
+    enable_prompt_embeds: bool = False
+    """Prompts may be embeddings."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 64
     max_sequences: int = MAX_SEQUENCES

@@ -84,6 +84,7 @@ class EngineCore:
             vocab_size=vocab_size,
             hidden_size=executor.hidden_size,
             num_labels=config.num_labels,
+            enable_prompt_embeds=config.enable_prompt_embeds,
             has_grammars=self.scheduler.grammars.is_possible,
             logits_processors=logits_processors or LogitsProcessors(),
             knows_adapter=None if adapters is None else adapters.has,

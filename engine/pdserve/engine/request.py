@@ -155,6 +155,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def lacks_prompt(self) -> bool:
+        """True if a part of the prompt is still to be computed."""
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
     def skip_reading_prefix_cache(self) -> bool:
         """True if every token must be computed here, even if it is cached."""
         pooling = self.core.pooling_params

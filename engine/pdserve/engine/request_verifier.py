@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.pooling_params import verify_generates
+from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import MAX_SEQUENCES, SamplingParams, verify_token_ids
+from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 
 
@@ -25,6 +27,7 @@ class RequestVerifier:
     hidden_size: int
     num_labels: int = 0
     """Labels of the model's classification head; 0: it has none, and generates."""
+    enable_prompt_embeds: bool = False
     has_grammars: bool
     """False without a tokenizer: requests with `structured_outputs` are refused."""
     logits_processors: LogitsProcessors
@@ -43,6 +46,8 @@ class RequestVerifier:
         else:
             verify_generates(self.num_labels)
             self._verify_sampling(request.sampling_params)
+        if request.prompt_embeds is not None:
+            self._verify_embeds(request, request.prompt_embeds)
         if num_tokens == 0:
             raise InvalidRequest("prompt_token_ids is empty, at least 1 token is needed", "prompt_token_ids")
         self._verify_resumed(request)
@@ -70,6 +75,15 @@ class RequestVerifier:
                 "output_token_ids",
             )
         verify_token_ids("output_token_ids", request.output_token_ids, self.vocab_size)
+
+    def _verify_embeds(self, request: EngineCoreRequest, embeds: PromptEmbeds) -> None:
+        if not self.enable_prompt_embeds:
+            raise InvalidRequest("prompt_embeds is given, and enable_prompt_embeds is false here", "prompt_embeds")
+        embeds.verify(len(request.prompt_token_ids), self.hidden_size)
+        if embeds.data:
+            verify_finite(embeds)
+        elif not request.remote_prefill:
+            raise InvalidRequest("prompt_embeds has no data, and the prompt is to be computed here", "prompt_embeds")
 
     def _verify_lora(self, request: EngineCoreRequest) -> None:
         fingerprint = request.lora_fingerprint

@@ -11,6 +11,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest, PdServeError, from_code
 from pdserve.common.request.engine_types import LogprobsLists, ModelRunnerStats
 from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
 
 NO_TOKEN = -1
@@ -29,6 +30,10 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     """Whole block table, per KV cache group."""
     sampling_params: SamplingParams
     pooling_params: PoolingParams | None = None
+    has_prompt_embeds: bool = False
+    """True if the prompt's token ids are placeholders of embeddings."""
+    prompt_embeds: PromptEmbeds | None = None
+    """With the flag before: the embeddings, if some of them are still to be computed."""
     eos_token_ids: tuple[int, ...] = ()
     index: int = 0
     """Sequence index, which selects the noise of sampling."""

@@ -20,7 +20,15 @@ from pdserve.llm.pooling_output import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pdserve.llm.prompts import ChatKwargs, Conversation, PromptType, TextPrompt, TokenizationKwargs, TokensPrompt
+from pdserve.llm.prompts import (
+    ChatKwargs,
+    Conversation,
+    EmbedsPrompt,
+    PromptType,
+    TextPrompt,
+    TokenizationKwargs,
+    TokensPrompt,
+)
 from pdserve.llm.request_output_collector import RequestOutputCollector
 from pdserve.llm.streaming_session import StreamingInput
 from pdserve.text.beam_search import BeamSearchParams
@@ -39,6 +47,7 @@ __all__ = [
     "Conversation",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "LLMEngine",
     "LoRARequest",

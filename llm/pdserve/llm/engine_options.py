@@ -62,6 +62,8 @@ class EngineOptions(TypedDict, total=False):
     """True: steps on a GPU replay no captured graphs."""
     async_scheduling: bool | None
     """Schedule a step while the one before is computed; default: on a GPU."""
+    enable_prompt_embeds: bool
+    """Default false: prompts may be embeddings (`EmbedsPrompt`)."""
     enable_lora: bool
     """True: requests may have a `lora_request`."""
     max_loras: int

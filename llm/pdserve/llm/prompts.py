@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, Unpack
 
 import msgspec
+import torch
+from torch import Tensor
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.text.prompt import ChatInput, Prompt, TextInput, TokenInput, Truncation
+from pdserve.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
+from pdserve.text.prompt import ChatInput, EmbedsInput, Prompt, TextInput, TokenInput, Truncation
 
 
 class TextPrompt(TypedDict):
@@ -24,7 +27,13 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-PromptType = str | Sequence[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    prompt_embeds: Tensor
+    """`[tokens, H]` of float32, float16 or bfloat16, on any device; H is the model's hidden size."""
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with `role` and `content`."""
 
@@ -40,6 +49,12 @@ class TokenizationKwargs(TypedDict, total=False):
     """Default true; for a conversation false, whose template adds them."""
 
 
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")
+_EMBEDS_DTYPES: Mapping[torch.dtype, EmbedsDtype] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 _TOKENIZATION_KWARGS = {"truncate_prompt_tokens": int, "truncation_side": str, "add_special_tokens": bool}
 
 
@@ -63,7 +78,11 @@ class PromptWithSalt(NamedTuple):
                 raise InvalidRequest(f"tokenization_kwargs: {name} {told}", "tokenization_kwargs")
         truncation = Truncation.of(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
         prompt, adds = self.prompt, options.get("add_special_tokens")
-        if adds is not None and not isinstance(prompt, TokenInput):
+        if truncation is not None and isinstance(prompt, EmbedsInput):
+            raise InvalidRequest(
+                "truncate_prompt_tokens is given, and prompt_embeds are not truncated", "prompt_embeds"
+            )
+        if adds is not None and not isinstance(prompt, TokenInput | EmbedsInput):
             prompt = msgspec.structs.replace(prompt, add_special_tokens=adds)
         return self._replace(prompt=prompt, truncation=truncation)
 
@@ -157,10 +176,10 @@ def one_of_both(prompt: object, prompt_token_ids: object, field: str = "prompt")
 
 
 def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:
-    unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+    unknown = prompt.keys() - {*_PROMPT_KEYS, "cache_salt"}
+    if unknown or sum(key in prompt for key in _PROMPT_KEYS) != 1:
         raise InvalidRequest(
-            "a prompt's dict must have either 'prompt' or 'prompt_token_ids', and may have 'cache_salt'; "
+            "a prompt's dict must have one of 'prompt', 'prompt_token_ids' and 'prompt_embeds', and may have 'cache_salt'; "
             f"this one has {sorted(map(str, prompt))}",
             "prompt",
         )
@@ -170,9 +189,26 @@ def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:
     if "prompt_token_ids" in prompt:
         token_ids = _token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
         return PromptWithSalt(TokenInput(token_ids), "prompt_token_ids", salt or None)
+    if "prompt_embeds" in prompt:
+        return PromptWithSalt(EmbedsInput(_embeds(prompt["prompt_embeds"])), "prompt_embeds", salt or None)
     if not isinstance(prompt["prompt"], str):
         raise InvalidRequest(f"prompt must be a string, not {type(prompt['prompt']).__name__}", "prompt")
     return PromptWithSalt(TextInput(prompt["prompt"]), "prompt", salt or None)
+
+
+def _embeds(value: object) -> PromptEmbeds:
+    """A caller's tensor as bytes. Raises: InvalidRequest."""
+    if not isinstance(value, Tensor):
+        raise InvalidRequest(f"prompt_embeds must be a torch.Tensor, not {type(value).__name__}", "prompt_embeds")
+    dtype = _EMBEDS_DTYPES.get(value.dtype)
+    if dtype is None or value.dim() != 2 or not value.numel():
+        given = f"{list(value.shape)} of {value.dtype}"
+        raise InvalidRequest(
+            f"prompt_embeds must be [tokens, hidden size] of float32, float16 or bfloat16, not {given}",
+            "prompt_embeds",
+        )
+    data = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return PromptEmbeds.of(value.shape[0], value.shape[1], dtype, data)
 
 
 def _token_ids(value: object, field: str) -> list[int]:

@@ -17,6 +17,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams, PoolingTask, verify_generates
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
+from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
@@ -28,6 +29,7 @@ from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import for_engines
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.prompt import (
+    EmbedsInput,
     EncodedPrompt,
     LengthRule,
     TextInput,
@@ -59,6 +61,7 @@ class RequestFactory:
         self._hidden_size = engine.info.hidden_size
         self.num_labels = engine.info.num_labels
         """Labels of the model's classification head; 0: it has none, and generates."""
+        self._enable_prompt_embeds = engine.settings.enable_prompt_embeds
         self._scheduling_policy = engine.settings.scheduling_policy
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
@@ -84,6 +87,7 @@ class RequestFactory:
             sampling_params, functions = self._named_functions(sampling_params)
             params = checked(sampling_params, SamplingParams, "sampling_params")
             asked = params.max_tokens
+        self._verify_embeds(prompt)
         encoded = self._encoded(prompt, LengthRule(self._max_model_len), asked)
         max_tokens = resolve_max_tokens(
             prompt.prompt,
@@ -120,6 +124,8 @@ class RequestFactory:
         """
         if is_later and isinstance(prompt.prompt, TextInput):
             prompt = prompt._replace(prompt=msgspec.structs.replace(prompt.prompt, add_special_tokens=False))
+        if isinstance(prompt.prompt, EmbedsInput):
+            raise InvalidRequest("prompt_embeds is given, and a session's prompt is token ids", "prompt_embeds")
         if is_later and prompt.cache_salt is not None:
             raise InvalidRequest("cache_salt may only come with a session's first input", "cache_salt")
         valid = self.validate(prompt, sampling_params, **fields)
@@ -127,6 +133,16 @@ class RequestFactory:
             if (getattr(valid.request.sampling_params, field) or 1) > 1:
                 raise InvalidRequest(f"{field} is above 1, but a session has one sequence", field)
         return valid
+
+    def _verify_embeds(self, prompt: PromptWithSalt) -> None:
+        """Raises: InvalidRequest."""
+        if not isinstance(prompt.prompt, EmbedsInput):
+            return
+        if not self._enable_prompt_embeds:
+            raise InvalidRequest("prompt_embeds is given, and enable_prompt_embeds is False", "prompt_embeds")
+        embeds = prompt.prompt.embeds
+        embeds.verify(embeds.num_tokens, self._hidden_size)
+        verify_finite(embeds)
 
     def _named_functions(self, params: SamplingParams) -> tuple[SamplingParams, tuple[LogitsCallable, ...]]:
         """The parameters with names in place of the caller's functions. Raises: InvalidRequest where none can be called."""
@@ -170,6 +186,8 @@ class RequestFactory:
     def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams, **fields: object) -> ValidRequest:
         """Tokenize and check. fields: as in `validate`. Raises: InvalidRequest naming the field, its value and its limit."""
         verify_generates(self.num_labels)
+        if isinstance(prompt.prompt, EmbedsInput):
+            raise InvalidRequest("prompt_embeds is given, and beams begin with token ids", "prompt_embeds")
         encoded = self._encoded(prompt, LengthRule(self._max_model_len))
         params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
         resolve_max_tokens(
@@ -207,6 +225,9 @@ class RequestFactory:
         lora: dict[str, Any] = lora_fields(self._client, adapter)
         types = {field.name: field.type for field in msgspec.structs.fields(GenerationRequest)}
         given = {name: converted(name, value, types[name]) for name, value in fields.items() if value is not None}
+        if isinstance(prompt.prompt, EmbedsInput):
+            # a drafter would take the placeholders for the prompt
+            given |= {"prompt_embeds": prompt.prompt.embeds, "speculative_tokens": 0}
         request = GenerationRequest(
             prompt_token_ids=encoded.token_ids, cache_salt=prompt.cache_salt, **given, **lora, **params
         )
@@ -305,7 +326,8 @@ class RequestFactory:
             self._tokenizer,
             request_id=request_id,
             prompt=valid.text,
-            prompt_token_ids=token_ids,
+            # placeholders are no tokens of a text
+            prompt_token_ids=token_ids if core.prompt_embeds is None else [],
             sampling_params=core.sampling_params,
             num_sequences=core.sampling_params.n,
             num_tokens_before=num_before,
@@ -318,7 +340,9 @@ class RequestFactory:
     def _engine_request(self, request: GenerationRequest, stem: str, **fields: Any) -> EngineCoreRequest:
         """stem: begins the ids of its sequences. fields: in place of the request's."""
         carried = request.carried() | fields
-        root = self._hasher.root(self._model_fingerprint, request.cache_salt, request.lora_fingerprint)
+        root = self._hasher.root(
+            self._model_fingerprint, request.cache_salt, request.lora_fingerprint, embeds_digest=request.embeds_digest
+        )
         block_hashes = self._hasher.extend(root, carried["prompt_token_ids"])
         carried |= {"request_id": f"{stem}.0", "hash_root": root}
         return EngineCoreRequest(

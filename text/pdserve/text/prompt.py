@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
+from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -63,7 +64,13 @@ class TokenInput(msgspec.Struct, frozen=True):
     token_ids: list[int]
 
 
-Prompt = TextInput | PairInput | ChatInput | TokenInput
+class EmbedsInput(msgspec.Struct, frozen=True):
+    """Embeddings in place of token ids."""
+
+    embeds: PromptEmbeds
+
+
+Prompt = TextInput | PairInput | ChatInput | TokenInput | EmbedsInput
 
 
 class Truncation(msgspec.Struct, frozen=True):
@@ -111,7 +118,7 @@ class EncodedPrompt(NamedTuple):
     """The input of a model."""
 
     text: str | None
-    """The tokenized text: a text prompt, or the output of the chat template; None for token ids and for a pair."""
+    """The tokenized text: a text prompt, or the output of the chat template; None for token ids, embeddings and a pair."""
     token_ids: list[int]
 
 
@@ -165,6 +172,8 @@ def encode_prompt(
     match prompt:
         case TokenInput():
             text, token_ids = None, prompt.token_ids
+        case EmbedsInput():
+            text, token_ids = None, prompt.embeds.placeholders()
         case ChatInput():
             try:
                 text, token_ids = tokenizer.encode_chat(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdserve.common.block_hash import BlockHasher, lora_extras
+from pdserve.common.block_hash import BlockHasher, request_extras
 from pdserve.common.errors import DigestMismatch
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
@@ -54,9 +54,8 @@ class RequestReader:
     def _block_hashes(self, request: GenerationRequest) -> list[bytes]:
         given = request.given_token_ids
         block_hashes = self._hasher.extend(request.hash_root, given)
-        digest = self._hasher.request_digest(
-            request.hash_root, block_hashes, given, lora_extras(request.lora_fingerprint)
-        )
+        extras = request_extras(request.lora_fingerprint, request.embeds_digest)
+        digest = self._hasher.request_digest(request.hash_root, block_hashes, given, extras)
         if digest != request.request_digest:
             adapter = f", request.lora_fingerprint {request.lora_fingerprint}" if request.lora_fingerprint else ""
             raise DigestMismatch(

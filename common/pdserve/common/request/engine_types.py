@@ -64,6 +64,9 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
             raise InvalidRequest("resumable is set, but KV of a session is never transferred", "resumable")
         if self.resumable and self.pooling_params is not None:
             raise InvalidRequest("resumable is set, but an embedding ends with its prompt", "resumable")
+        self.verify_embeds_alone()
+        if self.resumable and self.prompt_embeds is not None:
+            raise InvalidRequest("prompt_embeds is given, and a session's prompt is token ids", "prompt_embeds")
         if self.resumable and self.n > 1:
             raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
 

@@ -11,6 +11,7 @@ import msgspec
 from pdserve.common.block_hash import DIGEST_BYTES
 from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
 
 MAX_DATA_PARALLEL_RANK = 2**16 - 1
@@ -103,6 +104,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     request_id: str = ""
     """The router's name of the request; in an engine unique per attempt."""
     prompt_token_ids: list[TokenId] = []
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt as embeddings; `prompt_token_ids` then has a placeholder for each."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     """No effect if `pooling_params` is given."""
     pooling_params: PoolingParams | None = None
@@ -148,6 +151,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         return {name: getattr(self, name) for name in GenerationRequest.__struct_fields__}
 
     @property
+    def embeds_digest(self) -> bytes:
+        """Digest of the prompt's embeddings; empty for token ids."""
+        return b"" if self.prompt_embeds is None else self.prompt_embeds.digest
+
+    @property
     def given_token_ids(self) -> list[int]:
         """Tokens computed before the first new one: the prompt, and the output of the resumed sequence."""
         return self.prompt_token_ids + self.output_token_ids if self.output_token_ids else self.prompt_token_ids
@@ -167,6 +175,19 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         verify_priority(self.priority)
         verify_client_request_id(self.client_request_id)
         verify_speculative_tokens(self.speculative_tokens)
+        self.verify_embeds_alone()
+
+    def verify_embeds_alone(self) -> None:
+        """Refuse what needs the tokens of a prompt that is embeddings. Raises: InvalidRequest."""
+        if self.prompt_embeds is None:
+            return
+        if self.pooling_params is not None:
+            raise InvalidRequest("prompt_embeds is given, and pooling takes token ids", "prompt_embeds")
+        if self.sampling_params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"prompt_logprobs is {self.sampling_params.prompt_logprobs}, and the tokens of prompt_embeds are not known",
+                "prompt_logprobs",
+            )
 
     def verify_received(self, max_model_len: int) -> None:
         """Check a peer's request; the sampling parameters are checked by the engine.

@@ -86,6 +86,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
+    enable_prompt_embeds: bool = False
+    """Take prompts as embeddings in place of token ids, which any client may then choose freely."""
     enable_lora: bool = False
     """Serve LoRA adapters."""
     lora_modules: dict[str, str] | None = None

@@ -35,5 +35,8 @@ class DecoderModel(Protocol):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
 
+    def embed_input_ids(self, token_ids: Tensor) -> Tensor:
+        """`[T]` int64 -> `[T, H]`, a copy."""
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; never called with a classifier."""

@@ -14,6 +14,7 @@ from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.pooler import Pooler
+from pdserve.engine.runner.prompt_embeds_table import PromptEmbedsTable
 from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
 from pdserve.engine.sampling.logits_plugin_stage import PluginTable
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
@@ -68,6 +69,7 @@ class InputBatch:
         self._penalties = PenaltyTable(rows)
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)
+        self.prompt_embeds = PromptEmbedsTable()
         self.prompt_logprobs = PromptLogprobsTable()
 
     def add(self, request: NewRequestData) -> None:
@@ -102,7 +104,7 @@ class InputBatch:
             self.prompt_logprobs.add(row, params.prompt_logprobs)
         self._token_rules.add(row, params, request.eos_token_ids)
         self._plugins.add(row, params.logits_processors)
-        self._penalties.set(row, params)
+        self._penalties.set(row, params, knows_prompt=not request.has_prompt_embeds)
 
     def remove(self, req_id: str) -> None:
         """Free a sequence's row; no effect if it has none."""
@@ -113,6 +115,7 @@ class InputBatch:
             self._token_rules.remove(row)
             self._plugins.remove(row)
             self.pooler.remove(row)
+            self.prompt_embeds.remove(row)
             self.prompt_logprobs.remove(row)
             self._free_rows.append(row)
 

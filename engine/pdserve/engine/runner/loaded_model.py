@@ -130,6 +130,7 @@ class LoadedModel:
             num_host_blocks=len(self.host_caches[0]) if self.host_caches else 0,
             max_model_len=self.max_model_len,
             num_labels=self.num_labels,
+            enable_prompt_embeds=settings.enable_prompt_embeds,
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
             enable_prefix_caching=settings.enable_prefix_caching,

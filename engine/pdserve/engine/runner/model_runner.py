@@ -188,7 +188,8 @@ class ModelRunner:
         if len(batch.pooler):
             is_pooled = batch.pooler.is_pooled(rows[complete])
             pooled, complete = complete[is_pooled], complete[~is_pooled]
-        graphs = self._graphs if counts[-1] == 1 else None
+        reads_embeds = len(batch.prompt_embeds) > 0 and batch.prompt_embeds.are_read(rows, batch.num_computed)
+        graphs = self._graphs if counts[-1] == 1 and not reads_embeds else None
         if graphs is not None and has_adapters and not graphs.has_adapters:
             graphs = None
         size = len(rows) if graphs is None else graphs.size_for(len(rows))
@@ -200,7 +201,11 @@ class ModelRunner:
                 self._before_layer()
             hidden = graphs.run(inputs, has_adapters)
         else:
-            hidden = self._model.forward(self._model_inputs(inputs))
+            embedded = None
+            if reads_embeds:
+                embedded = self._model.embed_input_ids(inputs.token_ids)
+                batch.prompt_embeds.put(embedded, rows, counts, batch.num_computed)
+            hidden = self._model.forward(self._model_inputs(inputs, embedded))
         batch.num_computed[rows] += counts
         times.forwarded = times.sampling = self._runtime.event()
         if self._layer_times is not None:
@@ -358,6 +363,9 @@ class ModelRunner:
             self.batch.remove(req_id)
         for request in scheduled.scheduled_new_reqs:
             self.batch.add(request)
+            if request.prompt_embeds is not None:
+                row = self.batch.rows[request.req_id]
+                self.batch.prompt_embeds.add(row, request.prompt_embeds, self._dtype, self._device)
         for req_id, block_ids in scheduled.scheduled_cached_reqs.new_block_ids.items():
             self.batch.add_blocks(req_id, block_ids)
         for req_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
@@ -370,12 +378,13 @@ class ModelRunner:
         order = np.argsort(counts > 1, kind="stable")
         return rows[order], counts[order]
 
-    def _model_inputs(self, inputs: StepInputs) -> ModelInputs:
-        """With an attention plan for each spec of the model."""
+    def _model_inputs(self, inputs: StepInputs, embedded: Tensor | None) -> ModelInputs:
+        """With an attention plan for each spec of the model. embedded: the step's embeddings; None: those of its token ids."""
         return ModelInputs(
             batch=inputs.batches[0],
             plans=attention_plans(self._attention, inputs.batches, self._model.attention_specs),
-            token_ids=inputs.token_ids,
+            token_ids=inputs.token_ids if embedded is None else None,
+            inputs_embeds=embedded,
             before_layer=self._layer_times or self._before_layer,
             ops=self._ops,
         )

@@ -64,8 +64,11 @@ class PenaltyTable:
         self._repetition = np.ones(num_rows, dtype=np.float32)
         self._frequency = np.zeros(num_rows, dtype=np.float32)
         self._presence = np.zeros(num_rows, dtype=np.float32)
+        self._knows_prompt = np.ones(num_rows, dtype=np.bool_)
 
-    def set(self, row: int, params: SamplingParams) -> None:
+    def set(self, row: int, params: SamplingParams, *, knows_prompt: bool = True) -> None:
+        """knows_prompt: False if the prompt's token ids are placeholders, which are not penalised."""
+        self._knows_prompt[row] = knows_prompt
         self._repetition[row] = min(MAX_REPETITION, max(1 / MAX_REPETITION, params.repetition_penalty))
         self._frequency[row] = params.frequency_penalty
         self._presence[row] = params.presence_penalty
@@ -79,7 +82,7 @@ class PenaltyTable:
         counts = np.flatnonzero((self._frequency[rows] != 0) | (self._presence[rows] != 0))
         if not len(repeats) and not len(counts):
             return None
-        repeated = _tokens_of(repeats, rows, token_ids, np.zeros_like(num_prompt), lengths)
+        repeated = _tokens_of(repeats, rows, token_ids, np.where(self._knows_prompt, 0, num_prompt), lengths)
         in_output = _tokens_of(counts, rows, token_ids, num_prompt, lengths)
         return Penalties(
             repeated=repeated,

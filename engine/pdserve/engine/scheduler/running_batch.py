@@ -47,6 +47,8 @@ class RunningBatch(Mapping[str, Request]):
             block_ids=[block_ids],
             sampling_params=request.sampling_params,
             pooling_params=request.core.pooling_params,
+            has_prompt_embeds=request.core.prompt_embeds is not None,
+            prompt_embeds=request.core.prompt_embeds if request.lacks_prompt else None,
             eos_token_ids=request.core.eos_token_ids,
             index=request.index,
             lora_slot=self.lora_slots.slot(request.core.lora_fingerprint),

@@ -187,6 +187,9 @@ class WaitingQueues:
     def _too_long_for_here(self, request: Request, uncached: int) -> bool:
         if request.core.transfer_source or request.core.prefill_here:
             return False
+        embeds = request.core.prompt_embeds
+        if embeds is not None and not embeds.data and uncached > request.num_output_tokens:
+            return True  # another worker has the embeddings
         caps = [self._config.max_local_prefill_tokens]
         if request.status is RequestStatus.WAITING:
             # the limit is for new requests; a request that has streamed gains nothing from another worker

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from pdserve.common.block_hash import BlockHasher, lora_extras, placement_hash
+from pdserve.common.block_hash import BlockHasher, placement_hash, request_extras
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
@@ -254,14 +254,19 @@ class Preparation:
         hasher = BlockHasher(self._key, layout.block_size)
         if prompt is None:
             root = last = hasher.root(
-                layout.model_fingerprint, request.cache_salt, request.lora_fingerprint, tenant=cache.name
+                layout.model_fingerprint,
+                request.cache_salt,
+                request.lora_fingerprint,
+                tenant=cache.name,
+                embeds_digest=request.embeds_digest,
             )
             placed: list[bytes] = []
         else:
             root, last, placed = prompt.request.hash_root, prompt.last_hash, prompt.placement_hashes
         token_ids = request.given_token_ids[len(placed) * layout.block_size :]
         hashes = hasher.extend(last, token_ids)
-        digest = hasher.request_digest(last, hashes, token_ids, lora_extras(request.lora_fingerprint))
+        extras = request_extras(request.lora_fingerprint, request.embeds_digest)
+        digest = hasher.request_digest(last, hashes, token_ids, extras)
         return HashedRequest(
             msgspec.structs.replace(request, hash_root=root, request_digest=digest),
             [*placed, *map(placement_hash, hashes)],

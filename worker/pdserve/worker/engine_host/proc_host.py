@@ -157,6 +157,7 @@ class ProcHost:
             vocab_size=engine.vocab_size,
             hidden_size=engine.hidden_size,
             num_labels=engine.num_labels,
+            enable_prompt_embeds=settings.enable_prompt_embeds,
             has_grammars=self._info.has_grammars,
             logits_processors=verifies,
             knows_adapter=(lambda known: known in self._adapters.values()) if settings.enable_lora else None,
