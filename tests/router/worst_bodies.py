@@ -14,6 +14,9 @@ LIMIT = 2 << 20
 MODEL_LEN = 131_072
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
+CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
+ALIASES = {"/score", "/rerank", "/v2/rerank"}
+"""Other names of the last two."""
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
@@ -126,6 +129,10 @@ OTHER_BODIES = [
     Worst("many inputs", EMBEDDINGS, repeated('{"input":[', '"a"', "]}")),
     Worst("all inputs", EMBEDDINGS, json.dumps({"input": ["a"] * 2048}).encode(), 200),
     Worst("long inputs", EMBEDDINGS, json.dumps({"input": ["a" * 900] * 2048}).encode()),
+    Worst("many inputs", CLASSIFY, repeated('{"input":[', '"a"', "]}")),
+    Worst("all pairs", SCORE, json.dumps({"text_1": "a", "text_2": [f"b{n}" for n in range(2048)]}).encode(), 200),
+    Worst("many texts", SCORE, repeated('{"text_1":"a","text_2":[', '"b"', "]}")),
+    Worst("many documents", RERANK, repeated('{"query":"a","documents":[', '{"text":"b"}', "]}")),
     Worst("inputs of token ids", EMBEDDINGS, repeated('{"input":[', "[1]", "]}")),
     Worst("a text", TOKENIZE, json.dumps({"prompt": "! " * 327_680}).encode(), 200),
     Worst("one word", TOKENIZE, json.dumps({"prompt": "a" * 655_360}).encode()),
@@ -206,6 +213,10 @@ EMBED = [
           field(inference_pb2.TokenPrompt, "token_ids", b"\x01" * 1000))) * 2048),
     Worst("unknown fields in inputs", "Embed", field(_EMBED, "inputs", _UNKNOWN) * 2048),
 ]  # fmt: skip
+POOLING = [
+    Worst("empty inputs", "Classify", field(inference_pb2.ClassifyRequest, "inputs", b"") * (_ROOM // 2)),
+    Worst("empty texts", "Score", field(inference_pb2.ScoreRequest, "text_2", b"") * (_ROOM // 2)),
+]
 GET_MODEL = [
     Worst("unknown fields", "GetModel", _UNKNOWN * (_ROOM // len(_UNKNOWN))),
     Worst("no message", "GetModel", b"\xff" * _ROOM),
@@ -219,6 +230,7 @@ LATER_TURNS = ("unknown fields", "token ids", "a text", "biases", "stop tokens",
 GRPC = [
     *GENERATE,
     *EMBED,
+    *POOLING,
     *GET_MODEL,
     *(worst._replace(path="Session") for worst in GENERATE),
     *(
@@ -247,20 +259,26 @@ def _of_a_text(name: str, text: str) -> list[Worst]:
     def body(path: str, content: dict[str, Any]) -> Worst:
         return Worst(name, path, json.dumps(content, ensure_ascii=False).encode())
 
-    embedded = field(_EMBED, "inputs", field(inference_pb2.EmbedInput, "text",
-                     field(inference_pb2.TextPrompt, "text", text.encode())))  # fmt: skip
+    given = field(inference_pb2.EmbedInput, "text", field(inference_pb2.TextPrompt, "text", text.encode()))
+    scored = field(inference_pb2.ScoreRequest, "text_1", b"a")
+    scored += field(inference_pb2.ScoreRequest, "text_2", text.encode())
     return [
         body(COMPLETIONS, {"prompt": text}),
         body(CHAT, {"messages": [{"role": "user", "content": text}]}),
         body(RESPONSES, {"input": text}),
         body(EMBEDDINGS, {"input": text}),
+        body(CLASSIFY, {"input": text}),
+        body(SCORE, {"text_1": "a", "text_2": text}),
+        body(RERANK, {"query": "a", "documents": [text]}),
         body(TOKENIZE, {"messages": [{"role": "user", "content": text[:655_000]}]})._replace(
             status=400 if name == "one word" else 200
         ),
         Worst(name, "Generate", _generate("text", text)),
         Worst(f"{name} in a chat", "Generate", _generate("chat", text)),
         Worst(name, "Session", _generate("text", text)),
-        Worst(name, "Embed", embedded),
+        Worst(name, "Embed", field(_EMBED, "inputs", given)),
+        Worst(name, "Classify", field(inference_pb2.ClassifyRequest, "inputs", given)),
+        Worst(name, "Score", scored),
     ]
 
 

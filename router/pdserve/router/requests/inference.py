@@ -307,8 +307,10 @@ class Inference:
         field: what the client calls the list of its inputs. client: whose it is, for limits per API key. operation: for traces.
         Raises: InvalidRequest for too many inputs.
         """
-        if not 0 < len(requests) <= MAX_EMBEDDING_INPUTS:
-            raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {MAX_EMBEDDING_INPUTS} are allowed", field)
+        # as many pairs of texts, without a head, are twice as many texts
+        limit = MAX_EMBEDDING_INPUTS * (2 if operation in ("score", "rerank") else 1)
+        if not 0 < len(requests) <= limit:
+            raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {limit} are allowed", field)
         if (pooling := requests[0].pooling_params) is not None:
             self._verify_pooling(pooling)
             self.verify_embedding_size(pooling, len(requests), field)
