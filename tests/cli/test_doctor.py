@@ -67,6 +67,7 @@ def test_a_worker_that_would_run_exits_with_0() -> None:
     names = [line.split()[0] for line in result.output.splitlines() if line and not line.startswith(" ")]
     assert names == [
         "model",
+        "adapters",
         "memory",
         "gpu",
         "key",

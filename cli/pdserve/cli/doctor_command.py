@@ -17,6 +17,7 @@ from pdserve.cli.doctor.credentials_check import check_clients, check_key, check
 from pdserve.cli.doctor.examination import examine
 from pdserve.cli.doctor.finding import Check, Examined, Verdict, failed
 from pdserve.cli.doctor.gpu_check import check_gpu
+from pdserve.cli.doctor.lora_check import check_adapters
 from pdserve.cli.doctor.memory_check import check_memory
 from pdserve.cli.doctor.model_check import check_model
 from pdserve.cli.doctor.nixl_check import check_nixl
@@ -53,6 +54,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
         return [model, *everywhere, Check("clients", partial(check_clients, settings))]
     return [
         model,
+        Check("adapters", partial(check_adapters, settings), deadline_s=60.0),
         Check("memory", partial(check_memory, settings), deadline_s=70.0),
         Check("gpu", partial(check_gpu, settings), deadline_s=60.0),
         *everywhere,

@@ -39,6 +39,32 @@ class _Module:
     """The reason why it cannot be used."""
 
 
+def absolute_folder(path: str) -> Path:
+    """The folder that a setting names."""
+    return Path(path).expanduser().absolute()
+
+
+def adapter_folders(given: Mapping[str, Path], watched: Path | None) -> tuple[dict[str, Path], dict[str, str]]:
+    """Name -> folder of every adapter that may be offered, and name -> reason of the subfolders that may not.
+
+    given: those of `lora_modules`. watched: `lora_dir`; None for none. Raises: OSError if it cannot be read.
+    """
+    folders, passed_over = dict(given), {}
+    if watched is not None:
+        with os.scandir(watched) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        for name in names:
+            if name in given:
+                passed_over[name] = "lora_modules has that name, too"
+            elif not LORA_NAME.fullmatch(name):
+                passed_over[name] = f"{LORA_NAME_RULE} are needed as its name"
+            elif len(folders) >= MAX_ADAPTERS:
+                passed_over[name] = f"a worker offers {MAX_ADAPTERS} adapters at most"
+            else:
+                folders[name] = watched / name
+    return folders, passed_over
+
+
 class LoraModules:
     """Used in the asyncio thread."""
 
@@ -52,8 +78,8 @@ class LoraModules:
         """modules: name -> PEFT folder. folder: whose subfolders are adapters, too; None for none. on_change: gets what is offered
         now, after each change."""
         self._host = host
-        self._given = {name: Path(path).expanduser().absolute() for name, path in modules.items()}
-        self._watched = None if folder is None else Path(folder).expanduser().absolute()
+        self._given = {name: absolute_folder(path) for name, path in modules.items()}
+        self._watched = None if folder is None else absolute_folder(folder)
         self._on_change = on_change
         self._modules: dict[str, _Module] = {}
         self._last_seen: dict[str, tuple[Path, FileState]] = {}
@@ -122,20 +148,10 @@ class LoraModules:
 
     def _look(self) -> dict[str, tuple[Path, FileState]]:
         """Name -> its folder with the state of its files. Runs in a thread. Raises: OSError."""
-        folders = dict(self._given)
-        if self._watched is not None:
-            with os.scandir(self._watched) as entries:
-                names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-            for name in names:
-                if name in self._given:
-                    self._pass_over(name, "lora_modules has that name, too")
-                elif not LORA_NAME.fullmatch(name):
-                    self._pass_over(name, f"{LORA_NAME_RULE} are needed as its name")
-                elif len(folders) >= MAX_ADAPTERS:
-                    self._pass_over(name, f"a worker offers {MAX_ADAPTERS} adapters at most")
-                else:
-                    folders[name] = self._watched / name
-            self._passed_over &= set(names)
+        folders, passed_over = adapter_folders(self._given, self._watched)
+        for name, why in passed_over.items():
+            self._pass_over(name, why)
+        self._passed_over &= passed_over.keys()
         return {name: (folder, adapter_file_state(folder)) for name, folder in folders.items()}
 
     def _pass_over(self, name: str, why: str) -> None:

@@ -12,7 +12,7 @@ from pdserve.engine.runner.loaded_model import pool_size
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import LoadProgress, load_decoder
-from pdserve.models.lora.lora_targets import with_lora_targets
+from pdserve.models.lora.lora_targets import LoraTargets, with_lora_targets
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 
@@ -95,8 +95,14 @@ def adapter_bytes(folder: Path, settings: WorkerSettings, shard: RankShard = WHO
 
     Raises: ConfigError, UnsupportedModel.
     """
-    if not settings.enable_lora:
-        return 0
+    return adapter_targets(folder, settings, shard).nbytes if settings.enable_lora else 0
+
+
+def adapter_targets(folder: Path, settings: WorkerSettings, shard: RankShard = WHOLE) -> LoraTargets:
+    """The layers of a model, or of one rank's part, that take adapters; no weight is read.
+
+    Raises: ConfigError, UnsupportedModel.
+    """
     decoder = load_decoder(
         folder,
         dtype=settings.dtype,
@@ -105,8 +111,7 @@ def adapter_bytes(folder: Path, settings: WorkerSettings, shard: RankShard = WHO
         quantization=settings.quantization,
         shard=shard,
     )
-    _, targets = with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, shard=shard)
-    return targets.nbytes
+    return with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, shard=shard)[1]
 
 
 def draft_model_bytes(
