@@ -197,6 +197,9 @@ async def test_a_request_without_a_context_begins_a_trace(cluster: Cluster, coll
     check_tree(spans)
     assert spans["request"].parent_id == ""
     assert spans["request"].attributes["pdserve.request.id"] == response.headers["x-request-id"]
+    form, *ids, flags = response.headers["traceparent"].split("-")
+    assert (form, ids) == ("00", [trace_id, spans["request"].span_id])
+    assert int(flags, 16) & 1, "it is sampled"
 
 
 async def test_an_aborted_request_has_its_spans_and_says_why(cluster: Cluster, collector: OtlpReceiver) -> None:

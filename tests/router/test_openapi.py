@@ -121,6 +121,7 @@ async def test_allowed_origins_get_a_preflight_without_a_key() -> None:
         answer = await client.get("/live", headers=PAGE)
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        assert "traceparent" in answer.headers["access-control-expose-headers"]
         missing = await client.get("/nothing", headers=PAGE)
         assert (missing.status_code, missing.headers["access-control-allow-origin"]) == (404, "https://chat.example")
 

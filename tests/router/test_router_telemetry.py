@@ -323,6 +323,63 @@ async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
     assert collector.trace_ids() == {other}
 
 
+async def test_answers_and_errors_have_the_traces_id(cluster, collector):
+    """It is the request's own span, that of a trace which is not sampled, too; refusals before that have no trace."""
+    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    seen = set()
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
+        ("completions", {"prompt": "x"}),
+        ("completions", {"prompt": "x", "user": "whose request fails"}),
+    ):
+        trace_id, headers = trace()
+        if "user" in body:
+            cluster.of("decode").scripts = [play(ADMITTED, InternalError("broken"))] * 5
+        response = await cluster.http.post(f"/v1/{path}", json=body, headers=headers)
+        assert response.status_code == (500 if "user" in body else 200)
+        _, found, span_id, flags = response.headers["traceparent"].split("-")
+        assert (found, flags) == (trace_id, "01")
+        (root,) = (span for span in await spans_of(collector, trace_id, 4) if span.part == "request")
+        assert root.span_id == span_id
+        seen.add(span_id)
+    assert len(seen) == 3
+    assert "traceparent" not in (await cluster.http.post("/v1/completions", json={"prompt": 7.5})).headers
+    cluster.of("decode").scripts = []
+    quiet = {"traceparent": headers["traceparent"][:-2] + "00"}
+    response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=quiet)
+    assert response.headers["traceparent"].split("-")[1::2] == [trace_id, "00"]
+
+
+async def test_calls_have_the_traces_id_in_metadata(cluster, collector):
+    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    trace_id, headers = trace()
+    request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenPrompt(token_ids=[5, 6]))
+    call = cluster.grpc.Generate(request, metadata=tuple(headers.items()))
+    initial = dict(await call.initial_metadata())
+    assert initial["traceparent"].split("-")[1] == trace_id
+    assert initial["x-request-id"]
+    assert [message async for message in call]
+    cluster.of("decode").scripts = [play(ADMITTED, InternalError("broken"))] * 5
+    call = cluster.grpc.Generate(request, metadata=tuple(headers.items()))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    trailing = dict(caught.value.trailing_metadata())
+    assert trailing["traceparent"].split("-")[1] == trace_id
+    assert trailing["x-request-id"] not in ("", initial["x-request-id"])
+    embed = inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text=inference_pb2.TextPrompt(text="x"))])
+    call = cluster.grpc.Embed(embed, metadata=tuple(headers.items()))
+    assert (await call).embeddings
+    assert dict(await call.initial_metadata())["traceparent"].split("-")[1] == trace_id
+
+
+async def test_a_router_that_traces_nothing_names_no_trace(cluster):
+    await cluster.start(prefill=0)
+    _, headers = trace()
+    response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert response.headers["x-request-id"]
+    assert "traceparent" not in response.headers
+
+
 async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
     """It neither chooses the trace nor whether that is sampled, and finds it by its own id."""
     await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20, trust_client_trace_headers=False)
@@ -341,6 +398,7 @@ async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
         assert request.parent_id == ""
         assert request.links == [(trace_id, "ab" * 8)]
         assert request.attributes["pdserve.client_trace.id"] == trace_id
+        assert response.headers["traceparent"].split("-")[1] == ours
         for role in ("prefill", "decode"):
             sent = cluster.of(role).calls[-1].request.request.trace_headers
             _, sent_id, _, sent_flags = sent["traceparent"].split("-")

@@ -25,7 +25,6 @@ from pdserve.text.prompt import TextInput, TokenInput, Truncation
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
-REQUEST_ID_KEY = "x-request-id"
 CALLER: ContextVar[Client] = ContextVar("caller")
 """The authenticated client of this task's call."""
 
@@ -70,6 +69,8 @@ class EmbedServicer(InferenceServiceServicer):
             build = partial(_embedding_requests, request, call)
             requests = await inference.bodies.in_background_pool(request.ByteSize(), build)
             embedding = await inference.embedding(requests, field="inputs", client=client)
+        metadata = tuple(embedding.answer_headers.items())
+        context.set_trailing_metadata(metadata)
         vectors = await embedding.results()
         response = inference_pb2.EmbedResponse(
             request_id=embedding.request_id,
@@ -78,7 +79,7 @@ class EmbedServicer(InferenceServiceServicer):
         )
         num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
         data = await inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
-        await context.send_initial_metadata(((REQUEST_ID_KEY, embedding.request_id),))
+        await context.send_initial_metadata(metadata)
         # the server sends bytes unchanged
         return cast("inference_pb2.EmbedResponse", data)
 

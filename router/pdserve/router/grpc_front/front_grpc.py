@@ -25,7 +25,6 @@ from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
-    REQUEST_ID_KEY,
     call_fields,
     caller,
     truncation_of,
@@ -157,11 +156,13 @@ class InferenceServicer(PoolingServicer):
         kind = _output_kind(request)
         take = generation.stream.take_all if kind is RequestOutputKind.FINAL_ONLY else generation.stream.take
         so_far: list[CompletionOutput] = []
+        metadata = tuple(generation.answer_headers.items())
+        context.set_trailing_metadata(metadata)
         reader = self._reader(asked, request)
         outputs = await take()
         if headers:
             # not before the first token, since a proxy may retry a call that fails without headers
-            await context.send_initial_metadata(((REQUEST_ID_KEY, generation.request_id),))
+            await context.send_initial_metadata(metadata)
         num_open = generation.num_choices
         while outputs:
             if kind is RequestOutputKind.CUMULATIVE:

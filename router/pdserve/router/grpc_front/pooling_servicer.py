@@ -10,7 +10,6 @@ from typing import TypeVar
 from pdserve.common.method_handler import Context
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.router.grpc_front.embed_servicer import (
-    REQUEST_ID_KEY,
     EmbedServicer,
     call_fields,
     caller,
@@ -77,6 +76,8 @@ class PoolingServicer(EmbedServicer):
             call = call_fields(inference, context, request.client_request_id)._replace(lora_name=lora_name)
             requests, beside = await inference.bodies.in_background_pool(request.ByteSize(), partial(build, call))
             pooled = await inference.embedding(requests, field=field, client=client, operation=operation)
+        metadata = tuple(pooled.answer_headers.items())
+        context.set_trailing_metadata(metadata)
         vectors = await pooled.results()
         num_bytes = _NUMBER_BYTES * sum(map(len, vectors))
         response = await inference.bodies.in_background_pool(num_bytes, lambda: answer(vectors, beside))
@@ -87,7 +88,7 @@ class PoolingServicer(EmbedServicer):
                 moments=moment_messages(pooled.timeline),
             )
         )
-        await context.send_initial_metadata(((REQUEST_ID_KEY, pooled.request_id),))
+        await context.send_initial_metadata(metadata)
         return response
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import PdServeError
 from pdserve.router.bodies.client_bodies import ClientBodies
-from pdserve.router.http_front.generation_response import JSON, REQUEST_ID_HEADER, cancel_on_disconnect, error_response
+from pdserve.router.http_front.generation_response import JSON, cancel_on_disconnect, error_response
 from pdserve.router.openai.embeddings import PART_BYTES
 from pdserve.router.requests.tasks.embedding_task import Embedding
 
@@ -33,7 +33,7 @@ class EmbeddingResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         listener = asyncio.create_task(cancel_on_disconnect(self._embedding, receive))
-        headers = {REQUEST_ID_HEADER: self._embedding.request_id}
+        headers = self._embedding.answer_headers
         try:
             vectors = await self._embedding.results()
         except PdServeError as error:

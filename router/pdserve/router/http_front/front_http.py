@@ -17,12 +17,12 @@ from starlette.routing import Match, Route
 
 from pdserve.common.errors import InternalError, PdServeError
 from pdserve.common.net.health_probe import answer_live, probe_response
+from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.debug_http import DebugHttp
 from pdserve.router.http_front.generation_response import (
     JSON,
-    REQUEST_ID_HEADER,
     GenerationResponse,
     asks_for_timeline,
     call_fields,
@@ -40,6 +40,7 @@ from pdserve.router.openai.response_writer import CompletionResponseWriter, erro
 from pdserve.router.requests.answer_reader import with_visible_markers
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
+from pdserve.router.requests.request_scope import REQUEST_ID_HEADER
 from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.tenants.client import Client
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -195,7 +196,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     """Middleware for pages of other origins; none without `cors_origins`. Preflights need no key."""
     if not origins:
         return []
-    exposed = (REQUEST_ID_HEADER, "retry-after")
+    exposed = (REQUEST_ID_HEADER, TRACEPARENT, "retry-after")
     # clients in browsers send headers of their own, and none of them gives access: keys are not sent by the browser itself
     return [
         Middleware(

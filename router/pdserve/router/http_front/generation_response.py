@@ -24,13 +24,11 @@ from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.openai.response_writer import error_body, error_headers
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import CallFields
-from pdserve.router.requests.request_scope import RequestScope
+from pdserve.router.requests.request_scope import REQUEST_ID_HEADER, RequestScope
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput
 
 JSON = "application/json"
-REQUEST_ID_HEADER = "x-request-id"
-"""Carries the client's id in a request, and the router's id in a response."""
 RANK_HEADER = "x-data-parallel-rank"
 """vLLM's header: the rank of the decode workers that the request prefers."""
 TIMELINE_HEADER = "x-pdserve-timeline"
@@ -175,13 +173,13 @@ class GenerationResponse(Response):
 
     async def _start(self, send: Send, headers: Mapping[str, str]) -> None:
         self._started = True
-        fields = {**headers, REQUEST_ID_HEADER: self._generation.request_id}
+        fields = {**headers, **self._generation.answer_headers}
         raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def _send_error(self, error: PdServeError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._started:
-            response = error_response(error, {REQUEST_ID_HEADER: self._generation.request_id})
+            response = error_response(error, self._generation.answer_headers)
             await response(scope, receive, send)
             return
         await send({"type": "http.response.body", "body": self._answer.failed(error), "more_body": False})

@@ -6,6 +6,7 @@ import abc
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.common.errors import Draining, PdServeError
+from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.timeline import Timeline
 from pdserve.router.admission.admission import Admission
 from pdserve.router.requests.usage import Usage
@@ -27,6 +28,8 @@ class Run(Protocol):
 
 
 R = TypeVar("R", bound=Run)
+REQUEST_ID_HEADER = "x-request-id"
+"""Carries the client's id in a request, and the router's id in a response, over HTTP and gRPC."""
 
 
 class RequestScope(abc.ABC, Generic[R]):
@@ -46,6 +49,14 @@ class RequestScope(abc.ABC, Generic[R]):
     @abc.abstractmethod
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs and their calls with `error`; default: the client has left."""
+
+    @property
+    def answer_headers(self) -> dict[str, str]:
+        """Headers of the response, or gRPC metadata, by which a client finds its request in logs and, if this router traces, among
+        the traces."""
+        headers = {REQUEST_ID_HEADER: self.request_id}
+        traceparent = self._record.traceparent
+        return headers if traceparent is None else headers | {TRACEPARENT: traceparent}
 
     @property
     def usage(self) -> Usage:

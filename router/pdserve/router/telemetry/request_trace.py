@@ -19,6 +19,7 @@ from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InternalError, NeedsPrefill, PdServeError
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
 from pdserve.router.placement.placement import Placement
@@ -51,6 +52,11 @@ class RequestTrace:
     runs: list[PromptTrace] = field(default_factory=list, init=False)
     """Traces of the request's prompts."""
     _ended: bool = field(default=False, init=False)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The request's span, as W3C's header; None if this router traces nothing."""
+        return None if self.span is None else self.span.headers[TRACEPARENT]
 
     def run(self, timeline: Timeline) -> PromptTrace:
         """Begin the trace of a prompt, which `arrived` with the request."""
