@@ -24,9 +24,9 @@ from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.engine_pair import Pair
 from tests.support.grammar_jobs import Ask
 from tests.support.hesitant_grammars import HesitantCompiler, pass_time
-from tests.support.hostile_grammars import SLOW_TO_MATCH
+from tests.support.hostile_grammars import SLOW_BRANCH, SLOW_TO_MATCH
 from tests.support.late_grammars import EOS, Form, InstantCompiler
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 FORM = Form((1, 2, 3, 4, 9, 11), (5, 6, 7), 4, 9)
 PROMPTS = [[n] * (5 + n) for n in range(4)]
@@ -268,3 +268,109 @@ def test_drafts_cost_a_slow_grammar_no_more_than_its_tokens_may(folder: Path) ->
         grammar.close()
     finally:
         compiler.close()
+
+
+@pytest.fixture
+def killing(folder: Path) -> Iterator[GrammarCompiler]:
+    """Kills a process for a slow token, and ends no request before that."""
+    limits = GrammarLimits(compile_s=HANG_S, token_s=HANG_S, kill_s=0.1, request_s=HANG_S)
+    compiler = GrammarCompiler(folder, VOCAB_SIZE, limits)
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def letters(folder: Path) -> list[int]:
+    """The tokens `a`, `b` and `c`."""
+    tokenizer = Tokenizer.from_folder(folder)
+    return [token for letter in "abc" for token in tokenizer.encode(letter, add_special_tokens=False)]
+
+
+def wait_again(compiler: GrammarCompiler, grammar: Grammar) -> list[int]:
+    """Allowed tokens, from another process if need be."""
+    deadline = time.monotonic() + HANG_S
+    while grammar.allowed(0.0) is None and grammar.failure is None:
+        assert time.monotonic() < deadline
+        compiler.hosts.flush()
+        compiler.hosts.wait(0.02)
+        compiler.hosts.receive()
+    assert grammar.failure is None
+    return wait_for(grammar)
+
+
+def test_a_draft_that_kills_the_process_of_its_grammar_ends_no_sequence(
+    killing: GrammarCompiler, letters: list[int]
+) -> None:
+    a, b, c = letters
+    grammar, mate = (ask := Ask(killing)).grammar(ask.submit(**SLOW_BRANCH)), ask.grammar(ask.submit(**SLOW_BRANCH))
+    for each in (grammar, mate):
+        assert each.accept(c)
+    killing.hosts.flush()
+    assert wait_for(grammar) == wait_for(mate) == [a, b]
+    grammar.draft([a] * 12)
+    killing.hosts.flush()
+    assert grammar.allowed(time.monotonic() + HANG_S, 12) is None
+    assert grammar.is_lost, "no draft was slow"  # type: ignore[attr-defined]
+    forked = grammar.fork()
+    for each in (grammar, mate, forked):
+        assert each.accept(b)
+        assert not each.accept(b), "its mask is not known"
+        assert wait_again(killing, each) == [REAL_EOS, a, b, c]
+        each.draft([a, a])
+        assert each.num_drafts == 0, "a grammar that a draft has killed has drafts again"
+        for token in (c, a, REAL_EOS):
+            assert token in wait_again(killing, each)
+            assert each.accept(token)
+            killing.hosts.flush()
+        assert each.has_ended
+        each.close()
+    # an undrafted text that takes the slow branch is refused
+    slow = ask.grammar(ask.submit(**SLOW_BRANCH))
+    for token in (c, *[a] * 12):
+        if slow.accept(token):
+            killing.hosts.flush()
+            slow.allowed(time.monotonic() + HANG_S)
+    assert isinstance(slow.failure, InvalidRequest)
+    slow.close()
+
+
+def test_a_sequence_whose_draft_has_killed_its_process_may_end_before_it_has_another(
+    killing: GrammarCompiler, letters: list[int]
+) -> None:
+    a, b, c = letters
+    grammar = (ask := Ask(killing)).grammar(ask.submit(**SLOW_BRANCH))
+    assert grammar.accept(c)
+    killing.hosts.flush()
+    assert wait_for(grammar)
+    grammar.draft([a] * 12)
+    killing.hosts.flush()
+    assert grammar.allowed(time.monotonic() + HANG_S, 12) is None
+    assert grammar.accept(b)
+    grammar.close()
+    later = ask.grammar(ask.submit(output=(c, b, a), **SLOW_BRANCH))
+    assert wait_again(killing, later) == [REAL_EOS, a, b, c]
+    later.close()
+    killing.hosts.flush()
+    killing.hosts.receive()
+    wait_until(lambda: not killing.hosts._opening, "a sequence that has ended is still opened")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_i5_drafts_that_are_slow_to_match_change_no_text(
+    make_real_engine: Callable[..., Harness], folder: Path, killing: GrammarCompiler, letters: list[int], n: int
+) -> None:
+    a, b, _ = letters
+    params = {
+        "max_tokens": 20, "temperature": 1.0, "seed": 5, "n": n, "logit_bias": {a: -100.0, b: 2.0},
+        "structured_outputs": StructuredOutputsParams(**SLOW_BRANCH),
+    }  # fmt: skip
+    prompt = list(range(40, 75))
+    undrafted = make_real_engine(folder, grammars=killing).ask_many(prompt, n, eos=(REAL_EOS,), params=params)
+    assert not any(answer.error_code for answer in undrafted)
+    engine = make_real_engine(folder, grammars=killing, speculative_config=speculation(12))
+    drafter = use_drafter(engine, ScriptedDrafter(lambda tokens, number: [a] * number))
+    drafted = engine.ask_many(prompt, n, eos=(REAL_EOS,), params=params)
+    assert [(one.token_ids, one.finish_reason) for one in drafted] == [
+        (one.token_ids, one.finish_reason) for one in undrafted
+    ]
+    assert drafter.num_drafts > 0

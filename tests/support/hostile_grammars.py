@@ -16,3 +16,5 @@ SLOW_TO_MATCH: dict[str, dict[str, Any]] = {
 SLOW_TO_COMPILE: dict[str, Any] = {"regex": "a?" * 2700 + "a" * 2700}
 EITHER_WAY: dict[str, Any] = {"grammar": f'root ::= "b" [a-z]* | "aaaaaa" {_ANY_OF_THEM}\n{_MANY_RULES}'}
 """Cheap for an output that begins with b."""
+SLOW_BRANCH: dict[str, Any] = {"grammar": f'root ::= "c" ("b" [a-c]* | "aaaaaa" {_ANY_OF_THEM})\n{_MANY_RULES}'}
+"""Cheap for an output that begins with cb."""

@@ -72,6 +72,8 @@ class GrammarJob:
     """Receives the grammar, or the error. Called once, in the compiler's thread; never for a job that is no longer wanted."""
     tenant: bytes = b""
     """The tenant of the request. Tenants take turns, and share no process."""
+    may_draft: bool = True
+    """False after a draft has ended a process of this grammar: the next process takes no drafts."""
 
 
 class JobQueue:

@@ -16,7 +16,8 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -25,8 +26,8 @@ import numpy as np
 from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.structured_outputs.grammar import GrammarJob, JobQueue
-from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer, SpawnedProcess
-from pdserve.engine.structured_outputs.grammar_host import GrammarHost, GrammarHosts, HostedGrammar
+from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer
+from pdserve.engine.structured_outputs.grammar_host import GrammarHost, GrammarHosts
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     REPLAY_TOKENS,
@@ -41,6 +42,8 @@ from pdserve.engine.structured_outputs.grammar_messages import (
     encode,
     mask_bytes,
 )
+from pdserve.engine.structured_outputs.held_grammar import HeldGrammar, Key, key_of
+from pdserve.engine.structured_outputs.hosted_grammar import HostedGrammar
 
 log = logging.getLogger(__name__)
 
@@ -55,36 +58,6 @@ START_S = 60.0
 _NO_DESCRIPTOR = -1
 _LOOK_EVERY_S = 0.25
 _CLOSE_S = 5.0
-Key = tuple[bytes, bytes]
-"""(tenant, encoded parameters of the grammar)."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """One grammar's process, and the jobs that wait for it."""
-
-    key: Key
-    process: SpawnedProcess
-    host: GrammarHost
-    overdue_at: float
-    """`time.monotonic()` seconds by which it must be compiled."""
-    is_compiled: bool = False
-    waiting: list[GrammarJob] = field(default_factory=list)
-    """Jobs that wait until it is compiled."""
-    opening: dict[int, GrammarJob] = field(default_factory=dict)
-    """Slot -> job whose `Opened` is awaited."""
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_compiled and not self.opening and self.host.is_idle
-
-    def fail(self, error: PdServeError) -> None:
-        """End all its jobs with an error."""
-        jobs = [*self.waiting, *self.opening.values()]
-        self.waiting.clear()
-        self.opening.clear()
-        for job in jobs:
-            job.deliver(error)
 
 
 class GrammarCompiler:
@@ -107,13 +80,13 @@ class GrammarCompiler:
         self._max_processes = max_processes
         # threads and processes inherit the CPU affinity of the thread that starts them, and the engine thread may be pinned
         self._cpus = os.sched_getaffinity(0)
-        self.hosts = GrammarHosts()
+        self.hosts = GrammarHosts(self.submit)
         """The processes, for the engine thread."""
         self._submitted: queue.SimpleQueue[GrammarJob] = queue.SimpleQueue()
         self._jobs = JobQueue()
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, HeldGrammar] = {}
         """Least recently used first."""
-        self._by_number: dict[int, _Held] = {}
+        self._by_number: dict[int, HeldGrammar] = {}
         """Number -> process that has not ended."""
         self._server: GrammarForkServer | None = None
         self.is_starting = False
@@ -186,14 +159,14 @@ class GrammarCompiler:
         self._start_more()
 
     def _take(self, job: GrammarJob) -> None:
-        held = self._held.pop(_key(job), None)
+        held = self._held.pop(key_of(job), None)
         if held is None or held.host.is_lost:
             self._jobs.add(job)
             return
         self._held[held.key] = held  # now the most recently used
         self._put(held, job)
 
-    def _put(self, held: _Held, job: GrammarJob) -> None:
+    def _put(self, held: HeldGrammar, job: GrammarJob) -> None:
         job.begins()
         if held.is_compiled:
             self._open(held, job)
@@ -214,28 +187,28 @@ class GrammarCompiler:
             job = self._jobs.next()
             if job is None:
                 return
-            held = self._held.get(_key(job))
+            held = self._held.get(key_of(job))
             if held is None or held.host.is_lost:
                 held = self._spawn(self._server, job)
                 num_compiling += 1
             if held is not None:
                 self._put(held, job)
 
-    def _spawn(self, server: GrammarForkServer, job: GrammarJob) -> _Held | None:
+    def _spawn(self, server: GrammarForkServer, job: GrammarJob) -> HeldGrammar | None:
         try:
             process = server.spawn(job.params)
         except OSError as error:
             job.deliver(Overloaded(f"the process that compiles {FIELD} could not be started: {error}"))
             return None
-        host = GrammarHost(process.steps, process.progress, self._vocab_size, self._limits, self.hosts.was_asked)
-        held = _Held(_key(job), process, host, time.monotonic() + self._limits.compile_s)
+        host = GrammarHost(process.steps, process.progress, self._vocab_size, self._limits, self.hosts)
+        held = HeldGrammar(key_of(job), process, host, time.monotonic() + self._limits.compile_s)
         self._held[held.key] = self._by_number[process.number] = held
         self._selector.register(process.control, selectors.EVENT_READ, process.number)
         return held
 
     # ---- messages of processes
 
-    def _receive_from_process(self, held: _Held) -> None:
+    def _receive_from_process(self, held: HeldGrammar) -> None:
         try:
             packet = held.process.control.recv(MAX_PACKET_BYTES)
         except OSError:
@@ -264,9 +237,10 @@ class GrammarCompiler:
                 if job.is_wanted():
                     self._open(held, job)
 
-    def _open(self, held: _Held, job: GrammarJob) -> None:
+    def _open(self, held: HeldGrammar, job: GrammarJob) -> None:
         slot = held.host.new_slot()
         held.opening[slot] = job
+        held.host.takes_drafts &= job.may_draft
         tokens = job.output_token_ids
         try:
             for begin in range(0, max(1, len(tokens)), REPLAY_TOKENS):
@@ -276,7 +250,7 @@ class GrammarCompiler:
         except OSError:
             self._drop(held)  # its jobs end when the process has ended
 
-    def _deliver_opened(self, held: _Held, job: GrammarJob, message: Opened) -> None:
+    def _deliver_opened(self, held: HeldGrammar, job: GrammarJob, message: Opened) -> None:
         if message.error:
             # another worker sampled the output that the request begins with
             reason = message.error
@@ -286,8 +260,9 @@ class GrammarCompiler:
         if allowed is not None and len(allowed) != mask_bytes(self._vocab_size):
             job.deliver(InternalError(f"a mask of {len(allowed)} bytes came for {self._vocab_size} tokens"))
             return
+        output = array("i", job.output_token_ids)
         grammar = HostedGrammar(
-            held.host, message.slot, job.eos_token_ids, allowed, request=job, has_ended=message.has_ended
+            held.host, message.slot, job.eos_token_ids, allowed, job, output, has_ended=message.has_ended
         )
         held.host.opened(grammar, message.slot)
         job.deliver(grammar)
@@ -310,7 +285,7 @@ class GrammarCompiler:
             self._give_up(Overloaded(f"the process that compiles {FIELD} has ended"))
         self._stop_server()
 
-    def _ended(self, held: _Held, status: int) -> None:
+    def _ended(self, held: HeldGrammar, status: int) -> None:
         """End the pending jobs of an ended process."""
         self._drop(held)
         self._release(held)
@@ -321,6 +296,9 @@ class GrammarCompiler:
         for job in held.waiting:
             job.deliver(InvalidRequest(reason, FIELD))
         for opening, job in held.opening.items():
+            if held.host.ended_by_draft:
+                self._jobs.add(replace(job, may_draft=False))
+                continue
             reason = f"{FIELD} takes too long to be matched against the output that the request begins with"
             lost = Overloaded(f"the process that held the grammar of {FIELD} has ended")
             job.deliver(InvalidRequest(reason, FIELD) if opening == slot else lost)
@@ -358,12 +336,12 @@ class GrammarCompiler:
             self._release(held)
         return bool(idle)
 
-    def _drop(self, held: _Held) -> None:
+    def _drop(self, held: HeldGrammar) -> None:
         """Stop assigning jobs to a process."""
         if self._held.get(held.key) is held:
             del self._held[held.key]
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, held: HeldGrammar) -> None:
         """Close the sockets of a process that has ended or is to end."""
         with contextlib.suppress(KeyError, ValueError):  # its end was read before
             self._selector.unregister(held.process.control)
@@ -389,10 +367,6 @@ class GrammarCompiler:
         self._held.clear()
         self._by_number.clear()
         server.close()
-
-
-def _key(job: GrammarJob) -> Key:
-    return job.tenant, encode(job.params)
 
 
 def _error(reason: str, is_clients_fault: bool) -> PdServeError:

@@ -1,175 +1,34 @@
-"""`GrammarHost`: the engine thread's interface to a grammar's process; `HostedGrammar`: one sequence in it."""
+"""`GrammarHost`: the engine thread's interface to a grammar's process; `GrammarHosts`: to all of them."""
 
 from __future__ import annotations
 
 import itertools
+import queue
 import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
+from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
+    NO_DRAFT,
     GrammarLimits,
     Operation,
     Outcome,
     record_dtype,
-    request_too_slow,
-    token_too_slow,
 )
+from pdserve.engine.structured_outputs.hosted_grammar import HostedGrammar
 
-PROMPT_US = 5_000
-"""Longest time for a sequence's last token, seconds, with which it is scheduled before its next mask has arrived."""
-NUM_PATIENT = 32
-"""Number of tokens after a late mask for which the sequence is scheduled only after its mask has arrived, and has no drafts."""
-_NO_DRAFT = 0
-"""In place of the number of a list of drafts: the record of a token."""
 _OUTCOMES = frozenset(map(int, Outcome))
 _MAX_OPERATIONS = 4096
 """Limit of operations in one packet."""
-
-
-@dataclass(eq=False)
-class HostedGrammar:
-    """A `Grammar` in another process, which computes the next mask while the model computes."""
-
-    _host: GrammarHost
-    _slot: int
-    _eos_token_ids: tuple[int, ...]
-    _allowed: NDArray[np.uint8] | None
-    request: object
-    """An object that identifies the request of the sequence."""
-    has_ended: bool = False
-    failure: PdServeError | None = field(default=None, init=False)
-    _is_closed: bool = field(default=False, init=False)
-    _num_patient: int = field(default=0, init=False)
-    """Number of further tokens for which no step waits for this sequence."""
-    _drafts: list[int] = field(default_factory=list, init=False)
-    """Drafts that the process has, without confirmed ones."""
-    _draft_masks: list[NDArray[np.uint8]] = field(default_factory=list, init=False)
-    """The masks behind them, as far as they have arrived."""
-    _num_confirmed: int = field(default=0, init=False)
-    """Drafts that have become tokens, which the process has not been told."""
-    _list_number: int = field(default=_NO_DRAFT, init=False)
-    """Number of the last list of drafts."""
-    _has_list: bool = field(default=False, init=False)
-    """True if the process is ahead by a list of drafts."""
-
-    @property
-    def is_prompt(self) -> bool:
-        return self._num_patient == 0 or self._allowed is not None
-
-    def accept(self, token_id: int) -> bool:
-        if self.has_ended or self.failure is not None or self._allowed is None:
-            return False
-        if not 0 <= token_id < 8 * len(self._allowed) or not self._allowed[token_id >> 3] >> (token_id & 7) & 1:
-            return False
-        if token_id in self._eos_token_ids:
-            self.has_ended = True
-            return True
-        if self._draft_masks and self._drafts[0] == token_id:
-            del self._drafts[0]
-            self._allowed = self._draft_masks.pop(0)
-            self._num_confirmed += 1
-            return True
-        self._allowed = None
-        self._end_drafts()
-        self._host.ask(Operation.ACCEPT, self._slot, token_id)
-        return True
-
-    def draft(self, token_ids: Sequence[int]) -> None:
-        self._end_drafts()
-        if self._num_patient or self.has_ended or self.failure is not None or not token_ids:
-            return
-        self._drafts, self._has_list = list(token_ids), True
-        self._list_number += 1
-        for token_id in token_ids:
-            self._host.ask(Operation.DRAFT, self._slot, token_id, self._list_number)
-
-    def _end_drafts(self) -> None:
-        """Have the process keep the confirmed drafts alone; late records of the others are dropped."""
-        if self._has_list:
-            self._host.ask(Operation.CONFIRM, self._slot, self._num_confirmed)
-        self._drafts, self._draft_masks = [], []
-        self._num_confirmed, self._has_list = 0, False
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self._drafts if self._num_patient == 0 else self._draft_masks)
-
-    def allowed(self, until: float, num_drafts: int = 0) -> NDArray[np.uint8] | None:
-        if num_drafts:
-            return self._allowed_behind(until, num_drafts)
-        if self._allowed is None and self._host.awaits(self._slot):
-            self._host.receive(until, lambda: self._allowed is not None or self.failure is not None)
-            if self._allowed is None:
-                self._num_patient = NUM_PATIENT
-        return self._allowed
-
-    def _allowed_behind(self, until: float, num_drafts: int) -> NDArray[np.uint8] | None:
-        def is_known() -> bool:
-            return len(self._draft_masks) >= num_drafts or len(self._drafts) < num_drafts or self.failure is not None
-
-        if not is_known() and self._host.awaits(self._slot):
-            self._host.receive(until, is_known)
-            if not is_known():
-                self._num_patient = NUM_PATIENT
-        return self._draft_masks[num_drafts - 1] if num_drafts <= len(self._draft_masks) else None
-
-    def fork(self) -> HostedGrammar:
-        if self._allowed is None and self.failure is None:
-            raise RuntimeError("a sequence forks while its grammar is behind")
-        self._end_drafts()
-        other = HostedGrammar(
-            self._host,
-            self._host.new_slot(),
-            self._eos_token_ids,
-            self._allowed,
-            request=self.request,
-            has_ended=self.has_ended,
-        )
-        other.failure = self.failure
-        self._host.add(other, other._slot)
-        self._host.ask(Operation.FORK, other._slot, self._slot)
-        return other
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._host.remove(self._slot)
-
-    def took_draft(self, list_number: int, outcome: Outcome, spent_us: int, allowed: NDArray[np.uint8]) -> None:
-        """Apply the record of a draft of this list."""
-        if spent_us > PROMPT_US:
-            self._num_patient = max(self._num_patient, 1)
-        if list_number != self._list_number or not self._has_list or len(self._draft_masks) == len(self._drafts):
-            return
-        if outcome is Outcome.ACCEPTED:
-            self._draft_masks.append(allowed)
-        else:
-            del self._drafts[len(self._draft_masks) :]
-
-    def took(self, outcome: Outcome, spent_us: int, limits: GrammarLimits, allowed: NDArray[np.uint8]) -> None:
-        """Apply the record of the sequence's last token."""
-        self._num_patient = max(self._num_patient - 1, int(spent_us > PROMPT_US))
-        match outcome:
-            case Outcome.ACCEPTED:
-                self._allowed = allowed
-            case Outcome.ENDED:
-                self.has_ended = True
-            case Outcome.REFUSED:
-                self.failure = InternalError("a token was sampled that does not fit the request's grammar")
-            case Outcome.TOKEN_TOO_SLOW:
-                self.failure = InvalidRequest(token_too_slow(spent_us / 1e6, limits), FIELD)
-            case Outcome.REQUEST_TOO_SLOW:
-                self.failure = InvalidRequest(request_too_slow(limits), FIELD)
 
 
 class GrammarHost:
@@ -181,16 +40,15 @@ class GrammarHost:
         progress: NDArray[np.int32],
         vocab_size: int,
         limits: GrammarLimits,
-        on_asked: Callable[[GrammarHost], None],
+        hosts: GrammarHosts,
     ) -> None:
-        """on_asked: called for each operation that `flush` must send."""
         steps.setblocking(False)
         self._steps = steps
         self._poll = select.poll()
         self._poll.register(steps, select.POLLIN)
         self._progress = progress
         self._limits = limits
-        self._on_asked = on_asked
+        self._hosts = hosts
         self._record_dtype = record_dtype(vocab_size)
         self._slots = itertools.count()
         self._grammars: dict[int, HostedGrammar] = {}
@@ -198,9 +56,11 @@ class GrammarHost:
         """Slots that are open in the process."""
         self._operations: list[tuple[int, int, int]] = []
         self._awaited: dict[int, deque[int]] = {}
-        """Slot -> outstanding records in their order: the number of the list of drafts, `_NO_DRAFT` for a token."""
+        """Slot -> outstanding records in their order: the number of the list of drafts, `NO_DRAFT` for a token."""
         self.is_lost = False
         self._has_ended = False
+        self.takes_drafts = True
+        """False where a draft has ended an earlier process of this grammar."""
 
     def fileno(self) -> int:
         return self._steps.fileno()
@@ -225,7 +85,7 @@ class GrammarHost:
         self._grammars[slot] = grammar
 
     def add(self, grammar: HostedGrammar, slot: int) -> None:
-        """Add a forked sequence."""
+        """Add a forked sequence, or one that another process had."""
         self._grammars[slot] = grammar
 
     def remove(self, slot: int) -> None:
@@ -244,12 +104,12 @@ class GrammarHost:
         """True if the record of this slot is outstanding."""
         return slot in self._awaited and not self.is_lost
 
-    def ask(self, operation: Operation, slot: int, value: int, list_number: int = _NO_DRAFT) -> None:
+    def ask(self, operation: Operation, slot: int, value: int, list_number: int = NO_DRAFT) -> None:
         """Queue an operation for the next `flush`. list_number: of a draft."""
         self._operations.append((operation, slot, value))
         if operation in (Operation.ACCEPT, Operation.DRAFT):
             self._awaited.setdefault(slot, deque()).append(list_number)
-        self._on_asked(self)
+        self._hosts.was_asked(self)
 
     def flush(self) -> None:
         """Send the queued operations."""
@@ -285,27 +145,41 @@ class GrammarHost:
     def _took(self, record: np.void) -> None:
         slot, outcome = int(record["slot"]), int(record["outcome"])
         awaited, grammar = self._awaited.get(slot), self._grammars.get(slot)
-        list_number = awaited.popleft() if awaited else _NO_DRAFT
+        list_number = awaited.popleft() if awaited else NO_DRAFT
         if not awaited:
             self._awaited.pop(slot, None)
         if grammar is None:
             return
         known = Outcome(outcome) if outcome in _OUTCOMES else Outcome.REFUSED
-        if list_number == _NO_DRAFT:
+        if list_number == NO_DRAFT:
             grammar.took(known, int(record["spent_us"]), self._limits, record["allowed"])
         else:
             grammar.took_draft(list_number, known, int(record["spent_us"]), record["allowed"])
 
+    @property
+    def ended_by_draft(self) -> bool:
+        """True if the process has ended while it matched a draft. Any thread may call it, after that end."""
+        return bool(self._progress[1])
+
+    def open_again(self, grammar: HostedGrammar) -> None:
+        """Open a sequence of this ended process in another one."""
+        self._hosts.open_again(grammar, time.monotonic() + 2 * self._limits.compile_s)
+
     def _lose(self) -> None:
-        """Fail all sequences after the process has ended: the one that it last worked for with its error, others as retryable."""
+        """Fail all sequences after the process has ended: the one that it last worked for with its error, others as retryable.
+
+        A draft is no token of its text, so one that ends the process fails none: all sequences continue in another process.
+        """
         self.is_lost = True
         self._steps.close()
         slot = int(self._progress[0])
         culprit = self._grammars.get(slot) if slot in self._awaited else None
         for grammar in list(self._grammars.values()):
-            if grammar.has_ended or grammar.failure is not None:
+            if grammar.has_ended or grammar.failure is not None or grammar.is_lost:
                 continue
-            if culprit is not None and grammar.request is culprit.request:
+            if self.ended_by_draft:
+                grammar.lose_process()
+            elif culprit is not None and grammar.request is culprit.request:
                 grammar.failure = InvalidRequest(
                     f"{FIELD} takes too long to be matched, or too much memory: more than {self._limits.kill_s:g} s of "
                     f"processor time for one token, or {self._limits.memory_mib} MiB",
@@ -329,13 +203,23 @@ class GrammarHost:
 class GrammarHosts:
     """All grammar processes, for the steps of the engine thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, submit: Callable[[GrammarJob], None] = lambda job: None) -> None:
+        """submit: gives a job to the compiler."""
+        self._submit = submit
         self._asked: set[GrammarHost] = set()
         self._awaited: set[GrammarHost] = set()
+        self._opening: dict[HostedGrammar, float] = {}
+        """Sequences that are opened in another process -> `time.monotonic()` seconds by which that must be done."""
+        self._opened: queue.SimpleQueue[tuple[HostedGrammar, Grammar | PdServeError]] = queue.SimpleQueue()
 
     def was_asked(self, host: GrammarHost) -> None:
-        """`GrammarHost.on_asked`"""
+        """Note that a host has an operation which `flush` must send."""
         self._asked.add(host)
+
+    def open_again(self, grammar: HostedGrammar, until: float) -> None:
+        """Open a sequence whose process has ended in another one."""
+        self._opening[grammar] = until
+        self._submit(grammar.job_again(lambda result: self._opened.put((grammar, result))))
 
     def flush(self) -> None:
         """Send the operations of the step's tokens."""
@@ -345,15 +229,31 @@ class GrammarHosts:
         self._awaited |= asked
 
     def receive(self) -> None:
-        """Receive arrived records."""
+        """Receive arrived records, and sequences that were opened again."""
         for host in self._awaited:
             host.receive(0.0)
         self._awaited = {host for host in self._awaited if host.is_awaited}
+        if self._opening or not self._opened.empty():
+            self._take_opened(time.monotonic())
+
+    def _take_opened(self, now: float) -> None:
+        while not self._opened.empty():
+            grammar, result = self._opened.get()
+            if self._opening.pop(grammar, None) is not None and not grammar.is_closed:
+                grammar.opened_again(result)
+            elif not isinstance(result, PdServeError):
+                result.close()
+        for grammar, until in list(self._opening.items()):
+            if grammar.is_closed:
+                del self._opening[grammar]
+            elif now >= until:
+                del self._opening[grammar]
+                grammar.opened_again(Overloaded(f"the process that holds the grammar of {FIELD} is late"))
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a record arrives. Returns at once if none is outstanding."""
+        """Wait until a record arrives. Returns at once if nothing is outstanding."""
         descriptors = [host.fileno() for host in self._awaited if host.is_awaited]
-        if descriptors:
+        if descriptors or self._opening:
             poll = select.poll()
             for descriptor in descriptors:
                 poll.register(descriptor, select.POLLIN)

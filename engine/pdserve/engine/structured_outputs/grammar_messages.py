@@ -194,14 +194,17 @@ def request_too_slow(limits: GrammarLimits) -> str:
 
 
 NOBODY = -1
+NO_DRAFT = 0
+"""In place of the number of a list of drafts: the record of a token."""
 
 
 def map_progress(descriptor: int) -> NDArray[np.int32]:
-    """`[1]`, in memory that worker and process share: the slot that is or was matched last; initially `NOBODY`.
+    """`[2]`, in memory that worker and process share: the slot that is or was matched last, initially `NOBODY`; 1 while a draft
+    is matched, else 0.
 
     The worker reads it after a process was killed, to find the sequence that caused it.
     """
-    return np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int32, 1)
+    return np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int32, 2)
 
 
 def make_progress() -> tuple[int, NDArray[np.int32]]:
@@ -209,5 +212,5 @@ def make_progress() -> tuple[int, NDArray[np.int32]]:
     descriptor = os.memfd_create("grammar-progress", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, mmap.PAGESIZE)
     progress = map_progress(descriptor)
-    progress[0] = NOBODY
+    progress[:] = NOBODY, 0
     return descriptor, progress

@@ -246,12 +246,14 @@ class GrammarSequences:
         if not sequence.takes_drafts or not budget.allows_drafts(self._limits):
             return
         started = time.thread_time()
-        self._progress[0] = slot
+        self._progress[:] = slot, 1
         signal.setitimer(signal.ITIMER_PROF, self._limits.kill_s)
         is_allowed = grammar.advance(token_id)
         # nothing is computed behind the end of a text
         if has_mask := is_allowed and not grammar.has_ended:
             record["allowed"][0] = grammar.mask()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._progress[1] = 0
         spent_s = time.thread_time() - started
         if is_allowed and (not has_mask or spent_s > self._limits.token_s):
             grammar.rollback(1)
