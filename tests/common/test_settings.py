@@ -238,3 +238,17 @@ def test_loopback_is_recognised_with_and_without_port() -> None:
     far = ("0.0.0.0", "10.0.0.1:80", "::", "[fe80::1]:80", "example.org", "localhost.example.org", "")
     assert all(is_loopback(address) for address in near)
     assert not any(is_loopback(address) for address in far)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "possible"),
+    [
+        ("max_logprobs", -1, "0 to 1024"), ("max_logprobs", 1025, "0 to 1024"), ("max_n_sequences", 0, "1 to 256"),
+        ("max_n_sequences", 257, "1 to 256"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [PrefillSettings, RouterSettings])
+def test_limits_of_requests_have_limits(kind: type[PrefillSettings], name: str, value: int, possible: str) -> None:
+    given: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=f"{name} is {value}, {possible} are possible"):
+        kind(**given).verify()

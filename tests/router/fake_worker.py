@@ -267,6 +267,9 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.num_labels = 0
         self.sampler_version = 2
         self.data_parallel_rank: int | None = None
+        self.max_logprobs: int | None = None
+        self.max_n_sequences = 0
+        """Both are unset in older versions."""
         self.interceptors: list[grpc.aio.ServerInterceptor] = []
         """Interceptors of its server, from the next start on; before the guard of calls."""
         self.clock: Callable[[], float] = time.time
@@ -353,6 +356,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             data_parallel_rank=self.data_parallel_rank,
             num_blocks=100,
             max_local_prefill_tokens=self.max_local_prefill_tokens,
+            max_logprobs=self.max_logprobs,
+            max_n_sequences=self.max_n_sequences,
         )
 
     async def Watch(self, request_iterator, context):

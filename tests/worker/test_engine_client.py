@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,8 @@ from pdserve.common.errors import (
     Overloaded,
     WorkerLost,
 )
-from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason
+from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
+from pdserve.common.request.wire import outputs_to_wire
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.engine.stats.iteration_stats import IterationStats
@@ -215,6 +217,21 @@ async def test_each_sequence_and_each_turn_has_an_interval_of_its_own() -> None:
     assert [(each.index, each.first_position, each.new_token_ids) for each in heard] == [
         (0, 0, []), (0, 0, [1]), (1, 0, [5]), (1, 1, [6]), (0, 1, [2, 3]), (0, 0, [4]), (0, 1, [7]),
     ]  # fmt: skip
+
+
+async def test_outputs_with_many_log_probabilities_stay_messages_of_a_mebibyte() -> None:
+    """A reader that is busy gets several outputs, in order, each of at most 1 MiB and one output more."""
+    width, stream = 1025, OutputStream("r", interval=1000)
+    for place in range(400):
+        logprobs = LogprobsLists([[place] * width], [[0.0] * width], [1])
+        reason = FinishReason.LENGTH if place == 399 else None
+        stream.put(output(0, [place], first_position=place, new_logprobs=logprobs, finish_reason=reason))
+    outputs = [each async for each in stream]
+    assert [token for each in outputs for token in each.new_token_ids] == list(range(400))
+    lengths = [len(each.new_token_ids) for each in outputs]
+    assert [each.first_position for each in outputs] == list(accumulate(lengths[:-1], initial=0))
+    assert len(outputs) > 2
+    assert all(outputs_to_wire(each, {}).ByteSize() < 3 << 20 for each in outputs)
 
 
 async def test_an_error_waits_for_no_tokens() -> None:

@@ -44,6 +44,10 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Labels of the model's classification head; 0: it has none, and generates."""
     sampler_version: int = 1
     """Workers of one version sample the same tokens from the same logits."""
+    max_logprobs: int = 20
+    """Most likely tokens per position for which a client may ask; older workers have this default."""
+    max_n_sequences: int = 16
+    """Sequences of one request, at most; likewise."""
     data_parallel_rank: int | None = None
     """The setting of this name: requests may prefer the decode workers of a rank."""
 

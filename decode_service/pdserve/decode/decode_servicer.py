@@ -25,7 +25,7 @@ from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import verify_request_id
-from pdserve.common.request.sampling_params import MAX_SEQUENCES
+from pdserve.common.request.sampling_params import MOST_SEQUENCES
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
@@ -127,8 +127,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.EndSequencesRequest, context: Context
     ) -> decode_pb2.EndSequencesResponse:
         verify_request_id(request.request_id)
-        if (num := len(request.indexes)) > MAX_SEQUENCES:
-            raise InvalidRequest(f"indexes has {num} sequences, at most {MAX_SEQUENCES} are possible", "indexes")
+        if (num := len(request.indexes)) > MOST_SEQUENCES:
+            raise InvalidRequest(f"indexes has {num} sequences, at most {MOST_SEQUENCES} are possible", "indexes")
         request_id = engine_request_id(request.request_id, request.attempt, 0)
         turn = request.turn if request.HasField("turn") else None
         for index in request.indexes:

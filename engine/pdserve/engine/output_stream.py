@@ -10,6 +10,9 @@ import msgspec
 from pdserve.common.errors import InvalidRequest, NeedsPrefill, PdServeError, from_code
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, FinishReason, LogprobsLists
 
+_MERGED_ENTRIES = 1 << 17
+"""Entries of log-probabilities above which outputs are merged no more: about 1 MiB of a message, which may have 16."""
+
 
 class OutputStream:
     """The outputs of one request, until the last of its last sequence."""
@@ -69,7 +72,7 @@ class OutputStream:
             if output.new_token_ids:
                 self._begun.add(output.index)
             return False
-        return len(output.new_token_ids) < self._interval
+        return len(output.new_token_ids) < self._interval and not _is_large(output)
 
     async def get(self) -> EngineCoreOutput:
         """The next output. Raises: the `PdServeError` with which the engine ended the request."""
@@ -81,20 +84,33 @@ class OutputStream:
     async def __aiter__(self) -> AsyncIterator[EngineCoreOutput]:
         """Outputs until the last one, or until the last of a session's turn.
 
-        Outputs of a sequence that arrived while the reader was busy are merged into one.
+        Outputs of a sequence that arrived while the reader was busy are merged, up to `_MERGED_ENTRIES` log-probabilities.
         """
         self._num_open = self._num_sequences
         while self._num_open > 0:
             output = more = await self.get()
             unread = {output.index: output}
+            large: list[EngineCoreOutput] = []
             while not self._outputs.empty() and not more.awaits_input:
                 more = self._outputs.get_nowait()
                 if more.error_code:
                     raise engine_error(more)
-                unread[more.index] = _merged(unread[more.index], more) if more.index in unread else more
-            for output in unread.values():
+                before = unread.get(more.index)
+                if before is not None and _is_large(before):
+                    large.append(before)
+                    before = None
+                unread[more.index] = more if before is None else _merged(before, more)
+            for output in (*large, *unread.values()):
                 self._num_open -= output.finish_reason is not None
                 yield output
+
+
+def _is_large(output: EngineCoreOutput) -> bool:
+    """True if its message would have about 1 MiB."""
+    if output.new_logprobs is None or not output.new_logprobs.logprobs:
+        return False
+    entries = output.new_logprobs.logprobs
+    return len(entries) * len(entries[0]) >= _MERGED_ENTRIES
 
 
 def _merged(first: EngineCoreOutput, then: EngineCoreOutput) -> EngineCoreOutput:

@@ -234,6 +234,8 @@ class Identity(google.protobuf.message.Message):
     SAMPLER_VERSION_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
     NUM_LABELS_FIELD_NUMBER: builtins.int
+    MAX_LOGPROBS_FIELD_NUMBER: builtins.int
+    MAX_N_SEQUENCES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
     """64 random bits, new at each start"""
@@ -257,6 +259,10 @@ class Identity(google.protobuf.message.Message):
     """requests may prefer the decode workers of a rank; absent: it has none"""
     num_labels: builtins.int
     """of the model's classification head; 0: it has none, and generates"""
+    max_logprobs: builtins.int
+    """most likely tokens per position for which a client may ask; absent: 20"""
+    max_n_sequences: builtins.int
+    """sequences of one request, at most; 0: 16"""
     @property
     def layout(self) -> pdserve.v1.kv_source_pb2.KvLayout: ...
     @property
@@ -281,19 +287,25 @@ class Identity(google.protobuf.message.Message):
         sampler_version: builtins.int = ...,
         data_parallel_rank: builtins.int | None = ...,
         num_labels: builtins.int = ...,
+        max_logprobs: builtins.int | None = ...,
+        max_n_sequences: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]
     _WhichOneofReturnType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["max_local_prefill_tokens"]
     _WhichOneofArgType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens"]
+    _WhichOneofReturnType__max_logprobs: typing_extensions.TypeAlias = typing.Literal["max_logprobs"]
+    _WhichOneofArgType__max_logprobs: typing_extensions.TypeAlias = typing.Literal["_max_logprobs", b"_max_logprobs"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_local_prefill_tokens) -> _WhichOneofReturnType__max_local_prefill_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_logprobs) -> _WhichOneofReturnType__max_logprobs | None: ...
 
 Global___Identity: typing_extensions.TypeAlias = Identity
 

@@ -137,6 +137,8 @@ class Worker:
             num_labels=info.engine.num_labels,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,
+            max_logprobs=settings.max_logprobs,
+            max_n_sequences=settings.max_n_sequences,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:

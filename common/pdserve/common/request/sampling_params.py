@@ -25,8 +25,14 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_PENALTY = 2.0
 MAX_LOGPROBS = 20
+"""Default of the setting `max_logprobs`."""
 MAX_SEQUENCES = 16
-"""Largest `n` or `best_of` of one request: each sequence is a row of every step, and has up to one block that it does not share."""
+"""Default of the setting `max_n_sequences`, the largest `n` or `best_of` of one request: each sequence is a row of every step, and
+has up to one block that it does not share."""
+MOST_LOGPROBS = 1024
+"""Largest `max_logprobs` of a service: a message of a worker has 16 MiB, and a step may add several tokens."""
+MOST_SEQUENCES = 256
+"""Largest `max_n_sequences`: workers exchange messages with a field per sequence."""
 MAX_LOGITS_PROCESSORS = 8
 MAX_LOGITS_PROCESSOR_NAME_CHARS = 128
 MAX_LOGITS_PROCESSOR_ARGS_BYTES = 4096
@@ -119,8 +125,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     spaces_between_special_tokens: bool = True
     """True if a tokenizer that inserts spaces between tokens does so between special ones, too."""
     logprobs: int | None = None
-    """Per token: its log-probability and those of this number of most likely ones; None for none. At most 20, offline
-    `max_logprobs`."""
+    """Per token: its log-probability and those of this number of most likely ones; None for none. At most `max_logprobs`."""
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first; the whole prompt is then computed, cached or not."""
     detokenize: bool = True
@@ -130,7 +135,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     logits_processors: tuple[NamedLogitsProcessor, ...] = ()
     """Plug-ins of the server that change this sequence's logits, in this order."""
     n: int = 1
-    """Number of sequences that continue the prompt, each with its own noise; at most 16, offline `max_num_seqs`."""
+    """Number of sequences that continue the prompt, each with its own noise; at most `max_n_sequences`, offline `max_num_seqs`."""
     best_of: int | None = None
     """Number of sequences generated, of which the n with the highest cumulative log-probability are returned; None means n. Engines
     use only n."""
@@ -174,7 +179,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     ) -> None:
         """Raise `InvalidRequest` naming the field, its value and its limit.
 
-        vocab_size: when known, token ids are held against it. max_logprobs, max_sequences: without services there may be more.
+        vocab_size: when known, token ids are held against it. max_logprobs, max_sequences: limits of the engine or the services.
         form: False where `structured_outputs` is known to be verified, which takes time in proportion to its size.
         """
         _require_finite("temperature", self.temperature)
@@ -206,10 +211,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         self._verify_penalties()
         self._verify_token_rules()
         self._verify_logits_processors()
-        if self.logprobs is not None:
-            _require(0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs, f"from 0 to {max_logprobs}")
-        if (asked := self.prompt_logprobs) is not None:
-            _require(0 <= asked <= max_logprobs, "prompt_logprobs", asked, f"from 0 to {max_logprobs}")
+        self.verify_logprobs(max_logprobs)
         self.verify_sequences(max_sequences)
         if form and self.structured_outputs is not None:
             self.structured_outputs.verify()
@@ -225,6 +227,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
                     f"(0 to {vocab_size - 1})",
                     "logit_bias",
                 )
+
+    def verify_logprobs(self, most: int, field: str = "logprobs") -> None:
+        """Check the numbers of most likely tokens. field: the client's name of `logprobs`. Raises: InvalidRequest."""
+        for name, asked in ((field, self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if asked is not None:
+                _require(0 <= asked <= most, name, asked, f"from 0 to {most}")
 
     def verify_sequences(self, most: int = MAX_SEQUENCES) -> None:
         """Check `n` and `best_of` before anything is made for each sequence. Raises: InvalidRequest."""

@@ -13,6 +13,7 @@ import msgspec
 from pdserve.common.errors import ConfigError
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import is_namespace
+from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES, MOST_LOGPROBS, MOST_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey, is_loopback, resolve_deployment_key
 from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.common.security.tls_roles import ServiceRole
@@ -63,6 +64,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Begins every key in Redis; deployments that share one Redis need one each."""
     redis_ca_file: str | None = None
     """PEM certificates to trust for rediss://; default: the system's."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Most likely tokens per position for which a request may ask; the smallest of router and workers counts."""
+    max_n_sequences: int = MAX_SEQUENCES
+    """Largest `n` or `best_of` of a request; the smallest of router and workers counts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object per line of the log."""
@@ -128,6 +133,9 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         self._verify_metrics()
         self._verify_redis()
         self._verify_connecting()
+        for name, least, most in (("max_logprobs", 0, MOST_LOGPROBS), ("max_n_sequences", 1, MOST_SEQUENCES)):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} is {value}, {least} to {most} are possible")
         if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
             raise ConfigError(f"otel_bsp_schedule_delay_ms is {self.otel_bsp_schedule_delay_ms}, 1 to 60000 is needed")
         if not 0 <= self.otel_traces_sampler_arg <= 1:

@@ -133,6 +133,7 @@ class LoadedModel:
             enable_prompt_embeds=settings.enable_prompt_embeds,
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
+            max_sequences=settings.max_n_sequences,
             enable_prefix_caching=settings.enable_prefix_caching,
             scheduling_policy=settings.scheduling_policy,
             long_prefill_token_threshold=settings.long_prefill_token_threshold,
@@ -302,6 +303,7 @@ def _budget(
                 num_rows=settings.max_num_seqs,
                 max_model_len=max_model_len if is_first else min(max_model_len, longest),
                 num_drafts=settings.step_drafts if is_first else 0,
+                num_logprobs=settings.max_logprobs,
             )
         )
     return PoolBudget.measured(settings, steps[0], memory, *steps[1:])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.step_graphs import graph_sizes
@@ -25,7 +26,6 @@ from pdserve.models.model_inputs import ModelInputs
 
 GRAPH_BYTES = 4 << 20
 """A captured graph's own memory, beside that of its tensors: an estimate, no graph has been measured."""
-_LOGPROBS = 20
 _TABLE_ENTRY_BYTES = 8
 _MIB = 1 << 20
 
@@ -76,6 +76,8 @@ class LargestSteps:
     max_model_len: int
     num_drafts: int = 0
     """Drafts of a step, at most: each has a row of logits."""
+    num_logprobs: int = MAX_LOGPROBS
+    """Most likely tokens that each row reports, at most."""
 
     @property
     def table_bytes(self) -> int:
@@ -125,7 +127,7 @@ class LargestSteps:
             seeds=np.zeros(count, np.int64),
             indexes=np.zeros(count, np.int64),
             positions=np.zeros(count, np.int64),
-            logprobs=LogprobsRows.of(np.full(count, min(_LOGPROBS, vocab_size))),
+            logprobs=LogprobsRows.of(np.full(count, min(self.num_logprobs, vocab_size))),
         )
         placed = PlacedArrays().copy_to(metadata.arrays(), self.device)
         rows = None

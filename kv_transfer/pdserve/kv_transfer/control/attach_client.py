@@ -29,7 +29,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import from_rpc_error, hides_status
 from pdserve.common.net.service_channel import ATTACH, ServiceChannel, readable
 from pdserve.common.rate_limited_log import RateLimitedLog
-from pdserve.common.request.sampling_params import MAX_SEQUENCES
+from pdserve.common.request.sampling_params import MOST_SEQUENCES
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.kv_transfer.control.attach_servicer import (
     MAX_CAUSE_CHARS,
@@ -279,10 +279,10 @@ def accepted_groups(answer: kv_source_pb2.Accepted, layout: KvLayout) -> tuple[G
 
 
 def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
-    num_tokens = [len(outputs.token_ids) for outputs in finished.first_outputs[: MAX_SEQUENCES + 1]]
-    if len(num_tokens) > MAX_SEQUENCES or any(num != 1 for num in num_tokens):
+    num_tokens = [len(outputs.token_ids) for outputs in finished.first_outputs[: MOST_SEQUENCES + 1]]
+    if len(num_tokens) > MOST_SEQUENCES or any(num != 1 for num in num_tokens):
         counts = f"{len(finished.first_outputs)} sequences, of which the first have {num_tokens[:4]} tokens"
-        limit = f"one token of each is needed, for at most {MAX_SEQUENCES}"
+        limit = f"one token of each is needed, for at most {MOST_SEQUENCES}"
         transfer.fail(TransferFailed(f"the source finished with {counts}: {limit}"))
         return
     tokens = tuple(outputs.token_ids[0] for outputs in finished.first_outputs)

@@ -12,7 +12,6 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.generation_request import verify_client_request_id
 from pdserve.common.request.sampling_params import (
     MAX_ENTRIES,
-    MAX_LOGPROBS,
     NamedLogitsProcessor,
     SamplingParams,
     clamped_logit_bias,
@@ -316,10 +315,6 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     ) -> list[ClientRequest]:
         """A list of one request. forced_calls: texts around the calls that `tool_choice` forces. Raises: InvalidRequest."""
         self.verify_counts(1)
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.top_logprobs}", "top_logprobs"
-            )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         chat = ChatFields(**{name: getattr(self, name) for name in ChatFields.__struct_fields__})
@@ -338,6 +333,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_completion_tokens if newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            logprobs_field="top_logprobs",
         )
 
 

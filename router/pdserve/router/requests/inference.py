@@ -174,8 +174,9 @@ class Inference:
         if not 0 < len(requests) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(requests)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt")
         verify_generates(self.num_labels())
-        for sampling in (request.sampling_params for request in requests):
-            sampling.verify_sequences()
+        for request in requests:
+            self._verify_numbers(request)
+            sampling = request.sampling_params
             if stream and requests[0].beams is not None:
                 raise InvalidRequest(
                     "use_beam_search is true: the best beams are known only at the end, so stream must be false",
@@ -214,6 +215,19 @@ class Inference:
             for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
         ]
         return Generation(request_id, client_stream, runs, self.admission, record, client)
+
+    def _verify_numbers(self, request: ClientRequest) -> None:
+        """Hold what is asked per position and per prompt against this router's settings and those of the workers that are here.
+
+        Raises: InvalidRequest naming the client's field, its value and the smaller limit.
+        """
+        sampling, limits, settings = request.sampling_params, self.limits(), self.settings
+        most_logprobs, most_sequences = settings.max_logprobs, settings.max_n_sequences
+        if limits is not None:
+            most_logprobs = min(most_logprobs, limits.max_logprobs)
+            most_sequences = min(most_sequences, limits.max_n_sequences)
+        sampling.verify_sequences(most_sequences)
+        sampling.verify_logprobs(most_logprobs, request.logprobs_field)
 
     def _verify_template(self, request: ClientRequest) -> None:
         """Raises: InvalidRequest for a template of the client, where none is rendered."""
@@ -265,6 +279,7 @@ class Inference:
         """
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
+        self._verify_numbers(request)
         self._verify_template(request)
         verify_generates(self.num_labels())
         if not session.token_ids:

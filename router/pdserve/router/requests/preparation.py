@@ -13,6 +13,7 @@ from pdserve.common.block_hash import BlockHasher, placement_hash, request_extra
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
+from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
@@ -50,6 +51,7 @@ class ClientRequest(GenerationRequest, kw_only=True, gc=False):
     max_tokens: int | None = None
     """In place of that of the sampling parameters. None: the default of the prompt's kind."""
     max_tokens_field: str = "max_tokens"
+    logprobs_field: str = "logprobs"
     constraint_field: str = "structured_outputs"
     """The client's name of the field that asks for a form, for error messages."""
     max_tool_calls: int | None = None
@@ -96,6 +98,10 @@ class Limits(msgspec.Struct, frozen=True):
     vocab_size: int
     hidden_size: int = 0
     """Numbers in an embedding; 0 where some worker computes none."""
+    max_logprobs: int = MAX_LOGPROBS
+    """Most likely tokens per position."""
+    max_n_sequences: int = MAX_SEQUENCES
+    """Sequences of one request."""
 
     @classmethod
     def of(cls, workers: Iterable[Worker]) -> Limits | None:
@@ -107,6 +113,8 @@ class Limits(msgspec.Struct, frozen=True):
             min(i.max_model_len for i in identities),
             min(i.vocab_size for i in identities),
             min(i.hidden_size for i in identities),
+            min(i.max_logprobs for i in identities),
+            min(i.max_n_sequences for i in identities),
         )
 
 
@@ -214,7 +222,8 @@ class Preparation:
             seed=secrets.randbits(_SEED_BITS) if params.seed is None else params.seed,
         )
         # the front end has verified the form once for all prompts of the body
-        sampling.verify(limits.vocab_size, form=False)
+        sampling.verify_logprobs(limits.max_logprobs, request.logprobs_field)
+        sampling.verify(limits.vocab_size, limits.max_logprobs, limits.max_n_sequences, form=False)
         return self._completed(request_id, request, token_ids, sampling_params=sampling, n=sampling.n)
 
     def complete_embedding(

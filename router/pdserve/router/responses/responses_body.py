@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.sampling_params import MAX_LOGPROBS, SamplingParams
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.request_body import convert_part, shown
 from pdserve.router.openai.caller_fields import verify_caller
@@ -154,10 +154,6 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest(
                 f"max_output_tokens must be at least 1, not {self.max_output_tokens}", "max_output_tokens"
             )
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {self.top_logprobs}", "top_logprobs"
-            )
         if self.top_logprobs and self.num_logprobs is None:
             raise InvalidRequest(f"top_logprobs needs {shown(LOGPROBS)} in include", "top_logprobs")
 
@@ -198,6 +194,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
+            logprobs_field="top_logprobs",
             **call.with_rank(self.data_parallel_rank)._asdict(),
         )
 

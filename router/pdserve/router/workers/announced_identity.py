@@ -49,6 +49,8 @@ def verify_identity(identity: WorkerIdentity) -> None:
     _within("max_model_len", identity.max_model_len, 1, MAX_TOKENS)
     _within("vocab_size", identity.vocab_size, 1, MAX_TOKENS)
     _within("max_num_seqs", identity.max_num_seqs, 1, MAX_SEQS)
+    _within("max_logprobs", identity.max_logprobs, 0, MAX_TOKENS)
+    _within("max_n_sequences", identity.max_n_sequences, 1, MAX_SEQS)
     _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
     _within("num_labels", identity.num_labels, 0, MAX_LABELS)
     _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)

@@ -116,8 +116,13 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
     for name in ("max_local_prefill_tokens", "data_parallel_rank"):
         if not message.HasField(name):
             fields[name] = None
-    if not message.max_num_seqs:
-        del fields["max_num_seqs"]
+    for name, is_known in (
+        ("max_num_seqs", message.max_num_seqs),
+        ("max_n_sequences", message.max_n_sequences),
+        ("max_logprobs", message.HasField("max_logprobs")),
+    ):
+        if not is_known:  # an older worker, which has the default
+            del fields[name]
     return WorkerIdentity(
         **fields
         | {

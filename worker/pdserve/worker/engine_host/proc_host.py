@@ -154,6 +154,7 @@ class ProcHost:
         self.verifier = RequestVerifier(
             max_model_len=engine.max_model_len,
             max_num_seqs=engine.max_num_seqs,
+            max_sequences=settings.max_n_sequences,
             vocab_size=engine.vocab_size,
             hidden_size=engine.hidden_size,
             num_labels=engine.num_labels,
