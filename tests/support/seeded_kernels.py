@@ -36,6 +36,7 @@ class Copies:
     attention: ModuleType
     """`attention/triton_attention.py`"""
     layer_ops: ModuleType
+    lora_ops: ModuleType
 
 
 @contextmanager
@@ -58,10 +59,11 @@ def copied_kernels(folder: Path, error: SeededError | None) -> Iterator[Copies]:
         with triton.knobs.runtime.scope():
             # else Triton's own interpreter would launch them, without the checks
             triton.knobs.runtime.interpret = False
-            attention, layer_ops = (
-                importlib.import_module(f"{_COPY}.{name}") for name in ("attention.triton_attention", "layer_ops")
-            )
-        yield Copies(attention, layer_ops)
+            modules = [
+                importlib.import_module(f"{_COPY}.{name}")
+                for name in ("attention.triton_attention", "layer_ops", "lora_ops")
+            ]
+        yield Copies(*modules)
     finally:
         sys.path.remove(str(folder))
         for name in [name for name in sys.modules if name.split(".")[0] == _COPY]:

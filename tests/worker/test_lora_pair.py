@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.net.service_channel import GENERATE, PREFILL
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.request_bytes import encode_request
+from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, LoRARequest, SamplingParams
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.worker import Worker
+from tests.support.forked_engine import start_rank
 from tests.support.llm_requests import core_of
 from tests.support.lora_adapters import make_adapter
 from tests.support.waiting import eventually
@@ -90,9 +92,10 @@ async def code_of(call: Any) -> str:
     return str(dict(caught.value.trailing_metadata() or ())[ERROR_CODE_KEY])
 
 
-async def test_prefill_and_decode_answer_as_llm_does(pair: Pair, base: Path, adapters: dict[str, str]) -> None:
+async def texts_of(pair: Pair, names: Iterable[str]) -> dict[str, list[int]]:
+    """The answer with each adapter through both workers; of a name that comes twice the last."""
     texts = {}
-    for name in (*adapters, *adapters):  # the second time from cached blocks
+    for name in names:
         request = request_for(pair.d, name)
         prefill, decode = calls(pair, request, request)
         [tokens] = [
@@ -101,6 +104,11 @@ async def test_prefill_and_decode_answer_as_llm_does(pair: Pair, base: Path, ada
         events = [event async for event in decode]
         assert [event.WhichOneof("event") for event in events[:2]] == ["admitted", "landed"]
         texts[name] = tokens + [token_id for event in events for token_id in event.outputs.token_ids]
+    return texts
+
+
+async def test_prefill_and_decode_answer_as_llm_does(pair: Pair, base: Path, adapters: dict[str, str]) -> None:
+    texts = await texts_of(pair, [*adapters, *adapters])  # the second time from cached blocks
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with LLM(base, dtype="float32", num_blocks=64, enable_lora=True, max_loras=2) as llm:
         for name, folder in adapters.items():
@@ -164,3 +172,17 @@ async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
         assert texts["gone"] == texts["one"]
         assert await code_of(pair.service(pair.d).unary_stream(GENERATE, message)) == "adapter_unavailable"
         await check_at_rest(pair.d)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2)])
+async def test_ranks_of_both_workers_answer_as_single_ones(
+    ranks: tuple[int, int], pair: Pair, base: Path, adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "start_program", start_rank)
+    prefill, decode = ({"tensor_parallel_size": size} for size in ranks)
+    names = [*adapters, *adapters]
+    async with running_pair(base, KEY, prefill=prefill, decode=decode, lora_modules=adapters, **SETTINGS) as shared:
+        assert await texts_of(shared, names) == await texts_of(pair, names)
+        for worker in (shared.p, shared.d):
+            await check_at_rest(worker)

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack
 
-LONG_CHUNK = 16
-"""Tokens of a chunk from which on a matrix product in torch takes less time than other kernels."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoraChunk:

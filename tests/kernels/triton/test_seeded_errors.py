@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.lora import LoraOps
 from tests.kernels.layer_ops_contract import LayerOpsContract
+from tests.kernels.lora_contract import MAX_LORAS, LoraContract
 from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers
 from tests.support.attention_cases import check_step, make_case, make_spec
 from tests.support.seeded_kernels import Copies, SeededError, copied_kernels
@@ -61,6 +63,21 @@ def layer_ops(check: Callable[[LayerOpsContract], None]) -> Check:
     return run
 
 
+def lora(check: Callable[[LoraContract], None]) -> Check:
+    """One test of the contract."""
+
+    def run(copies: Copies) -> None:
+        class TestCopies(LoraContract):
+            def make_ops(self, dtype: torch.dtype) -> LoraOps:
+                ops: LoraOps = copies.lora_ops.TritonLoraOps(torch.device("cpu"), MAX_LORAS, 128)
+                return ops
+
+        torch.manual_seed(0)
+        check(TestCopies())
+
+    return run
+
+
 def large_pool(copies: Copies) -> None:
     check_pool_of_many_numbers(copies.attention.TritonAttentionBackend, "decode")
 
@@ -78,10 +95,12 @@ ROTATED = layer_ops(lambda contract: contract.test_rotate_and_store(torch.float3
 MULTIPLIED = layer_ops(lambda contract: contract.test_swiglu(torch.float32, 5, 123))
 MOVED = layer_ops(lambda contract: contract.test_blocks_are_moved_whole(torch.bfloat16, (2, 80)))
 DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_processor(1016))
+ADAPTED = lora(lambda contract: contract.test_sizes(torch.float32, 100, (70, 33), (9, 16)))
 CHECKS = {
     "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "seven": SEVEN, "two parts": TWO_PARTS,
     "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
+    "adapted": ADAPTED,
 }  # fmt: skip
 
 DECODE, PREFILL, TILE, STORE = (
@@ -166,6 +185,17 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "a stripe that is not summed": (
         SeededError("block_digests.py", "tl.where(kibibyte == num_whole, rest, 0)", "tl.where(kibibyte == num_whole, 0, 0)"),
         DIGESTED, WRONG),
+    # adapters
+    "tokens of the next slot": (
+        SeededError("lora_products.py", "is_token = (place < end)[:, None]", "is_token = (place < end + 1)[:, None]", 2),
+        ADAPTED, (OutOfBounds, Race, WRONG)),
+    "columns of the next product": (
+        SeededError("lora_products.py", "is_column = (column < tl.multiple_of(tl.load(tile + 2), ALIGN))[None, :]",
+                    "is_column = (column < OUT)[None, :]"), ADAPTED, (Race, WRONG)),
+    "a part of the inputs that is not summed": (
+        SeededError("lora_products.py", "for split in range(SPLITS):", "for split in range(SPLITS - 1):"), ADAPTED, WRONG),
+    "the matrices of another slot": (
+        SeededError("lora_products.py", "b_rows = b + (slot * MAX_RANK", "b_rows = b + ((slot ^ 1) * MAX_RANK"), ADAPTED, WRONG),
 }  # fmt: skip
 FAST = {"a load without its mask", "rows of a tile's end belong to the next tile", "a slot behind the last token"}
 """The part of `make test`."""

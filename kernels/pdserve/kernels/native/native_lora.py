@@ -16,9 +16,11 @@ from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack, tokens_by_slot
 from pdserve.kernels.native.library import LoraCall, LoraTokens, NativeLibrary
-from pdserve.kernels.torch_lora import LONG_CHUNK, LoraChunk, add_chunk, chunks_of
+from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+LONG_CHUNK = 48
+"""Tokens of a chunk from which on a matrix product in torch takes less time (docs/performance.md)."""
 
 
 def unsupported_lora(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack, tokens_by_slot
-from pdserve.kernels.torch_lora import LONG_CHUNK, LoraChunk, add_chunk, chunks_of
+from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
 from pdserve.kernels.triton.lora_products import add_lora, column_tiles
+
+LONG_CHUNK = 16
+"""Tokens of a chunk from which on a matrix product in torch is taken; not measured."""
 
 
 class TritonLoraOps:
