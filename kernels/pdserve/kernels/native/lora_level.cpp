@@ -38,6 +38,34 @@ inline void multiply(const Number* const* x, const Number* a, int64_t size, floa
     }
 }
 
+#if defined(__AVX512BF16__)
+// Pairs of numbers are multiplied and summed in one instruction, without a conversion.
+template <int N, int R>
+inline void multiply(const BFloat* const* x, const BFloat* a, int64_t size, float* const* to) {
+  __m512 sums[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
+  int64_t place = 0;
+  for (; place + 32 <= size; place += 32) {
+    __m512bh values[N];
+    for (int n = 0; n < N; ++n) values[n] = (__m512bh)_mm512_loadu_si512(x[n] + place);
+    for (int r = 0; r < R; ++r) {
+      const __m512bh row = (__m512bh)_mm512_loadu_si512(a + r * size + place);
+      for (int n = 0; n < N; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], row, values[n]);
+    }
+  }
+  if (place < size) {
+    const __mmask32 rest = (1u << (size - place)) - 1;
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n)
+        sums[r][n] = _mm512_dpbf16_ps(sums[r][n], (__m512bh)_mm512_maskz_loadu_epi16(rest, a + r * size + place),
+                                      (__m512bh)_mm512_maskz_loadu_epi16(rest, x[n] + place));
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) to[n][r] = _mm512_reduce_add_ps(sums[r][n]);
+}
+#endif
+
 template <int N, class Number>
 OUTSIDE void shrink_tokens(const LoraCall& call, int64_t first, int64_t slot, int64_t row, int64_t end) {
   const int64_t all_rows = call.num_products * call.max_rank;
@@ -86,7 +114,76 @@ inline void add_number(Number* const* y, const float* const* weights, const Numb
   }
 }
 
-// Columns [from, from + size) of N tokens: all of `VECTORS` vectors, of one vector, or single ones.
+// `size` columns: VECTORS vectors, one, or a single number.
+template <int N, class Number>
+inline void add_block(Number* const* y, const float* const* weights, const Number* b, int64_t stride, int64_t rank,
+                      int64_t size) {
+  if (size == VECTORS * WIDTH) {
+    add_vectors<N, VECTORS>(y, weights, b, stride, rank);
+  } else if (size == WIDTH) {
+    add_vectors<N, 1>(y, weights, b, stride, rank);
+  } else {
+    add_number<N>(y, weights, b, stride, rank);
+  }
+}
+
+#if defined(__AVX512BF16__)
+// H blocks of 32 columns, of the last one those `here`. Weights are rounded to bfloat16, and two rows of B multiplied at once.
+template <int N, int H>
+inline void add_pairs(BFloat* const* y, const float* const* weights, const BFloat* b, int64_t stride, int64_t rank,
+                      __mmask32 here) {
+  alignas(64) uint32_t pairs[N][MAX_RANK / 2];
+  for (int n = 0; n < N; ++n)
+    for (int64_t r = 0; r < rank; r += 16) {
+      const __mmask16 some = rank - r >= 16 ? 0xffff : (1u << (rank - r)) - 1;
+      const __m256bh halves = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, weights[n] + r));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs[n] + r / 2), (__m256i)halves);
+    }
+  __m512 low[N][H], high[N][H];
+  for (int n = 0; n < N; ++n)
+    for (int h = 0; h < H; ++h) low[n][h] = high[n][h] = _mm512_setzero_ps();
+  for (int64_t r = 0; r < rank; r += 2) {
+    const BFloat* first = b + r * stride;
+    const BFloat* second = r + 1 < rank ? first + stride : first;  // with a weight of 0
+    for (int h = 0; h < H; ++h) {
+      __builtin_prefetch(first + AHEAD + 32 * h, 0, 3);
+      __builtin_prefetch(second + AHEAD + 32 * h, 0, 3);
+      const __m512i one = _mm512_maskz_loadu_epi16(here, first + 32 * h);
+      const __m512i other = _mm512_maskz_loadu_epi16(here, second + 32 * h);
+      const __m512bh lows = (__m512bh)_mm512_unpacklo_epi16(one, other);
+      const __m512bh highs = (__m512bh)_mm512_unpackhi_epi16(one, other);
+      for (int n = 0; n < N; ++n) {
+        const __m512bh weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[n][r / 2]));
+        low[n][h] = _mm512_dpbf16_ps(low[n][h], lows, weight);
+        high[n][h] = _mm512_dpbf16_ps(high[n][h], highs, weight);
+      }
+    }
+  }
+  // each half of low and high has 4 of 8 adjacent columns
+  const __m512i first_half = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i second_half = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int n = 0; n < N; ++n)
+    for (int h = 0; h < H; ++h) {
+      alignas(64) BFloat held[32];
+      _mm512_store_si512(held, _mm512_maskz_loadu_epi16(here, y[n] + 32 * h));
+      store(held, load(held) + (Floats)_mm512_permutex2var_ps(low[n][h], first_half, high[n][h]));
+      store(held + 16, load(held + 16) + (Floats)_mm512_permutex2var_ps(low[n][h], second_half, high[n][h]));
+      _mm512_mask_storeu_epi16(y[n] + 32 * h, here, _mm512_load_si512(held));
+    }
+}
+
+template <int N>
+inline void add_block(BFloat* const* y, const float* const* weights, const BFloat* b, int64_t stride, int64_t rank,
+                      int64_t size) {
+  if (size == VECTORS * WIDTH) {
+    add_pairs<N, 2>(y, weights, b, stride, rank, ~0u);
+  } else {
+    add_pairs<N, 1>(y, weights, b, stride, rank, (1u << size) - 1);
+  }
+}
+#endif
+
+// Columns [from, from + size) of N tokens.
 template <int N, class Number>
 OUTSIDE void add_tokens(const LoraCall& call, int64_t first, int64_t slot, int64_t product, int64_t from, int64_t size) {
   const int64_t all_rows = call.num_products * call.max_rank, rank = call.ranks[slot * call.num_products + product];
@@ -97,13 +194,7 @@ OUTSIDE void add_tokens(const LoraCall& call, int64_t first, int64_t slot, int64
     weights[n] = call.shrunk + (first + n) * all_rows + product * call.max_rank;
   }
   const Number* b = static_cast<const Number*>(call.b) + slot * call.max_rank * call.out_size + from;
-  if (size == VECTORS * WIDTH) {
-    add_vectors<N, VECTORS>(y, weights, b, call.out_size, rank);
-  } else if (size == WIDTH) {
-    add_vectors<N, 1>(y, weights, b, call.out_size, rank);
-  } else {
-    add_number<N>(y, weights, b, call.out_size, rank);
-  }
+  add_block<N>(y, weights, b, call.out_size, rank, size);
 }
 
 #define FOR_TOKENS(function, ...)              \

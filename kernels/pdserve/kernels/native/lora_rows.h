@@ -32,6 +32,8 @@ struct LoraCall {
 
 // Rows of a, and columns of b, that one call takes at most.
 constexpr int64_t SHRUNK_ROWS = 8, ADDED_COLUMNS = 512;
+// Largest max_rank.
+constexpr int64_t MAX_RANK = 512;
 
 // A compiled level: the same source for one instruction set.
 struct LoraLevel {

@@ -19,6 +19,7 @@ from pdserve.kernels.native.library import LoraCall, LoraTokens, NativeLibrary
 from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MAX_RANK = 512
 LONG_CHUNK = 48
 """Tokens of a chunk from which on a matrix product in torch takes less time (docs/performance.md)."""
 
@@ -97,6 +98,8 @@ class NativeLoraLayer:
         """Raises: ValueError for weights that C++ cannot read."""
         if reason := unsupported_lora(stack.a.dtype, stack.a.device):
             raise ValueError(f"LoRA in C++: {reason}")
+        if stack.max_rank > _MAX_RANK:
+            raise ValueError(f"LoRA in C++: max_rank is {stack.max_rank}, at most {_MAX_RANK}")
         self._ops = ops
         self._stack = stack
         self._ends = np.array(stack.ends, np.int64)
