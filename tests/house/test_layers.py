@@ -42,7 +42,7 @@ FLOORS = {
          "request", "scheduler_output", "socket_frames"},
     ),
     "models": (
-        {"loading", "lora"}, {"decoder", "read_config"}, {"registry"}, {"families"}, {"config"}, {"layers"}, {"weights"},
+        {"loading", "lora"}, {"decoder", "read_config"}, {"registry"}, {"families", "vision"}, {"config"}, {"layers"}, {"weights"},
         {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
     ),
     "kv_transfer": (
@@ -57,7 +57,8 @@ FLOORS = {
          "step_totals"},
     ),
     "common": (
-        {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"}, {"block_hash", "worker_identity"}, {"security"},
+        {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},
+        {"block_hash", "image_processor_config", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
         {"device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes", "protocol",
          "rate_limited_log", "tasks", "timeline"},

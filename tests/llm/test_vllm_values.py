@@ -21,7 +21,7 @@ def test_each_form_of_a_prompt(llm: LLM) -> None:
     prompts = [TEXT, token_ids, TextPrompt(prompt=TEXT), TokensPrompt(prompt_token_ids=token_ids), {"prompt": TEXT}]
     answers = [llm.generate(prompt, greedy(), use_tqdm=False)[0] for prompt in prompts]  # type: ignore[arg-type]
     assert all(answer.outputs == answers[0].outputs for answer in answers)
-    for key in ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds"):
+    for key in ("mm_processor_kwargs", "prompt_embeds"):
         with pytest.raises(InvalidRequest, match=f"this one has .*'{key}'"):
             llm.generate({"prompt": TEXT, key: {}}, greedy(), use_tqdm=False)  # type: ignore[arg-type]
 

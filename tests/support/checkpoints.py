@@ -155,7 +155,8 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 @cache
-def _tokenizer() -> str:
+def tiny_tokenizer() -> str:
+    """The tokenizer of all checkpoints, as the text of tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,7 +173,7 @@ def _tokenizer() -> str:
 def save_tokenizer(folder: Path) -> None:
     """Write the tokenizer of all these checkpoints into `folder`."""
     PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_tokenizer()),
+        tokenizer_object=Tokenizer.from_str(tiny_tokenizer()),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,

@@ -17,6 +17,7 @@ from pdserve.common.request.engine_types import (
     LogprobsLists,
     StreamingUpdate,
 )
+from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.engine.config import EngineConfig
@@ -166,7 +167,7 @@ class Harness:
             sampling_params=SamplingParams(**given),
             eos_token_ids=eos,
             output_token_ids=list(output),
-            block_hashes=self.hasher.extend(root, [*prompt, *output]),
+            block_hashes=self.hasher.extend(root, [*prompt, *output], hashed_spans(fields.get("mm_features", ()))),
             hash_root=root,
             **fields,
         )
@@ -264,12 +265,14 @@ def harnesses() -> Iterator[list[Harness]]:
 def make_engine(harnesses: list[Harness]) -> MakeEngine:
     """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given."""
 
-    def make(processors: Any = None, grammars: GrammarCompiler | None = None, **fields: Any) -> Harness:
+    def make(
+        processors: Any = None, grammars: GrammarCompiler | None = None, model: HashModel | None = None, **fields: Any
+    ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
         fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
         config = EngineConfig(**fields)
         cache = make_hash_cache(config.num_blocks, config.block_size)
-        harness = Harness(config, HashModel(), cache, VOCAB_SIZE, grammars, processors)
+        harness = Harness(config, model or HashModel(), cache, VOCAB_SIZE, grammars, processors)
         harnesses.append(harness)
         return harness
 

@@ -84,5 +84,6 @@ def _measure(architecture: str, family: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     disable_progress_bar()
-    record = {family.model_type: _measure(name, family.model_type) for name, family in sorted(FAMILIES.items())}
+    families = {family.model_type: name for name, family in sorted(FAMILIES.items()) if not family.has_images}
+    record = {model_type: _measure(name, model_type) for model_type, name in families.items()}
     RECORD.write_text(json.dumps(record, indent=2) + "\n")

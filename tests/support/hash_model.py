@@ -58,7 +58,12 @@ def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
 def next_logits(token_ids: Sequence[int]) -> NDArray[np.float32]:
     """`[V]`: what a correct engine sees after these tokens."""
     ids = np.asarray(token_ids, dtype=np.int64)
-    logits: NDArray[np.float32] = _logits(_hashes(_stored(ids, np.arange(len(ids))))[-1:])[0]
+    return logits_of(ids, np.arange(len(ids)))
+
+
+def logits_of(contents: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """`[V]`: the same for tokens with these contents and positions, `[T]` each."""
+    logits: NDArray[np.float32] = _logits(_hashes(_stored(contents, positions))[-1:])[0]
     return logits
 
 

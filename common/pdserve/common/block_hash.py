@@ -1,11 +1,12 @@
 """Keyed chained hashes of full token blocks, and the digest of a whole request.
 
     root   = H16(version, model fingerprint, LoRA, cache_salt, tenant, prompt embeddings)
-    h_i    = H24(h_{i-1} || tokens_i as u32 little endian)                        full blocks only
+    h_i    = H24(h_{i-1} || tokens_i as u32 little endian || images_i)            full blocks only
     digest = H16("digest" || h_last or root || tokens after it || extras)        covers the tail and short prompts
 
 with Hn = blake2b of n bytes under a sub-key of the deployment key: equal across processes and machines that share the
-key, and no token can be read back by anyone who does not have it.
+key, and no token can be read back by anyone who does not have it. images_i is empty for text; else, for each image that has
+tokens in the block, its identifier and its first token's place, relative to the block.
 
 The last 8 bytes of a block's hash are published for placement (`placement_hash`), in watches and in Redis. The first 16
 never leave a process: they are independent of the last 8, and without them nothing names a block in a prefix cache.
@@ -17,6 +18,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pdserve.common.security.deployment_key import BLOCK_HASHES, DeploymentKey
 
@@ -26,6 +28,15 @@ PLACEMENT_HASH_BYTES = 8
 DIGEST_BYTES = 16
 """Bytes of a root, and of a request digest."""
 _VERSION = b"pdserve.block.v1"
+
+
+class HashedSpan(NamedTuple):
+    """Tokens whose content is not their ids alone: those of an image."""
+
+    start: int
+    """Relative to the hashed tokens; negative if it begins before them."""
+    end: int
+    identifier: bytes
 
 
 class BlockHasher:
@@ -57,15 +68,28 @@ class BlockHasher:
         # each part under its length, so that no two tuples read alike
         return self._digest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
 
-    def extend(self, previous: bytes, token_ids: Sequence[int]) -> list[bytes]:
+    def extend(self, previous: bytes, token_ids: Sequence[int], spans: Sequence[HashedSpan] = ()) -> list[bytes]:
         """Hashes of the full blocks of `token_ids`, the first chained to `previous`; a partial tail has none."""
         size, key, blake2b = self.block_size * 4, self._key, hashlib.blake2b
         data = token_bytes(token_ids)
         hashes = []
         for start in range(0, len(data) - size + 1, size):
-            previous = blake2b(previous + data[start : start + size], key=key, digest_size=BLOCK_HASH_BYTES).digest()
+            block = previous + data[start : start + size]
+            if spans:
+                block += self._images_of_block(start // 4, spans)
+            previous = blake2b(block, key=key, digest_size=BLOCK_HASH_BYTES).digest()
             hashes.append(previous)
         return hashes
+
+    def _images_of_block(self, first: int, spans: Sequence[HashedSpan]) -> bytes:
+        """first: the block's first token."""
+        return b"".join(
+            len(span.identifier).to_bytes(4, "little")
+            + span.identifier
+            + (span.start - first).to_bytes(8, "little", signed=True)
+            for span in spans
+            if span.start < first + self.block_size and span.end > first
+        )
 
     def request_digest(
         self, root: bytes, block_hashes: Sequence[bytes], token_ids: Sequence[int], extras: bytes = b""

@@ -10,6 +10,27 @@ from pdserve.common.settings.speculative_config import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The encoder of a model with images, by vLLM's names."""
+
+    image_token_id: int
+    """Stands once per token of an image."""
+    patch_size: int
+    """Pixels of a patch's side."""
+    merge_size: int
+    """Patches of a side that become one token."""
+    max_num_encoder_input_tokens: int
+    """Tokens of images that a step encodes, at most; no image has more."""
+    encoder_cache_size: int
+    """Tokens of images whose encoder outputs are kept; no image has more."""
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Tokens of one image, at most."""
+        return min(self.max_num_encoder_input_tokens, self.encoder_cache_size)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine. An engine has no prefill or decode mode: roles differ only in these values."""
 
@@ -55,6 +76,8 @@ class EngineConfig:
     """With the field before: when `StepProfile` writes lines of the log."""
     speculative_config: SpeculativeConfig | None = None
     """How tokens are drafted; None: not at all."""
+    encoder: EncoderConfig | None = None
+    """None for a model without images."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8

@@ -87,6 +87,7 @@ class EngineCore:
             enable_prompt_embeds=config.enable_prompt_embeds,
             has_grammars=self.scheduler.grammars.is_possible,
             logits_processors=logits_processors or LogitsProcessors(),
+            encoder=config.encoder,
             knows_adapter=None if adapters is None else adapters.has,
         )
         self._ahead: StepInFlight | None = None

@@ -18,3 +18,5 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     max_num_seqs: int
     num_labels: int = 0
     """Labels of the classification head; 0: the model generates."""
+    image_token_id: int | None = None
+    """Stands once per image in a prompt; None for a model that takes text alone."""

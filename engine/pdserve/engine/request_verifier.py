@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.multimodal import verify_features
 from pdserve.common.request.pooling_params import verify_generates
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import MAX_SEQUENCES, SamplingParams, verify_token_ids
+from pdserve.engine.config import EncoderConfig
 from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 
@@ -32,6 +34,8 @@ class RequestVerifier:
     """False without a tokenizer: requests with `structured_outputs` are refused."""
     logits_processors: LogitsProcessors
     """The plug-ins that requests may name."""
+    encoder: EncoderConfig | None = None
+    """None for a model without images."""
     knows_adapter: Callable[[str], bool] | None = None
     """True for the fingerprint of an adapter that requests may name; None without `enable_lora`."""
 
@@ -59,6 +63,7 @@ class RequestVerifier:
                 "prompt_token_ids",
             )
         verify_token_ids("prompt_token_ids", request.prompt_token_ids, self.vocab_size)
+        self._verify_images(request)
         if request.n > self.max_num_seqs and not request.transfer_source:
             raise InvalidRequest(
                 f"n is {request.n}, at most {self.max_num_seqs} sequences run here at a time (max_num_seqs)", "n"
@@ -96,6 +101,20 @@ class RequestVerifier:
                 f"lora_request names {request.lora_name[:128]!r} with the fingerprint {fingerprint[:32]}, which is not known here",
                 "lora_request",
             )
+
+    def _verify_images(self, request: EngineCoreRequest) -> None:
+        if not request.mm_features:
+            return
+        if self.encoder is None:
+            raise InvalidRequest("multi_modal_data is given, and this model takes text alone", "multi_modal_data")
+        verify_features(
+            request.mm_features,
+            request.prompt_token_ids,
+            image_token_id=self.encoder.image_token_id,
+            patch_size=self.encoder.patch_size,
+            merge_size=self.encoder.merge_size,
+            max_tokens=self.encoder.max_image_tokens,
+        )
 
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit."""

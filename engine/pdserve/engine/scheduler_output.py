@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest, PdServeError, from_code
 from pdserve.common.request.engine_types import LogprobsLists, ModelRunnerStats
+from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     collects_prompt_logprobs: bool = False
     num_speculative_tokens: int = 0
     """Tokens to draft after each step, at most."""
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Images of the prompt."""
 
 
 class CachedRequestData(msgspec.Struct):
@@ -76,6 +79,10 @@ class SchedulerOutput(msgspec.Struct):
     block_copies: list[list[tuple[int, int]]] = []
     """(from, to) block ids, per KV cache group: copied before the step computes, for sequences that begin within a block;
     empty when there are none."""
+    scheduled_encoder_inputs: list[MultiModalFeatureSpec] = []
+    """Images to encode before the step computes; the output is kept by its identifier."""
+    free_encoder_mm_hashes: list[str] = []
+    """Identifiers of outputs to drop before that."""
     lora_loads: list[LoraLoad] = []
     kv_stores: list[list[tuple[int, int]]] = []
     """(block id, slot of the host-memory tier), per KV cache group: copied before anything else of the step, and before `kv_loads`;

@@ -16,6 +16,15 @@ def rotary_phases(positions: Tensor, inverse_frequencies: Tensor, magnitude: Ten
     return torch.polar(magnitude, positions.view(-1, 1, 1) * inverse_frequencies)
 
 
+def mrope_phases(positions: Tensor, axes: Tensor, inverse_frequencies: Tensor, magnitude: Tensor) -> Tensor:
+    """`phases[t, 0, j] = magnitude[j] * exp(i * positions[axes[j], t] * inverse_frequencies[j])`.
+
+    positions `[3, T]` int64, axes `[D / 2]` int64, the others as in `rotary_phases` -> `[T, 1, D / 2]` complex64.
+    """
+    of_pairs = positions.index_select(0, axes).T.unsqueeze(1)
+    return torch.polar(magnitude.expand_as(of_pairs), of_pairs * inverse_frequencies)
+
+
 def rotate_heads(x: Tensor, phases: Tensor) -> None:
     """`x[t, h, 2j] + i x[t, h, 2j + 1] *= phases[t, 0, j]`, in place and in float32.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
 from pdserve.engine.clients.inproc_client import InprocClient
 from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
@@ -17,6 +18,7 @@ from pdserve.engine.stats.stat_logger import StatLoggerFactory, load_stat_logger
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.llm.engine_options import EngineOptions, max_logprobs, worker_settings
 from pdserve.llm.logits_callables import CallerLogitsProcessors
+from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 
@@ -51,7 +53,10 @@ class LocalEngine:
             else InprocClient(LoadedEngine(folder, settings, self.logits_processors))
         )
         self.info = self.client.info
+        self.images = None
         try:
+            if self.info.image_token_id is not None:
+                self.images = ImageProcessor(ImageProcessorConfig.read(folder))
             self.max_logprobs = max_logprobs(options, self.info.vocab_size)
         except ConfigError:
             self.client.close()

@@ -13,18 +13,28 @@ from torch import Tensor
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
+from pdserve.text.images.image_processor import FIELD
 from pdserve.text.prompt import ChatInput, EmbedsInput, Prompt, TextInput, TokenInput, Truncation
+
+
+class MultiModalData(TypedDict, total=False):
+    """Images of a prompt."""
+
+    image: Any
+    """A `PIL.Image.Image`, an array `[H, W, 3]` of uint8, or a list of these: one for each image token of the prompt."""
 
 
 class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     """Prompts share cached blocks only with those of the same salt."""
+    multi_modal_data: NotRequired[MultiModalData]
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[MultiModalData]
 
 
 class EmbedsPrompt(TypedDict):
@@ -66,6 +76,8 @@ class PromptWithSalt(NamedTuple):
     """The caller's name of the argument, for error messages."""
     cache_salt: str | None = None
     truncation: Truncation | None = None
+    images: tuple[object, ...] = ()
+    """Images in the order of their places, as the caller gave them."""
 
     def tokenized_with(self, options: TokenizationKwargs | None) -> PromptWithSalt:
         """This prompt with options. Raises: InvalidRequest naming the option."""
@@ -176,11 +188,11 @@ def one_of_both(prompt: object, prompt_token_ids: object, field: str = "prompt")
 
 
 def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:
-    unknown = prompt.keys() - {*_PROMPT_KEYS, "cache_salt"}
+    unknown = prompt.keys() - {*_PROMPT_KEYS, "cache_salt", "multi_modal_data"}
     if unknown or sum(key in prompt for key in _PROMPT_KEYS) != 1:
         raise InvalidRequest(
-            "a prompt's dict must have one of 'prompt', 'prompt_token_ids' and 'prompt_embeds', and may have 'cache_salt'; "
-            f"this one has {sorted(map(str, prompt))}",
+            "a prompt's dict must have one of 'prompt', 'prompt_token_ids' and 'prompt_embeds', and may have "
+            f"'cache_salt' and 'multi_modal_data'; this one has {sorted(map(str, prompt))}",
             "prompt",
         )
     salt = prompt.get("cache_salt")
@@ -188,12 +200,29 @@ def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:
         raise InvalidRequest(f"cache_salt must be a string, not {type(salt).__name__}", "cache_salt")
     if "prompt_token_ids" in prompt:
         token_ids = _token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
-        return PromptWithSalt(TokenInput(token_ids), "prompt_token_ids", salt or None)
+        known = PromptWithSalt(TokenInput(token_ids), "prompt_token_ids", salt or None)
+        return known._replace(images=_images(prompt.get("multi_modal_data")))
     if "prompt_embeds" in prompt:
+        if prompt.get("multi_modal_data") is not None:
+            raise InvalidRequest("multi_modal_data is given, and the prompt is embeddings", FIELD)
         return PromptWithSalt(EmbedsInput(_embeds(prompt["prompt_embeds"])), "prompt_embeds", salt or None)
     if not isinstance(prompt["prompt"], str):
         raise InvalidRequest(f"prompt must be a string, not {type(prompt['prompt']).__name__}", "prompt")
-    return PromptWithSalt(TextInput(prompt["prompt"]), "prompt", salt or None)
+    known = PromptWithSalt(TextInput(prompt["prompt"]), "prompt", salt or None)
+    return known._replace(images=_images(prompt.get("multi_modal_data")))
+
+
+def _images(data: object) -> tuple[object, ...]:
+    """Raises: InvalidRequest."""
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        shown = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise InvalidRequest(f"multi_modal_data must be a dict with 'image', not {shown}", FIELD)
+    images = data.get("image")
+    if images is None:
+        return ()
+    return tuple(images) if isinstance(images, list | tuple) else (images,)
 
 
 def _embeds(value: object) -> PromptEmbeds:

@@ -14,6 +14,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.pooling_params import PoolingParams, PoolingTask, verify_generates
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
@@ -27,6 +28,7 @@ from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import for_engines
+from pdserve.text.images.placeholders import with_images
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.prompt import (
     EmbedsInput,
@@ -63,6 +65,8 @@ class RequestFactory:
         """Labels of the model's classification head; 0: it has none, and generates."""
         self._enable_prompt_embeds = engine.settings.enable_prompt_embeds
         self._scheduling_policy = engine.settings.scheduling_policy
+        self._images = engine.images
+        self._image_token_id = engine.info.image_token_id
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -122,6 +126,7 @@ class RequestFactory:
 
         The length of all turns together is the engine's to check. Raises: as `validate`.
         """
+        _verify_without_images(prompt, "a session")
         if is_later and isinstance(prompt.prompt, TextInput):
             prompt = prompt._replace(prompt=msgspec.structs.replace(prompt.prompt, add_special_tokens=False))
         if isinstance(prompt.prompt, EmbedsInput):
@@ -170,6 +175,7 @@ class RequestFactory:
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         params = PoolingParams() if pooling_params is None else checked(pooling_params, PoolingParams, "pooling_params")
+        _verify_without_images(prompt, "an embedding")
         if task is not None and params.task not in (None, task):
             raise InvalidRequest(
                 f"pooling_params.task is {params.task!r}, and the call is for {task!r}", "pooling_params"
@@ -207,10 +213,25 @@ class RequestFactory:
             self._tokenizer, prompt.prompt, prompt.field, length_rule, truncates=truncation is not None
         )
         if truncation is not None:
+            if prompt.images:
+                raise InvalidRequest(
+                    "truncate_prompt_tokens is given, and the prompt has images", "truncate_prompt_tokens"
+                )
             encoded = encoded._replace(token_ids=truncation.apply(encoded.token_ids, length_rule, max_tokens))
         verify_prompt_tokens(self._tokenizer, prompt.prompt, encoded.token_ids, self._vocab_size, prompt.field)
         verify_cache_salt(prompt.cache_salt)
-        return encoded
+        return self._with_images(encoded, prompt)
+
+    def _with_images(self, encoded: EncodedPrompt, prompt: PromptWithSalt) -> EncodedPrompt:
+        if self._images is None or self._image_token_id is None:
+            if prompt.images:
+                raise InvalidRequest("multi_modal_data is given, and this model takes text alone", "multi_modal_data")
+            return encoded
+        images = [
+            self._images.process(image, f"multi_modal_data.image[{place}]") for place, image in enumerate(prompt.images)
+        ]
+        token_ids, features = with_images(encoded.token_ids, images, self._image_token_id, prompt.field)
+        return encoded._replace(token_ids=token_ids, features=tuple(features))
 
     def _valid(
         self,
@@ -229,8 +250,9 @@ class RequestFactory:
             # a drafter would take the placeholders for the prompt
             given |= {"prompt_embeds": prompt.prompt.embeds, "speculative_tokens": 0}
         request = GenerationRequest(
-            prompt_token_ids=encoded.token_ids, cache_salt=prompt.cache_salt, **given, **lora, **params
-        )
+            prompt_token_ids=encoded.token_ids, mm_features=list(encoded.features), cache_salt=prompt.cache_salt,
+            **given, **lora, **params,
+        )  # fmt: skip
         request.verify_client()
         if request.priority and self._scheduling_policy == "fcfs":
             raise InvalidRequest(
@@ -343,11 +365,17 @@ class RequestFactory:
         root = self._hasher.root(
             self._model_fingerprint, request.cache_salt, request.lora_fingerprint, embeds_digest=request.embeds_digest
         )
-        block_hashes = self._hasher.extend(root, carried["prompt_token_ids"])
+        block_hashes = self._hasher.extend(root, carried["prompt_token_ids"], hashed_spans(request.mm_features))
         carried |= {"request_id": f"{stem}.0", "hash_root": root}
         return EngineCoreRequest(
             **carried, sequence_stem=stem, arrival_time=time.monotonic(), block_hashes=block_hashes
         )
+
+
+def _verify_without_images(prompt: PromptWithSalt, kind: str) -> None:
+    """Raises: InvalidRequest."""
+    if prompt.images:
+        raise InvalidRequest(f"multi_modal_data is given, and the prompt of {kind} has no images", "multi_modal_data")
 
 
 def checked(params: object, kind: type[P], name: str) -> P:

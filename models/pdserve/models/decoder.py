@@ -10,13 +10,14 @@ from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.kernels.rotary import rotary_phases
+from pdserve.kernels.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.model_inputs import ModelInputs
+from pdserve.models.vision.vision_tower import VisionTower
 
 Embedding = Callable[[Tensor], Tensor]
 """`[T]` int64 token ids -> `[T, H]`."""
@@ -39,13 +40,22 @@ class _Rotation(NamedTuple):
 
     inverse_frequencies: Tensor
     magnitude: Tensor
+    axes: Tensor | None = None
+    """`[D / 2]` int64: the axis of each pair, of a model whose positions may have three."""
 
     @classmethod
     def of(cls, rope: RopeParameters | None, head_dim: int, device: torch.device) -> _Rotation:
         """rope None: every number is rotated by 0, which changes no bit."""
         if rope is None:
             return cls(torch.zeros(head_dim // 2, device=device), torch.ones(head_dim // 2, device=device))
-        return cls(rope.inverse_frequencies(head_dim).to(device), rope.magnitudes(head_dim).to(device))
+        axes = None if rope.mrope is None else rope.mrope.axes().to(device)
+        return cls(rope.inverse_frequencies(head_dim).to(device), rope.magnitudes(head_dim).to(device), axes)
+
+    def phases(self, positions: Tensor) -> Tensor:
+        """`[T]` or `[3, T]` -> `[T, 1, D / 2]`"""
+        if self.axes is None or positions.ndim == 1:
+            return rotary_phases(positions, self.inverse_frequencies, self.magnitude)
+        return mrope_phases(positions, self.axes, self.inverse_frequencies, self.magnitude)
 
 
 class Decoder:
@@ -62,8 +72,10 @@ class Decoder:
         final_norm: RmsNorm,
         lm_head: OutputHead | None,
         classifier: ClassificationHead | None = None,
+        vision_tower: VisionTower | None = None,
     ) -> None:
-        """lm_head: None with a classifier, which takes its place."""
+        """lm_head: None with a classifier, which takes its place. vision_tower: of a model with images."""
+        self.vision_tower = vision_tower
         self.config = config
         self.classifier = classifier
         """None: the model generates."""
@@ -105,7 +117,8 @@ class Decoder:
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> Decoder:
         """The same decoder with other layers."""
-        return Decoder(self.config, self._embedding, layers, self._final_norm, self._lm_head, self.classifier)
+        head, tower = self._lm_head, self.vision_tower
+        return Decoder(self.config, self._embedding, layers, self._final_norm, head, self.classifier, tower)
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`."""
@@ -117,15 +130,21 @@ class Decoder:
         Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
         """
         plans = [inputs.plans[spec] for spec in self._specs]
-        phases = [rotary_phases(inputs.positions, *rotation) for rotation in self._ropes]
+        phases = [rotation.phases(inputs.positions) for rotation in self._ropes]
         residual = inputs.embedded(self.embed_input_ids)
         first_norm = self._norms[0]
         x = residual if first_norm is None else first_norm(residual)
         kinds = zip(self._spec_indices, self._rope_indices, strict=True)
+        deepstack = iter(inputs.deepstack)
         for layer, next_norm, (spec, rope) in zip(self._layers, self._norms[1:], kinds, strict=True):
             if inputs.before_layer is not None:
                 inputs.before_layer()
-            residual, x = layer.forward(residual, x, next_norm, phases[rope], plans[spec], inputs.ops)
+            added = next(deepstack, None)
+            norm = next_norm if added is None else None
+            residual, x = layer.forward(residual, x, norm, phases[rope], plans[spec], inputs.ops)
+            if added is not None and inputs.deepstack_rows is not None:
+                residual = residual.index_add(0, inputs.deepstack_rows, added)
+                x = residual if next_norm is None else next_norm(residual)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.kernels.linear import make_linear
 from pdserve.kernels.parallel_linear import ParallelLMHead, VocabParallelEmbedding
 from pdserve.models.config.model_config import ModelConfig
@@ -17,8 +18,9 @@ from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.read_config import read_config
-from pdserve.models.weights.body_weights import BodyWeights
-from pdserve.models.weights.checkpoint import FLOATS, WeightSource, open_checkpoint
+from pdserve.models.vision.vision_tower import load_vision_tower
+from pdserve.models.weights.body_weights import BodyWeights, ImageModelWeights
+from pdserve.models.weights.checkpoint import FLOATS, Checkpoint, WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
@@ -65,8 +67,14 @@ def load_decoder(
             _decoder(config, shapes, "meta", quantization, WHOLE, None)
             return _decoder(config, shapes.on_device(device), device, quantization, shard, progress)
         with open_checkpoint(folder) as checkpoint:
-            source = BodyWeights(checkpoint) if config.is_body else checkpoint
-            return _decoder(config, source, device, quantization, shard, progress)
+            return _decoder(config, _source(config, checkpoint), device, quantization, shard, progress)
+
+
+def _source(config: ModelConfig, checkpoint: Checkpoint) -> WeightSource:
+    """The checkpoint, under the names of a text model's weights."""
+    if config.vision is not None:
+        return ImageModelWeights(checkpoint)
+    return BodyWeights(checkpoint) if config.is_body else checkpoint
 
 
 def _decoder(
@@ -101,11 +109,14 @@ def _decoder(
     else:
         weight = weights.tensor(family.classifier_name, config.classifier.num_labels, hidden)
         classifier = ClassificationHead(weight, config.classifier.activation)
+    tower = None
+    if config.vision is not None:
+        tower = load_vision_tower(weights, config.vision, ImageProcessorConfig.read(checkpoint.folder), device)
     weights.check_all_read()
     scale = family.embedding_scale(embedding.dtype)
     if (group := shard.group) is None:
         embed = scaled_embedding(embedding_table(embedding), scale)
-        return Decoder(config, embed, layers, final_norm, lm_head, classifier)
+        return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower)
     embed = scaled_embedding(VocabParallelEmbedding(embedding, group), scale)
     parallel_head = None if lm_head is None else ParallelLMHead(lm_head, group)
     return Decoder(config, embed, layers, final_norm, parallel_head, classifier)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,10 +32,14 @@ class ModelInputs:
     """Called before each layer, so that a caller can distinguish a long step from one that hangs."""
     ops: LayerOps = _TORCH_OPS
     """Computes what lies between matrix products and attention."""
+    deepstack: Sequence[Tensor] = ()
+    """`[I, H]` each: added to the rows `deepstack_rows` of the residual stream after the first layers."""
+    deepstack_rows: Tensor | None = None
+    """`[I]` int64."""
 
     @property
     def positions(self) -> Tensor:
-        """`[T]` int64."""
+        """`[T]` or `[3, T]` int64."""
         return self.batch.positions
 
     def embedded(self, embed: Callable[[Tensor], Tensor]) -> Tensor:

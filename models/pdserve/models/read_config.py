@@ -8,6 +8,7 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.vision_config import VisionConfig, language_config
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import BODIES, CLASSIFIERS, FAMILIES
@@ -29,7 +30,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
-    config = JsonObject.read(folder / "config.json")
+    config = language_config(JsonObject.read(folder / "config.json"))
     named, architecture = _architecture(config)
     family = FAMILIES[architecture]
     stored_quantization = None if family.unpacks(config) else StoredQuantization.read(config)
@@ -53,6 +54,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     eos_token_ids, bos_token_id = _special_tokens(folder, config, vocab_size)
     local_rope = family.read_local_rope(config, head_dim, max_positions)
     ropes = [rope] if local_rope is None else [rope, local_rope]
+    vision = VisionConfig.read(config, family.model_type, hidden_size, vocab_size) if family.has_images else None
     return ModelConfig(
         architecture=architecture,
         is_body=named in BODIES,
@@ -76,6 +78,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         unknown_fields=unknown_fields,
         stored_quantization=stored_quantization,
         local_rope=ropes[1].for_length(max_model_len) if ropes[1:] else None,
+        vision=vision,
     )
 
 

@@ -17,8 +17,10 @@ from pdserve.models.families.mixtral import Mixtral
 from pdserve.models.families.olmo2 import Olmo2
 from pdserve.models.families.phi3 import Phi3
 from pdserve.models.families.qwen2 import Qwen2
+from pdserve.models.families.qwen2_5_vl import Qwen2_5_VL
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.families.qwen3_moe import Qwen3Moe
+from pdserve.models.families.qwen3_vl import Qwen3VL
 from pdserve.models.families.seed_oss import SeedOss
 from pdserve.models.families.smollm3 import SmolLM3
 
@@ -35,19 +37,21 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Olmo2ForCausalLM": Olmo2,
     "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2_5_VL,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Qwen3VLForConditionalGeneration": Qwen3VL,
     "SeedOssForCausalLM": SeedOss,
     "SmolLM3ForCausalLM": SmolLM3,
 }
 """The single entry of `architectures` in config.json -> its family."""
-BODIES: Mapping[str, str] = {f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES} | {
-    "Gemma3TextModel": "Gemma3ForCausalLM"
-}
+BODIES: Mapping[str, str] = {
+    f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES if name.endswith("ForCausalLM")
+} | {"Gemma3TextModel": "Gemma3ForCausalLM"}
 """Architectures without a language-model head -> the same with it."""
 CLASSIFIERS: Mapping[str, str] = {
     f"{name.removesuffix('ForCausalLM')}ForSequenceClassification": name
     for name in FAMILIES
-    if name not in ("Gemma3ForCausalLM", "GraniteForCausalLM")
+    if name.endswith("ForCausalLM") and name not in ("Gemma3ForCausalLM", "GraniteForCausalLM")
 } | {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
 """Architectures with a classification head -> the same with a language-model head. transformers has none of Granite."""

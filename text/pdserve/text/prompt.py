@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
+from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -120,6 +121,8 @@ class EncodedPrompt(NamedTuple):
     text: str | None
     """The tokenized text: a text prompt, or the output of the chat template; None for token ids, embeddings and a pair."""
     token_ids: list[int]
+    features: tuple[MultiModalFeatureSpec, ...] = ()
+    """Images of the prompt."""
 
 
 class LengthRule(msgspec.Struct, frozen=True):

@@ -67,6 +67,13 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
         self.verify_embeds_alone()
         if self.resumable and self.prompt_embeds is not None:
             raise InvalidRequest("prompt_embeds is given, and a session's prompt is token ids", "prompt_embeds")
+        if self.mm_features and (self.resumable or self.pooling_params is not None):
+            kind = "a session" if self.resumable else "an embedding"
+            raise InvalidRequest(
+                f"multi_modal_data is given, and the prompt of {kind} has no images", "multi_modal_data"
+            )
+        if self.mm_features and (self.remote_prefill or self.transfer_source):
+            raise InvalidRequest("mm_features is given, and prompts with images are not transferred", "mm_features")
         if self.resumable and self.n > 1:
             raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
 

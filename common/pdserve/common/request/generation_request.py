@@ -10,6 +10,7 @@ import msgspec
 
 from pdserve.common.block_hash import DIGEST_BYTES
 from pdserve.common.errors import InvalidRequest, PromptTooLong
+from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
@@ -143,6 +144,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     """Name of the LoRA adapter; "": the base model alone."""
     lora_fingerprint: str = ""
     """Fingerprint of that adapter's content, which is an input of `hash_root`, too."""
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Images of the prompt, in the order of their places."""
     ignorable: tuple[str, ...] = ()
     """Names of fields that a worker which does not know them may pass over; all others it refuses."""
 
@@ -221,6 +224,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
                 f"request.timeout_s is {self.timeout_s}, above 0 and at most {MAX_TIMEOUT_S:g} is needed", "timeout_s"
             )
         self.verify_client()
+        if self.mm_features:
+            raise InvalidRequest("request.mm_features is given; workers serve no images, `LLM` does", "mm_features")
         verify_lora(self.lora_name, self.lora_fingerprint)
         if len(self.tenant) > MAX_TENANT_BYTES:
             raise InvalidRequest(

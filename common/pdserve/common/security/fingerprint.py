@@ -10,7 +10,7 @@ import xxhash
 from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import FORMAT
 
-_CONFIG_FILES = ("config.json",)
+_CONFIG_FILES = ("config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _CHUNK_BYTES = 16 << 20
 

@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.request.multimodal import hashed_spans
 from pdserve.engine.kv_cache.block_pool import BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.request import Request
 
@@ -220,8 +221,10 @@ class KVCacheManager:
         known = len(request.block_hashes)
         if known < num_blocks:
             previous = request.block_hashes[-1] if known else request.core.hash_root
-            tokens = request.token_ids[known * self.block_size : num_blocks * self.block_size]
-            request.block_hashes.extend(self._hasher.extend(previous, tokens))
+            first = known * self.block_size
+            tokens = request.token_ids[first : num_blocks * self.block_size]
+            spans = hashed_spans(request.core.mm_features, first) if request.core.mm_features else ()
+            request.block_hashes.extend(self._hasher.extend(previous, tokens, spans))
 
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
         """A hold on `table[first_index : end_index]`."""

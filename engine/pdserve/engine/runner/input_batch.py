@@ -10,9 +10,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.block_table import BlockTable
+from pdserve.engine.runner.mrope_positions import MropePositions
 from pdserve.engine.runner.pooler import Pooler
 from pdserve.engine.runner.prompt_embeds_table import PromptEmbedsTable
 from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
@@ -71,6 +73,10 @@ class InputBatch:
         self.pooler = Pooler(rows)
         self.prompt_embeds = PromptEmbedsTable()
         self.prompt_logprobs = PromptLogprobsTable()
+        self._merge_size = 1 if config.encoder is None else config.encoder.merge_size
+        self.mm_features: dict[int, list[MultiModalFeatureSpec]] = {}
+        """Row -> images of its prompt; without rows that have none."""
+        self.mrope = MropePositions(rows)
 
     def add(self, request: NewRequestData) -> None:
         """Copy a sequence's state into a free row."""
@@ -88,6 +94,9 @@ class InputBatch:
         for table in self.block_tables:
             table.clear(row)
         self.add_blocks(request.req_id, request.block_ids)
+        if request.mm_features:
+            self.mm_features[row] = request.mm_features
+            self.mrope.add(row, request.num_prompt_tokens, request.mm_features, self._merge_size)
         if request.pooling_params is not None:
             self.pooler.add(row, request.pooling_params)
             return
@@ -117,6 +126,8 @@ class InputBatch:
             self.pooler.remove(row)
             self.prompt_embeds.remove(row)
             self.prompt_logprobs.remove(row)
+            self.mm_features.pop(row, None)
+            self.mrope.remove(row)
             self._free_rows.append(row)
 
     def add_blocks(self, req_id: str, block_ids: list[list[int]]) -> None:

@@ -13,7 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EncoderConfig, EngineConfig
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
@@ -21,6 +21,7 @@ from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import make_host_caches
+from pdserve.engine.runner.image_encoder import image_encoder, verify_image_model
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -67,6 +68,8 @@ class LoadedModel:
     """The ranks that share the model; None for one."""
     draft_model: DraftModel | None = None
     """That of `speculative_config`; None if it names none, and on prefill workers."""
+    encoder: EncoderConfig | None = None
+    """None for a model without images."""
 
     @property
     def lora_runner(self) -> LoraRunner | None:
@@ -109,6 +112,7 @@ class LoadedModel:
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             num_labels=self.num_labels,
+            image_token_id=None if self.encoder is None else self.encoder.image_token_id,
         )
 
     @property
@@ -149,6 +153,7 @@ class LoadedModel:
             profile_interval_s=settings.profile_interval_s,
             profile_steps=settings.profile_steps,
             speculative_config=None if settings.section == "prefill" else settings.speculative_config,
+            encoder=self.encoder,
         )
 
 
@@ -191,6 +196,7 @@ def rank_device(device: str, rank: int, size: int) -> str:
 
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
     verify_classifier(settings, folder, read_config(folder, settings.dtype))
+    verify_image_model(settings, read_config(folder, settings.dtype))
     draft_folder = DraftModelFolder.of(settings, folder, read_config(folder, settings.dtype))
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
     device = rank_device(settings.device, shard.rank, shard.size)
@@ -241,6 +247,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         group=group,
         host_caches=host_caches,
         draft_model=draft_model,
+        encoder=image_encoder(folder, settings, config, max_model_len),
     )
 
 

@@ -21,6 +21,7 @@ from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime, make_runtime
 from pdserve.engine.runner.drafts.drafted_runs import read_runs, without_late_masks
 from pdserve.engine.runner.drafts.drafting import Drafting
+from pdserve.engine.runner.encoder_runner import EncoderRunner
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
@@ -133,6 +134,7 @@ class ModelRunner:
             self.drafting = Drafting(drafter, config.speculative_config.disable_by_batch_size)
         self._rules_staging = StagingBuffer(self._device, self._runtime)
         self._readback = ReadbackBuffer(self._device, self._runtime)
+        self.encoder = EncoderRunner(model, self._device)
         self._inputs = StepInputBuilder(
             config,
             self.batch,
@@ -175,8 +177,10 @@ class ModelRunner:
             if copies:
                 self._ops.move_blocks(kv_cache, kv_cache, copies)
         self._update_batch(scheduled)
+        self.encoder.update(scheduled)
         batch = self.batch
         rows, counts = self._decodes_first(scheduled)
+        images = self.encoder.of_step(batch.mm_features, rows, counts, batch.num_computed[rows])
         failed_loras, has_adapters = dict[str, RequestFailure](), False
         if self.lora is not None:
             failed_loras = self.lora.load(scheduled.lora_loads)
@@ -189,7 +193,7 @@ class ModelRunner:
             is_pooled = batch.pooler.is_pooled(rows[complete])
             pooled, complete = complete[is_pooled], complete[~is_pooled]
         reads_embeds = len(batch.prompt_embeds) > 0 and batch.prompt_embeds.are_read(rows, batch.num_computed)
-        graphs = self._graphs if counts[-1] == 1 and not reads_embeds else None
+        graphs = self._graphs if counts[-1] == 1 and not reads_embeds and images is None else None
         if graphs is not None and has_adapters and not graphs.has_adapters:
             graphs = None
         size = len(rows) if graphs is None else graphs.size_for(len(rows))
@@ -202,10 +206,10 @@ class ModelRunner:
             hidden = graphs.run(inputs, has_adapters)
         else:
             embedded = None
-            if reads_embeds:
+            if reads_embeds or images is not None:
                 embedded = self._model.embed_input_ids(inputs.token_ids)
                 batch.prompt_embeds.put(embedded, rows, counts, batch.num_computed)
-            hidden = self._model.forward(self._model_inputs(inputs, embedded))
+            hidden = self._model.forward(self.encoder.placed(self._model_inputs(inputs, embedded), images))
         batch.num_computed[rows] += counts
         times.forwarded = times.sampling = self._runtime.event()
         if self._layer_times is not None:

@@ -58,6 +58,9 @@ class _StepArrays:
     seq_lens: IntArray
     row_of_token: IntArray
     positions: IntArray
+    """`[T]`: places of the tokens in their sequences."""
+    rotary_positions: IntArray
+    """See `AttentionBatch.positions`."""
     token_ids: IntArray
     is_pending: bool
     """True if a token id is `_FROM_DEVICE`."""
@@ -80,6 +83,7 @@ class _StepArrays:
         if is_pending:
             token_ids[positions >= batch.num_tokens[row_of_token]] = _FROM_DEVICE
         new_tails = batch.take_new_tails(rows, counts, seq_lens)
+        rotary = batch.mrope.of_step(rows, counts, row_of_token, positions) if len(batch.mrope) else positions
         padding = size - len(rows)
 
         def padded(array: IntArray, fill: int) -> IntArray:
@@ -92,6 +96,7 @@ class _StepArrays:
             seq_lens=padded(seq_lens, 0),
             row_of_token=padded(row_of_token, 0),
             positions=padded(positions, 0),
+            rotary_positions=padded(rotary, 0),
             token_ids=padded(token_ids, 0),
             is_pending=is_pending,
             new_tails=new_tails,
@@ -158,7 +163,7 @@ class StepInputBuilder:
         plan_arrays = _placed(lists, self._staging.upload(_flat(lists)))
         batches = [
             AttentionBatch.from_arrays(
-                positions=step.positions,
+                positions=step.rotary_positions,
                 slot_mapping=step.slots(table),
                 query_lens=step.counts,
                 seq_lens=step.seq_lens,
@@ -183,7 +188,7 @@ class StepInputBuilder:
         starts = np.zeros(len(step.counts) + 1, np.int64)
         step.counts.cumsum(out=starts[1:])
         parts: list[list[NDArray[Any]]] = [
-            [step.token_ids, step.positions, starts, step.seq_lens, step.rows, step.new_tails],
+            [step.token_ids, step.rotary_positions, starts, step.seq_lens, step.rows, step.new_tails],
             [step.slots(table) for table in self._batch.block_tables],
             [array for table in self._batch.block_tables for array in table.take_changes()],
             _flat(lists),

@@ -101,6 +101,7 @@ class AsyncScheduling:
             or (now.num_inserted, now.num_unreserved) != (then.num_inserted, then.num_unreserved)
             or now.num_running < then.num_running
             or now.num_available > then.num_available
+            or self._running.encoder.has_refused
         )
 
     def _ends_by_length(self, request: Request) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pdserve.engine.config import EncoderConfig
 from pdserve.engine.request import Request
+from pdserve.engine.scheduler.encoder_scheduling import EncoderScheduling
 from pdserve.engine.scheduler.lora_slots import LoraSlots
 from pdserve.engine.scheduler_output import NewRequestData, SchedulerOutput
 
@@ -12,9 +14,10 @@ from pdserve.engine.scheduler_output import NewRequestData, SchedulerOutput
 class RunningBatch(Mapping[str, Request]):
     """request_id -> sequence; also records sequences that left, until they are reported to the model runner."""
 
-    def __init__(self, max_loras: int = 0) -> None:
-        """max_loras: slots for adapters."""
+    def __init__(self, max_loras: int = 0, encoder: EncoderConfig | None = None) -> None:
+        """max_loras: slots for adapters. encoder: None for a model without images."""
         self.lora_slots = LoraSlots(max_loras)
+        self.encoder = EncoderScheduling(encoder)
         self._requests: dict[str, Request] = {}
         self._forking: dict[str, Request] = {}
         """Sequences that will fork here after their prompt."""
@@ -55,6 +58,7 @@ class RunningBatch(Mapping[str, Request]):
             num_sequences=request.num_sequences,
             collects_prompt_logprobs=request.collects_prompt_logprobs,
             num_speculative_tokens=num_speculative_tokens,
+            mm_features=request.core.mm_features,
         )
 
     def leave(self, request: Request) -> None:
@@ -62,6 +66,7 @@ class RunningBatch(Mapping[str, Request]):
         self._forking.pop(request.request_id, None)
         if self._requests.pop(request.request_id, None) is not None:
             self.lora_slots.leave(request.core.lora_fingerprint)
+            self.encoder.free(request)
             self._left.append(request.request_id)
 
     def take_finished_ids(self) -> list[str]:

@@ -56,33 +56,19 @@ class Scheduler:
         self.outputs = OutputCollector()
         self.requests: dict[str, Request] = {}
         """Unfinished sequences, by `Request.request_id`."""
-        self.running = RunningBatch(config.max_loras)
+        self.running = RunningBatch(config.max_loras, config.encoder)
         self.preemption = Preemption(self.kv, self.running, self.waiting, self._evict)
         self.group = SequenceGroup(config, self.requests, self.kv, self.waiting, self.preemption)
         self.sessions = Sessions(config, self.kv, self.running, self.waiting, self.loads, self.grammars, self.outputs)
         self.finisher = FinishRequest(
-            self.requests,
-            self.kv,
-            self.running,
-            self.waiting,
-            self.grammars,
-            self.receives,
-            self.loads,
-            self.group,
+            self.requests, self.kv, self.running, self.waiting, self.grammars, self.receives, self.loads, self.group,
             self.outputs,
-        )
+        )  # fmt: skip
         self.drafts = DraftScheduling(config, self.kv, self.running)
         self.results = StepResults(
-            self.requests,
-            self.kv,
-            self.running,
-            self.sources,
-            self.group,
-            self.sessions,
-            self.outputs,
-            self.finisher,
+            self.requests, self.kv, self.running, self.sources, self.group, self.sessions, self.outputs, self.finisher,
             self.drafts,
-        )
+        )  # fmt: skip
         self.events = TransferEvents(self.requests, self.holds, self.receives, self.sources, self.waiting)
         self.async_scheduling = AsyncScheduling(
             config, self.kv, self.running, self.waiting, self.receives, self.loads, self.grammars, self.drafts
@@ -252,6 +238,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose what the next step computes. Changes block tables; `update_from_output` must follow a step."""
         step = BatchBuilder(self.config.max_num_batched_tokens)
+        self.running.encoder.begin_step()
         self._take_grammars()
         self._look_at_grammars()
         num_growing = self.running.num_growing + self.waiting.num_ready + self.grammars.num_landed
@@ -268,6 +255,9 @@ class Scheduler:
         ]
         if step.output.num_scheduled_tokens:
             step.output.lora_loads = self.running.lora_slots.take_loads()
+            step.output.scheduled_encoder_inputs, step.output.free_encoder_mm_hashes = (
+                self.running.encoder.take_changes()
+            )
             copies = self.kv.take_copies()
             step.output.block_copies = [copies] if copies else []
         self.loads.fill(step.output)
@@ -292,9 +282,13 @@ class Scheduler:
                 continue
             if request.grammar is not None and not request.grammar.is_prompt:
                 continue  # this sequence waits for its mask; the others continue
+            encoded = self.running.encoder.plan(request, request.num_computed_tokens, num_tokens)
+            if not (num_tokens := encoded.num_tokens):
+                continue  # its next image waits for room
             drafts = self.drafts.of_step(step, request)
             added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens + len(drafts))
             if added is not None:
+                self.running.encoder.commit(request, encoded)
                 step.put(request, num_tokens)
                 if drafts:
                     step.put_drafts(request, drafts)
@@ -323,7 +317,7 @@ class Scheduler:
                 return
             admitted = self._try_admit(step, request)
             if (
-                admitted in (Refusal.NO_ROOM, Refusal.NO_LORA_SLOT)
+                admitted in (Refusal.NO_ROOM, Refusal.NO_LORA_SLOT, Refusal.NO_ENCODER_ROOM)
                 and request.is_pinned_source
                 and self.preemption.give_way(step)
             ):
@@ -394,5 +388,6 @@ class Scheduler:
             references[block] = references.get(block, 0) + count
         self.pool.check(references)
         self.loads.check()
+        self.running.encoder.cache.check(idle=idle)
         if idle and (self.requests or self.pool.num_in_use):
             raise RuntimeError(f"idle with {len(self.requests)} requests and {self.pool.num_in_use} blocks in use")

@@ -150,6 +150,7 @@ class StepResults:
                 if (of_chunk := computed.prompt_logprobs.get(request_id)) is not None:
                     request.add_prompt_logprobs(of_chunk)
             request.num_computed_tokens += num_tokens
+            self._running.encoder.computed(request)
             self._kv.remember_computed(request)
             if request.is_pinned_source:
                 self._sources.publish(request)

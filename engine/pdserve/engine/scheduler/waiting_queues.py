@@ -22,6 +22,7 @@ class Refusal(enum.Enum):
     NO_ROOM = "no blocks"
     OTHERS_FIRST = "others have the next room"
     NO_LORA_SLOT = "other adapters have all slots"
+    NO_ENCODER_ROOM = "images of others have the room or the step"
     LOADING = "its blocks are being loaded from the host-memory tier"
     RUN_AHEAD = "nobody wants it yet, and the share for such is used up"
 
@@ -122,7 +123,7 @@ class WaitingQueues:
         if not running.lora_slots.fits(request.core.lora_fingerprint):
             return Refusal.NO_LORA_SLOT
         if request in self._ready:
-            return self._admit_ready(request, budget)
+            return self._admit_ready(request, budget, running)
         if request not in self._preempted and self._kept_waiting_by_others(request):
             return Refusal.OTHERS_FIRST
         computed, cached, in_host = self._cached(request)
@@ -136,7 +137,10 @@ class WaitingQueues:
                 return refusal
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
-        num_tokens = self._config.chunk(uncached, budget)
+        encoded = running.encoder.plan(request, cached, self._config.chunk(uncached, budget))
+        num_tokens = encoded.num_tokens
+        if not num_tokens and not in_host:
+            return Refusal.NO_ENCODER_ROOM
         whole = self._config.reserve_whole_prompt or in_host
         room = request.num_tokens if whole else cached + num_tokens
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
@@ -155,13 +159,19 @@ class WaitingQueues:
         if in_host:
             request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
             return Refusal.LOADING
+        running.encoder.commit(request, encoded)
         return num_tokens
 
-    def _admit_ready(self, request: Request, budget: int) -> int | Refusal:
+    def _admit_ready(self, request: Request, budget: int, running: RunningBatch) -> int | Refusal:
+        num_tokens = self._config.chunk(request.num_uncomputed_tokens, budget)
+        encoded = running.encoder.plan(request, request.num_computed_tokens, num_tokens)
+        if not encoded.num_tokens:
+            return Refusal.NO_ENCODER_ROOM
         if self._kv.allocate_slots(request, request.num_tokens) is None:
             return Refusal.NO_ROOM
         self.remove(request)
-        return self._config.chunk(request.num_uncomputed_tokens, budget)
+        running.encoder.commit(request, encoded)
+        return encoded.num_tokens
 
     def _cached(self, request: Request) -> tuple[KVCacheBlocks, int, tuple[bytes, ...]]:
         """(blocks to share from the cache, tokens that are computed already, hashes of the blocks after them in the tier).

@@ -16,6 +16,7 @@ from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
+from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
 from pdserve.models.kv_cache import KVCacheGroupSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
@@ -75,6 +76,8 @@ class ModelConfig:
     """Rotary embedding of layers with a window; None: `rope`."""
     classifier: ClassifierConfig | None = None
     """The classification head in place of the language-model head; None: the model generates."""
+    vision: VisionConfig | None = None
+    """The vision encoder; None: the model takes text alone."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -118,6 +121,10 @@ class ModelConfig:
             raise UnsupportedModel(
                 f"tensor_parallel_size is {size}, and {self.architecture} normalises the queries of all heads together; "
                 "such a model is not split"
+            )
+        if size > 1 and self.vision is not None:
+            raise UnsupportedModel(
+                f"tensor_parallel_size is {size}, and {self.architecture} has a vision encoder, which is not split"
             )
         dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
         dimensions |= self.family.inner_sizes(self.intermediate_size)
@@ -210,6 +217,8 @@ class ModelFamily(ABC):
     norms: ClassVar[LayerNorms] = LayerNorms()
     has_sinks: ClassVar[bool] = False
     """See `AttentionSpec.sinks`."""
+    has_images: ClassVar[bool] = False
+    """True: the checkpoint has a vision encoder, too."""
     has_fused_qkv: ClassVar[bool] = False
     """True: `qkv_proj` holds queries, keys and values."""
     has_fused_mlp: ClassVar[bool] = False

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.config.family_fields import words
+from pdserve.models.config.mrope import Mrope
 from pdserve.models.json_object import MAX_INTEGER, JsonObject
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class RopeParameters:
     """See `for_length`."""
     unrotated_dim: int = 0
     """Numbers at the end of a head that no position rotates; even."""
+    mrope: Mrope | None = None
+    """Axes of positions; None: a position is one number."""
 
     @classmethod
     def from_config(

@@ -1,8 +1,8 @@
-"""`BodyWeights`: a checkpoint of a model's body, under the names that the weights have in the whole model."""
+"""`RenamedWeights`: a checkpoint under other names; `BodyWeights` and `ImageModelWeights`: those of two kinds of checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torch import Tensor
@@ -13,14 +13,13 @@ from pdserve.models.weights.rank_shard import Part
 _PREFIX = "model."
 
 
-class BodyWeights:
-    """A `WeightSource`. Bodies are stored without the prefix, or with it where they were saved by the whole model."""
+class RenamedWeights:
+    """A `WeightSource`."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, served_name: Callable[[str], str]) -> None:
+        """served_name: name in the checkpoint -> name here."""
         self._checkpoint = checkpoint
-        self._stored_names = {
-            name if name.startswith(_PREFIX) else f"{_PREFIX}{name}": name for name in checkpoint.names
-        }
+        self._stored_names = {served_name(name): name for name in checkpoint.names}
 
     @property
     def folder(self) -> Path:
@@ -42,5 +41,36 @@ class BodyWeights:
         return self._checkpoint.read(self._stored(name), shape, dtypes, part)
 
     def _stored(self, name: str) -> str:
+        return self._stored_names.get(name, name)
+
+
+class BodyWeights(RenamedWeights):
+    """Bodies are stored without the prefix, or with it where they were saved by the whole model."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, lambda name: name if name.startswith(_PREFIX) else f"{_PREFIX}{name}")
+
+    def _stored(self, name: str) -> str:
         """A name that is missing is shown without the prefix."""
         return self._stored_names.get(name, name.removeprefix(_PREFIX))
+
+
+_IMAGE_MODEL_PREFIXES = {
+    "model.language_model.": _PREFIX,
+    "model.visual.": "visual.",
+    "language_model.": "",
+}
+
+
+class ImageModelWeights(RenamedWeights):
+    """Models with images name the language model's weights as a text model does, or under a prefix."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint, _image_model_name)
+
+
+def _image_model_name(name: str) -> str:
+    for stored, served in _IMAGE_MODEL_PREFIXES.items():
+        if name.startswith(stored):
+            return served + name.removeprefix(stored)
+    return name

@@ -1,0 +1,93 @@
+"""`MultiModalFeatureSpec`: an image of a prompt, by vLLM's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.common.block_hash import HashedSpan
+from pdserve.common.errors import InvalidRequest
+
+IDENTIFIER = re.compile(r"[0-9a-f]{32}")
+
+
+class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a prompt in whose places an encoder's output stands."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class MultiModalFeatureSpec(msgspec.Struct, kw_only=True, frozen=True, array_like=True, gc=False):
+    """One image."""
+
+    identifier: str
+    """32 hex digits of the pixels and of how they were made: equal images have equal ones."""
+    mm_position: PlaceholderRange
+    grid_thw: tuple[int, int, int]
+    """Patches in time (1), height and width."""
+    data: bytes = b""
+    """The resized image: `[H, W, 3]` bytes of red, green and blue."""
+    modality: str = "image"
+
+    @property
+    def mm_hash(self) -> str:
+        """vLLM's name of the identifier."""
+        return self.identifier
+
+
+def hashed_spans(features: Sequence[MultiModalFeatureSpec], first_token: int = 0) -> list[HashedSpan]:
+    """The features for `BlockHasher.extend` over the tokens from `first_token` on."""
+    return [
+        HashedSpan(
+            feature.mm_position.offset - first_token,
+            feature.mm_position.end - first_token,
+            feature.identifier.encode(),
+        )
+        for feature in features
+        if feature.mm_position.end > first_token
+    ]
+
+
+def verify_features(
+    features: Sequence[MultiModalFeatureSpec],
+    prompt_token_ids: Sequence[int],
+    *,
+    image_token_id: int,
+    patch_size: int,
+    merge_size: int,
+    max_tokens: int,
+) -> None:
+    """Check that images and prompt fit together. max_tokens: of one image. Raises: InvalidRequest naming `mm_features`."""
+    end = 0
+    for place, feature in enumerate(features):
+        where, position, (frames, height, width) = f"mm_features[{place}]", feature.mm_position, feature.grid_thw
+        if feature.modality != "image":
+            raise _refusal(f"{where}.modality is {feature.modality[:40]!r}; image is supported")
+        if not IDENTIFIER.fullmatch(feature.identifier):
+            raise _refusal(f"{where}.identifier is {feature.identifier[:40]!r}, 32 hex digits are needed")
+        if frames != 1 or min(height, width) < 1 or height % merge_size or width % merge_size:
+            raise _refusal(f"{where}.grid_thw is {feature.grid_thw}, 1 and two multiples of {merge_size} are needed")
+        num_tokens = height * width // merge_size**2
+        if num_tokens > max_tokens:
+            raise _refusal(f"{where} has {num_tokens} tokens, an image may have {max_tokens}")
+        if position.length != num_tokens or position.offset < end or position.end > len(prompt_token_ids):
+            raise _refusal(
+                f"{where}.mm_position is {position.offset}, {position.length}: {num_tokens} tokens from {end} to "
+                f"{len(prompt_token_ids)} are needed"
+            )
+        if any(prompt_token_ids[token] != image_token_id for token in range(position.offset, position.end)):
+            raise _refusal(f"{where}: prompt_token_ids has other tokens than {image_token_id} in its place")
+        if len(feature.data) != (num_bytes := 3 * height * width * patch_size**2):
+            raise _refusal(f"{where}.data has {len(feature.data)} bytes, {num_bytes} are needed")
+        end = position.end
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(message, "mm_features")

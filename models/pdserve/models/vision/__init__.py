@@ -1,0 +1,1 @@
+"""Vision encoders, which run through transformers' modules."""

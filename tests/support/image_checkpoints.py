@@ -1,0 +1,129 @@
+"""Tiny random checkpoints of model families with images, and `transformers` as their oracle."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+
+from tests.support.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, tiny_tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import (
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+IMAGE_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+IMAGE_TOKEN_ID = VOCAB_SIZE + 1
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 256,
+    "max_pixels": 4096,
+    "image_mean": [0.4, 0.5, 0.6],
+    "image_std": [0.3, 0.2, 0.25],
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE + len(IMAGE_TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.3,
+    "rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"), "pad_token_id": 0,
+}  # fmt: skip
+_VISION: dict[str, Any] = {
+    "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 64, "initializer_range": 0.3,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_IDS = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VOCAB_SIZE + 3, "vision_start_token_id": VOCAB_SIZE,
+        "vision_end_token_id": VOCAB_SIZE + 2}  # fmt: skip
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def make_image_checkpoint(folder: Path, family: str = "qwen2_5_vl", *, tie_word_embeddings: bool = False) -> Path:
+    """Write model, tokenizer and image processor into `folder` and return it."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = _model(family, tie_word_embeddings)
+        for name, weight in model.named_parameters():
+            if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")):
+                weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.5)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer.from_str(tiny_tokenizer())
+    tokenizer.add_special_tokens(IMAGE_TOKENS)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    ).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    return folder
+
+
+def _model(family: str, is_tied: bool) -> PreTrainedModel:
+    if family == "qwen2_5_vl":
+        vision = _VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
+        text = _TEXT | {"rope_parameters": dict(_ROPE)}
+        return Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
+        ).eval()
+    vision = _VISION | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}
+    text = _TEXT | {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
+    ).eval()
+
+
+def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
+    """Random pixels in large spots."""
+    spots = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(spots).resize((width, height), Image.Resampling.NEAREST)
+
+
+class ImageOracle:
+    """One checkpoint in `transformers`."""
+
+    def __init__(self, folder: Path, family: str = "qwen2_5_vl") -> None:
+        kind = Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else Qwen3VLForConditionalGeneration
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor = Qwen2VLImageProcessorPil(**PREPROCESSOR)
+
+    def inputs(self, token_ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """Arguments of the model. token_ids: with one image token per image."""
+        given: dict[str, torch.Tensor] = {}
+        expanded = list(token_ids)
+        if images:
+            given = dict(self.processor(list(images), return_tensors="pt"))
+            counts = iter((given["image_grid_thw"].prod(-1) // PREPROCESSOR["merge_size"] ** 2).tolist())
+            repeated = [[each] * (next(counts) if each == IMAGE_TOKEN_ID else 1) for each in token_ids]
+            expanded = [token for tokens in repeated for token in tokens]
+        ids = torch.tensor([expanded])
+        is_image = (ids == IMAGE_TOKEN_ID).int()
+        return given | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": is_image}
+
+    @torch.inference_mode()
+    def greedy(self, token_ids: Sequence[int], images: Sequence[Image.Image], max_tokens: int) -> list[int]:
+        """`max_tokens` most likely tokens, EOS or not."""
+        inputs = self.inputs(token_ids, images)
+        output = self.model.generate(
+            **inputs, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        answer: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+        return answer

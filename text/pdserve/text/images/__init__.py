@@ -1,0 +1,1 @@
+"""Images of prompts: pixels and placeholders. No torch."""
