@@ -8,8 +8,8 @@ export PYTHONSAFEPATH := 1
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all clients kernels coverage faults fuzz soak check proto docs-generated bench gpu gpu-dry gpu-carry lock
-.PHONY: sbom format clean
+.PHONY: up demo test test-all clients interpreted compiled kernels coverage faults fuzz soak check proto docs-generated bench
+.PHONY: gpu gpu-dry gpu-carry lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
 	$(BIN)/pdserve up
@@ -43,6 +43,12 @@ $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt deploy/install.py
 $(CLIENTS)/.node: tests/clients/node/package-lock.json
 	! command -v npm > /dev/null || npm ci --no-audit --no-fund --ignore-scripts --prefix $(<D)
 	touch $@
+
+interpreted: $(VENV)/.all  ## Triton kernels in the checked interpreter: their cases of make test
+	$(BIN)/python -m pytest -q -n 2 tests/kernels/triton
+
+compiled: $(VENV)/.all  ## machine code of every kernel for every GPU architecture; make test-all compiles all cases
+	$(BIN)/python -m pytest -q -n 2 -m compiled tests/kernels/compiled
 
 # Triton alone, before that of .venv; what may be installed stands in tests/kernels/requirements/
 TRITON ?= 3.6.0

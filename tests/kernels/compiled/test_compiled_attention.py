@@ -35,6 +35,22 @@ CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] 
 """(Hq, Hkv, D), dtype, bs, and options of the spec."""
 FAST = {("sm_90", "8b", "attend_pieces"), ("sm_90", "8b", "attend_tiles"), ("sm_90", "8b", "join_pieces")}
 """The part of `make test`."""
+SELECTED = {
+    "sm_80": ("half a billion", "one KV head", "8b", "half a billion", "8b in blocks of 64"),
+    "sm_86": ("8b with a window", "an encoder", "8b", "half a billion", "heads of 80"),
+    "sm_90": ("8b", "8b", "8b", "8b with a window", "wide heads, capped"),
+    "sm_100": ("8b in blocks of 64", "float32", "wide heads, capped", "8b", "half a billion"),
+    "sm_120": ("wide heads, capped", "half a billion", "8b", "one KV head", "float32"),
+    "gfx942": ("heads of 80", "8b", "an encoder", "8b", "one KV head"),
+}
+"""The part of `make compiled`: a case for each of `KERNELS`; products only in half precision, whose operation is asserted."""
+FLOAT32 = {("sm_90", "float32", "attend_pieces"), ("sm_90", "float32", "attend_tiles")}
+"""Also of `make compiled`: sums of as many registers as there are."""
+COMPILED = FLOAT32 | {
+    (architecture, case, name)
+    for architecture, cases in SELECTED.items()
+    for case, name in zip(cases, KERNELS, strict=True)
+}
 
 
 def launch_of(name: str, architecture: str, case: str) -> Launch:
@@ -75,7 +91,7 @@ def name_of(launch: Launch) -> str:
 @pytest.mark.parametrize(
     ("architecture", "case", "name"),
     [
-        pytest.param(*key, marks=() if key in FAST else pytest.mark.slow)
+        pytest.param(*key, marks=[*[pytest.mark.compiled] * (key in COMPILED), *[pytest.mark.slow] * (key not in FAST)])
         for key in ((architecture, case, name) for architecture in TARGETS for case in CASES for name in KERNELS)
     ],
 )
@@ -93,6 +109,14 @@ def test_the_code_of_a_kernel(architecture: str, case: str, name: str) -> None:
             else r"H?G?MMA|HMMA|UTCHMMA|v_mfma"
         )
         assert code.has(products), code
+
+
+def test_the_selection_has_every_kernel_of_every_architecture_and_every_case() -> None:
+    assert {(architecture, name) for architecture, _, name in COMPILED} == {
+        (a, name) for a in TARGETS for name in KERNELS
+    }
+    assert {case for _, case, _ in COMPILED} == set(CASES)
+    assert FAST <= COMPILED
 
 
 def test_every_architecture_has_tables_and_limits() -> None:

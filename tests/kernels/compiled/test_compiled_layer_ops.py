@@ -99,12 +99,28 @@ NARROW = {"choose", "chain_sums", "find_border"}
 """Kernels that read a few numbers per thread."""
 FAST = {("sm_90", "add and norm"), ("sm_90", "lora of 8b"), ("sm_90", "rotary with norm"), ("gfx942", "swiglu")}
 """The part of `make test`."""
+_FOR_ALL = ("swiglu", "move", "digests")
+SELECTED = {
+    "sm_80": (*_FOR_ALL, "add and norm", "rotary of 8b", "rows with top_k and top_p"),
+    "sm_86": (*_FOR_ALL, "norm of 896 in float32", "rotary of heads of 80", "one row with top_p"),
+    "sm_90": (*_FOR_ALL, "add and norm", "rotary with norm", "rows with top_k and top_p", "greedy rows"),
+    "sm_100": (*_FOR_ALL, "norm of 16,384", "rotary of heads of 256", "one row with top_p"),
+    "sm_120": (*_FOR_ALL, "norm of 16,384", "rotary with norm", "one row with top_p"),
+    "gfx942": (*_FOR_ALL, "add and norm", "rotary of heads of 80", "rows with top_k and top_p"),
+}
+"""The part of `make compiled`: cases with all kernels."""
 
 
 @pytest.mark.parametrize(
     ("architecture", "case"),
     [
-        pytest.param(*key, marks=() if key in FAST else pytest.mark.slow)
+        pytest.param(
+            *key,
+            marks=[
+                *[pytest.mark.compiled] * (key[1] in SELECTED[key[0]]),
+                *[pytest.mark.slow] * (key not in FAST),
+            ],
+        )
         for key in ((architecture, case) for architecture in TARGETS for case in CASES)
     ],
 )
@@ -120,7 +136,22 @@ def test_the_code_of_a_case(architecture: str, case: str) -> None:
             assert code.has(r"LDG\.E.*128|LDGSTS.*128|(global|buffer)_load_dwordx4"), (launch.kernel, code)
 
 
+def test_the_selection_has_every_kernel_of_every_architecture_and_every_case() -> None:
+    assert set(SELECTED) == set(TARGETS)
+    for architecture, selected in SELECTED.items():
+        kernels = []
+        for cases in (CASES, selected):
+            with recorded_launches() as launches:
+                for case in cases:
+                    CASES[case](TABLE[architecture])
+            kernels.append({launch.kernel.__name__ for launch in launches})
+        assert kernels[0] == kernels[1]
+    assert {case for selected in SELECTED.values() for case in selected} == set(CASES)
+    assert {(architecture, case) for architecture, case in FAST if case not in SELECTED[architecture]} == set()
+
+
 @pytest.mark.slow
+@pytest.mark.compiled
 def test_a_kernel_that_spills_is_found() -> None:
     """One warp cannot hold a row of 16,384 numbers."""
     with recorded_launches() as launches:
