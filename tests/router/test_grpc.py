@@ -148,12 +148,15 @@ async def test_i6_a_client_that_reads_again_too_late_is_told_why_there_is_no_mor
     await cluster.worker("decode", max_model_len=1 << 20).start()
     await cluster.start(prefill=0, decode=0, max_unread_bytes=1 << 30)
     # more than travels unread to a client that takes 64 KiB at a time
-    many = [decode_outputs(20_000 * i, token_ids=[0] * 20_000) for i in range(40)]
-    cluster.of("decode").script = play(ADMITTED, *many, forever)
+    many = [decode_outputs(1 + 20_000 * i, token_ids=[0] * 20_000) for i in range(40)]
+    has_read = asyncio.Event()
+    # on a busy machine the client would otherwise be too late with its first message
+    cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a"), lambda *_: has_read.wait(), *many, forever)
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
     async with grpc.aio.insecure_channel(cluster.addresses[1], narrow) as channel:
-        call = InferenceServiceStub(channel).Generate(ask(stream=True, max_tokens=800_000))
+        call = InferenceServiceStub(channel).Generate(ask(stream=True, max_tokens=800_001))
         await call.read()
+        has_read.set()
         async with asyncio.timeout(HANG_S):
             await cluster.of("decode").calls[0].cancelled.wait()
             await cluster.idle()
