@@ -17,6 +17,7 @@ from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import FakeWorker, save_tokenizer
 from tests.support.reserved_port import reserved_port
@@ -41,6 +42,28 @@ def _no_pause_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     hasty = types.SimpleNamespace(**{name: getattr(asyncio, name) for name in dir(asyncio)})
     hasty.sleep = lambda delay: asyncio.sleep(min(delay, 0.001))
     monkeypatch.setattr("uvicorn.server.asyncio", hasty)
+
+
+@pytest.fixture(scope="session")
+def read_tokenizers() -> dict[tuple[object, ...], Tokenizer]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _one_tokenizer_per_folder(
+    monkeypatch: pytest.MonkeyPatch, read_tokenizers: dict[tuple[object, ...], Tokenizer]
+) -> None:
+    """Reading and checking a tokenizer takes 40 ms, most of a router's start; it is immutable, so all tests may share it."""
+    read = Tokenizer.from_folder
+
+    def read_once(folder: Path, *, parse_special: bool = True) -> Tokenizer:
+        files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.glob("*"))
+        key = (folder, parse_special, *files)
+        if key not in read_tokenizers:
+            read_tokenizers[key] = read(folder, parse_special=parse_special)
+        return read_tokenizers[key]
+
+    monkeypatch.setattr(Tokenizer, "from_folder", read_once)
 
 
 class Cluster:
@@ -90,7 +113,10 @@ class Cluster:
         if self.running.done():
             self.running.result()
         self.addresses = await ready
-        self.http = httpx.AsyncClient(base_url=f"http://{self.addresses[0]}", timeout=HANG_S, trust_env=False)
+        # without TLS: `verify` would load 150 certificates, which takes 17 ms
+        self.http = httpx.AsyncClient(
+            base_url=f"http://{self.addresses[0]}", timeout=HANG_S, trust_env=False, verify=False
+        )
         self.channel = make_public_channel(self.addresses[1])
         self.grpc = InferenceServiceStub(self.channel)
         if wait:
