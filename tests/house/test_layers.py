@@ -42,7 +42,8 @@ FLOORS = {
          "request", "scheduler_output", "socket_frames"},
     ),
     "models": (
-        {"loading", "lora"}, {"decoder", "read_config"}, {"registry"}, {"families", "vision"}, {"config"}, {"layers"}, {"weights"},
+        {"model_impl"}, {"loading", "lora", "transformers"}, {"decoder", "read_config"},
+        {"registry"}, {"families", "vision"}, {"config"}, {"layers"}, {"weights"},
         {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
     ),
     "kv_transfer": (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.models.decoder import Decoder
+from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.model_inputs import ModelInputs
 
 
@@ -34,7 +34,7 @@ def packed_batch(
 
 
 def model_inputs(
-    decoder: Decoder,
+    decoder: AnyDecoder,
     attention: AttentionBackend,
     batch: AttentionBatch,
     token_ids: Sequence[int] | None,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.torch_attention import TorchAttentionBackend
-from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
+from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from tests.support.attention_batches import model_inputs, packed_batch
 
@@ -20,7 +20,7 @@ class PagedRun:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: AnyDecoder,
         *,
         num_blocks: int = 64,
         block_size: int = 16,

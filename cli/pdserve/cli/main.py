@@ -28,6 +28,7 @@ from pdserve.cli.options import (
     LoraModules,
     Model,
     ModelArgument,
+    ModelImpl,
     NoAuth,
     Otlp,
     Policy,
@@ -92,6 +93,7 @@ def up(
     ] = None,
     connector: Connector = None,
     tensor_parallel_size: TensorParallelSize = None,
+    model_impl: ModelImpl = None,
     enable_lora: EnableLora = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDir = None,
@@ -121,7 +123,7 @@ def up(
         "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
-        "tensor_parallel_size": tensor_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size, "model_impl": model_impl,
         "enable_lora": enable_lora, "lora_modules": lora_modules, "lora_dir": lora_dir,
         "log_level": "info" if verbose else None,
     }  # fmt: skip
@@ -194,6 +196,7 @@ def prefill(
     worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
     tensor_parallel_size: TensorParallelSize = None,
+    model_impl: ModelImpl = None,
     enable_lora: EnableLora = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDir = None,
@@ -212,7 +215,7 @@ def prefill(
         worker_id=worker_id, connector=connector, redis=redis, otlp=otlp, insecure=insecure,
         deployment_key_file=deployment_key_file, enable_lora=enable_lora, lora_modules=lora_modules,
         lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
-        tensor_parallel_size=tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size, model_impl=model_impl,
     )  # fmt: skip
 
 
@@ -226,6 +229,7 @@ def decode(
     worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
     connector: Connector = None,
     tensor_parallel_size: TensorParallelSize = None,
+    model_impl: ModelImpl = None,
     enable_lora: EnableLora = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDir = None,
@@ -247,7 +251,7 @@ def decode(
         worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, redis=redis,
         otlp=otlp, insecure=insecure, deployment_key_file=deployment_key_file, enable_lora=enable_lora,
         lora_modules=lora_modules, lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
-        tensor_parallel_size=tensor_parallel_size,
+        tensor_parallel_size=tensor_parallel_size, model_impl=model_impl,
     )  # fmt: skip
 
 

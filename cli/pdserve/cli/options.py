@@ -61,6 +61,10 @@ Connector = Annotated[
 TensorParallelSize = Annotated[
     int | None, typer.Option(help="Processes of a worker that share the model; default: 1.", show_default=False)
 ]
+ModelImpl = Annotated[
+    str | None,
+    typer.Option(help="Code that computes the model: auto (default), native or transformers.", show_default=False),
+]
 EnableLora = Annotated[bool | None, typer.Option("--enable-lora", help="Serve LoRA adapters.")]
 LoraModules = Annotated[
     list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter in PEFT's format; may be repeated.")

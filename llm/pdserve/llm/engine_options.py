@@ -13,7 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import KvCacheDtype
 from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.settings.service_settings import SchedulingPolicy
-from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 
 
@@ -22,6 +22,8 @@ class EngineOptions(TypedDict, total=False):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "dummy"]
+    model_impl: ModelImpl
+    """`native` or `transformers`: code that computes the model; default: native where there is its family."""
     quantization: Literal["int8"] | None
     kv_cache_dtype: KvCacheDtype
     """Dtype of keys and values in the KV cache: `int8`, `fp8`; default: the model's."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
@@ -22,6 +21,7 @@ from pdserve.models.vision.vision_tower import load_vision_tower
 from pdserve.models.weights.body_weights import BodyWeights, ImageModelWeights
 from pdserve.models.weights.checkpoint import FLOATS, Checkpoint, WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
+from pdserve.models.weights.equal_weights import are_equal
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
 
@@ -137,7 +137,7 @@ def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: Ran
     head, embedding = (checkpoint.read(name, shape, FLOATS, rows) for name in (head_name, embedding_name))
     if device == "meta":
         return embedding_name, head_name  # no weight is read: the larger of both possible sizes
-    is_equal = head_is_embedding(head, embedding, TORCH_DTYPES[config.dtype])
+    is_equal = are_equal(head, embedding, TORCH_DTYPES[config.dtype])
     if is_equal if shard.group is None else shard.group.minimum(is_equal):
         return embedding_name, embedding_name
     log.warning(
@@ -147,19 +147,3 @@ def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: Ran
         embedding_name,
     )
     return embedding_name, head_name
-
-
-_ROWS = 4096
-"""Rows compared at a time, so that neither weight is in memory twice."""
-
-
-def head_is_embedding(head: Tensor, embedding: Tensor, dtype: torch.dtype) -> bool:
-    """True if both have the same numbers in the served dtype.
-
-    Both `[V, H]`, of any dtype. transformers compares them too, and does not tie them if they differ, even if `tie_word_embeddings`
-    is true.
-    """
-    return all(
-        torch.equal(head[start : start + _ROWS].to(dtype), embedding[start : start + _ROWS].to(dtype))
-        for start in range(0, len(head), _ROWS)
-    )

@@ -8,8 +8,9 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
+from pdserve.models.config.served_dtype import served_dtype
+from pdserve.models.config.special_tokens import special_tokens
 from pdserve.models.config.vision_config import VisionConfig, language_config
-from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import BODIES, CLASSIFIERS, FAMILIES
 from pdserve.models.weights.stored_quantization import StoredQuantization
@@ -51,7 +52,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     )  # fmt: skip
     unknown_fields = check_fields(config, architecture, family.own_fields, own)
     vocab_size = config.integer("vocab_size", maximum=_MAX_VOCAB)
-    eos_token_ids, bos_token_id = _special_tokens(folder, config, vocab_size)
+    eos_token_ids, bos_token_id = special_tokens(folder, config, vocab_size)
     local_rope = family.read_local_rope(config, head_dim, max_positions)
     ropes = [rope] if local_rope is None else [rope, local_rope]
     vision = VisionConfig.read(config, family.model_type, hidden_size, vocab_size) if family.has_images else None
@@ -72,7 +73,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         tie_word_embeddings=config.boolean("tie_word_embeddings", family.default_tie_word_embeddings),
         max_position_embeddings=min(each.max_positions(max_positions) for each in ropes),
         derived_max_model_len=derived_max_model_len,
-        dtype=_dtype(config, dtype),
+        dtype=served_dtype(config, dtype),
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         unknown_fields=unknown_fields,
@@ -131,28 +132,3 @@ def _head_dim(config: JsonObject, default: int) -> int:
     if head_dim % 2 != 0 or head_dim == 0:
         raise ConfigError(f"{config.where}: head_dim must be even and at least 2, not {head_dim}")
     return head_dim
-
-
-def _dtype(config: JsonObject, wanted: str) -> str:
-    if wanted == "auto":
-        name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
-        if name not in TORCH_DTYPES:
-            raise UnsupportedModel(f"{config.where}: dtype {name!r:.80}; supported: {', '.join(TORCH_DTYPES)}")
-        return name
-    if wanted not in TORCH_DTYPES:
-        raise ConfigError(f"dtype must be auto, {', '.join(TORCH_DTYPES)}, not {wanted!r}")
-    return wanted
-
-
-def _special_tokens(folder: Path, config: JsonObject, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """EOS ids and BOS id; `generation_config.json` takes precedence over `config.json`.
-
-    Ids outside the vocabulary are left out, since they are never sampled.
-    """
-    sources = [config]
-    if (folder / "generation_config.json").exists():
-        sources.insert(0, JsonObject.read(folder / "generation_config.json"))
-    ends = next((ids for source in sources if (ids := source.token_ids("eos_token_id"))), ())
-    begins = next((ids for source in sources if (ids := source.token_ids("bos_token_id"))), ())
-    known = tuple(token_id for token_id in ends if token_id < vocab_size)
-    return known, begins[0] if begins and begins[0] < vocab_size else None

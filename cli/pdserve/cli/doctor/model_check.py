@@ -56,11 +56,13 @@ def _text_side(tokenizer: Tokenizer) -> Iterator[Finding]:
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     # torch takes seconds to import, and the check for a router does not need it
     from pdserve.engine.runner.memory_needs import weight_bytes
-    from pdserve.models.read_config import read_config
+    from pdserve.models.model_impl import read_model_config
 
     try:
-        config = read_config(folder, settings.dtype)
-        num_bytes = weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization)
+        config = read_model_config(folder, settings.dtype, settings.model_impl)
+        num_bytes = weight_bytes(
+            folder, settings.dtype, settings.load_format, settings.quantization, model_impl=settings.model_impl
+        )
     except PdServeError as error:
         yield failed(error.message, _DOWNLOAD)
         return

@@ -23,6 +23,7 @@ MAX_LORA_RANK = 512
 CPU_KV_CACHE_MIB = 256
 """Size of the KV pool in main memory, if no setting says another."""
 
+ModelImpl = Literal["auto", "native", "transformers"]
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
 
 
@@ -42,6 +43,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws weights instead of reading them, for measurements with a config.json alone."""
+    model_impl: ModelImpl = "auto"
+    """Code that computes the model: `native`, our own of its family; `transformers`, the model's own in that library, with our
+    attention; `auto`, native where there is the family. Equal on all workers of a model."""
     quantization: Literal["int8"] | None = None
     """`int8`: matrices of attention and MLP have int8 weights, rounded at loading, and their inputs are rounded per row; on a
     processor only."""

@@ -31,11 +31,11 @@ from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
-from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import DEMO, model_folder
-from pdserve.models.read_config import read_config
+from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
+from pdserve.models.weights.weight_loader import LoadProgress
 
 __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 
@@ -51,7 +51,7 @@ _DYNAMIC = (
 class LoadedModel:
     """A model and its pool, for one engine."""
 
-    decoder: Decoder
+    decoder: AnyDecoder
     kv_cache_config: KVCacheConfig
     kv_caches: tuple[Tensor, ...]
     """Pools, one per KV cache group: `[num_blocks, Hkv, L, 2, bs, D]`."""
@@ -170,7 +170,7 @@ def load_model(
         _check_device(rank_device(settings.device, rank, size))
     if size == 1:
         return _load(folder, settings, None, progress)
-    read_config(folder, settings.dtype).verify_sharding(size, folder)
+    read_model_config(folder, settings.dtype, settings.model_impl).verify_sharding(size, folder)
     ranks = RankProcesses(folder, settings, torch.device(rank_device(settings.device, 0, size)), transfer_program)
     try:
         loaded = ranks.attempt(lambda: _load(folder, settings, ranks.group, progress))
@@ -195,18 +195,20 @@ def rank_device(device: str, rank: int, size: int) -> str:
 
 
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
-    verify_classifier(settings, folder, read_config(folder, settings.dtype))
-    verify_image_model(settings, read_config(folder, settings.dtype))
-    draft_folder = DraftModelFolder.of(settings, folder, read_config(folder, settings.dtype))
+    config = read_model_config(folder, settings.dtype, settings.model_impl)
+    verify_classifier(settings, folder, config)
+    verify_image_model(settings, config)
+    config.verify_options(settings.quantization, settings.enable_lora)
+    draft_folder = DraftModelFolder.of(settings, folder, config)
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
     device = rank_device(settings.device, shard.rank, shard.size)
-    _check_attention(settings, torch.device(device), read_config(folder, settings.dtype))
-    decoder = load_decoder(
-        folder, dtype=settings.dtype, max_model_len=settings.max_model_len, device=device, load_format=settings.load_format,
-        quantization=settings.quantization, shard=shard, progress=progress,
+    _check_attention(settings, torch.device(device), config)
+    decoder = load_model_decoder(
+        folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
+        load_format=settings.load_format, quantization=settings.quantization, shard=shard, progress=progress,
     )  # fmt: skip
     adapters = None
-    if settings.enable_lora:
+    if settings.enable_lora and isinstance(decoder, Decoder):
         decoder, targets = with_lora_targets(
             decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, kernels=settings.kernels,
             max_tokens=settings.step_tokens, shard=shard,
@@ -220,7 +222,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     left_bytes, pool_block_bytes = None, block_bytes
     if settings.num_blocks is None and settings.pool_mib is None:
         place = torch.device(device)
-        models = [(decoder, groups)]
+        models: list[tuple[AnyDecoder, Sequence[KVCacheGroupSpec]]] = [(decoder, groups)]
         if draft_folder is not None and draft_decoder is not None:
             models.append((draft_decoder, draft_folder.groups))
             pool_block_bytes += draft_folder.block_bytes  # its cache has no more blocks than the pool
@@ -281,7 +283,7 @@ def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
 
 def _budget(
     settings: WorkerSettings,
-    models: Sequence[tuple[Decoder, Sequence[KVCacheGroupSpec]]],
+    models: Sequence[tuple[AnyDecoder, Sequence[KVCacheGroupSpec]]],
     device: torch.device,
     memory: DeviceMemory,
 ) -> PoolBudget:
@@ -322,6 +324,8 @@ def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> 
         kept += f"/{settings.cache_dtype} cache"
     if model.uses_long_factor:
         kept += "/long_factor"
+    if model.implementation:
+        kept += f"/{model.implementation}"
     if settings.load_format == "auto":
         return model_fingerprint(folder, kept)
     drawn = f"drawn by torch {torch.__version__} on {torch.device(settings.device).type}"

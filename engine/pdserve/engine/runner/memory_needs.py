@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.loaded_model import pool_size
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
-from pdserve.models.loading import LoadProgress, load_decoder
+from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_targets import LoraTargets, with_lora_targets
-from pdserve.models.read_config import read_config
+from pdserve.models.model_impl import load_model_decoder, read_model_config
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
+from pdserve.models.weights.weight_loader import LoadProgress
 
 PROCESS_BYTES = 400 << 20
 """Memory of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
@@ -66,6 +67,7 @@ def weight_bytes(
     load_format: str = "auto",
     quantization: Literal["int8"] | None = None,
     shard: RankShard = WHOLE,
+    model_impl: ModelImpl = "auto",
 ) -> int:
     """Bytes of all weights as they are served, or of one rank's part.
 
@@ -78,9 +80,10 @@ def weight_bytes(
         nonlocal total
         total = progress.kept_bytes
 
-    load_decoder(
+    load_model_decoder(
         folder,
         dtype=dtype,
+        model_impl=model_impl,
         device="meta",
         load_format=load_format,
         quantization=quantization,
@@ -124,13 +127,14 @@ def draft_model_bytes(
     draft = DraftModelFolder.of(settings, folder, config, download=False)
     if draft is None:
         return 0
-    weights = weight_bytes(draft.folder, settings.dtype, settings.load_format)
+    weights = weight_bytes(draft.folder, settings.dtype, settings.load_format, model_impl=settings.model_impl)
     return weights + draft.num_blocks(settings, num_blocks, max_model_len) * draft.block_bytes
 
 
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
-    config = read_config(folder, settings.dtype)
+    config = read_model_config(folder, settings.dtype, settings.model_impl)
+    config.verify_options(settings.quantization, settings.enable_lora)
     shard = RankShard(0, settings.tensor_parallel_size)
     if shard.size > 1:
         config.verify_sharding(shard.size, folder)
@@ -146,7 +150,9 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         num_blocks, max_model_len = pool_size(settings, block_bytes, config)
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
-        weights=weight_bytes(folder, settings.dtype, settings.load_format, settings.quantization, shard)
+        weights=weight_bytes(
+            folder, settings.dtype, settings.load_format, settings.quantization, shard, settings.model_impl
+        )
         + adapter_bytes(folder, settings, shard),
         pool=num_blocks * block_bytes,
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize

@@ -156,7 +156,8 @@ class ModelRunner:
 
         Afterwards steps of decode rows alone replay them. No step may be under way.
         """
-        if self._config.enforce_eager or not can_capture(self._attention, self._runtime):
+        is_capturable = getattr(self._model, "is_capturable", True)
+        if self._config.enforce_eager or not is_capturable or not can_capture(self._attention, self._runtime):
             return
         graphs = StepGraphs(
             self._config, self._model, self._attention, self._ops, self._device, self._dtype, self._runtime

@@ -107,6 +107,14 @@ class ModelConfig:
         return any(rope is not None and rope.uses_long_factor for rope in (self.rope, self.local_rope))
 
     @property
+    def implementation(self) -> str:
+        """The code that computes the model, if it is not ours: part of the fingerprint."""
+        return ""
+
+    def verify_options(self, quantization: str | None, enable_lora: bool) -> None:
+        """Check settings that the code which computes the model may not have. Raises: UnsupportedModel naming the setting."""
+
+    @property
     def head_order(self) -> HeadOrder:
         return HeadOrder(self.head_dim, self.head_dim - self.rope.unrotated_dim, self.family.rotates_neighbours)
 

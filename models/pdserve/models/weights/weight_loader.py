@@ -71,15 +71,19 @@ class WeightLoader:
         }
         self._total_bytes = sum(torch.Size(checkpoint.shape(name)).numel() for name in self._unread) * dtype.itemsize
 
-    def tensor(self, name: str, *shape: int, part: Part | None = None) -> Tensor:
-        """A copy on the device, in the served dtype.
+    def tensor(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy on the device.
 
-        shape: of the whole weight. part: only this is read.
+        shape: of the whole weight. part: only this is read. dtype: None: the served one.
         Raises: ConfigError for a weight that is missing, has another shape or type, or has NaN or infinity.
         """
-        tensor = self._read(name, shape, part)
+        tensor = self._read(name, shape, part, dtype)
         self._count(name, self._whole_bytes(shape), tensor.nbytes)
         return tensor
+
+    def skip(self, name: str) -> None:
+        """Count a weight as read that has the numbers of another."""
+        self._count(name, self._whole_bytes(self._checkpoint.shape(name)), 0)
 
     def packed(self, name: str, *shape: int) -> Tensor:
         """A copy on the device of bytes that the caller unpacks. Raises: ConfigError, as `tensor`."""
@@ -150,9 +154,9 @@ class WeightLoader:
     def _whole_bytes(self, shape: Sequence[int]) -> int:
         return math.prod(shape) * self.dtype.itemsize
 
-    def _read(self, name: str, shape: tuple[int, ...], part: Part | None) -> Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], part: Part | None, dtype: torch.dtype | None = None) -> Tensor:
         source = self._checkpoint.read(name, shape, FLOATS, part)
-        tensor = source.to(self._device, self.dtype, copy=True)
+        tensor = source.to(self._device, dtype or self.dtype, copy=True)
         verify_finite(tensor, source, self._checkpoint.where(name))
         return tensor
 

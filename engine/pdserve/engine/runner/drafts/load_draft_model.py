@@ -13,11 +13,9 @@ from pdserve.common.settings.speculative_config import FIELD, SpeculativeConfig
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.models.config.model_config import ModelConfig
-from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import KVCacheGroupSpec, make_kv_cache
-from pdserve.models.loading import load_decoder
 from pdserve.models.model_folder import model_folder
-from pdserve.models.read_config import read_config
+from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
 
 _TOKENIZER = "tokenizer.json"
 
@@ -45,7 +43,7 @@ class DraftModelFolder:
             return None
         with _named(setting.draft_model):
             draft_folder = model_folder(setting.draft_model, download=download)
-            config = read_config(draft_folder, settings.dtype)
+            config = read_model_config(draft_folder, settings.dtype, settings.model_impl)
             if config.classifier is not None:
                 raise ConfigError(f"{draft_folder} has a classification head and generates no text")
         _verify_vocabulary(setting.draft_model, draft_folder, config, folder, model)
@@ -68,14 +66,20 @@ class DraftModelFolder:
         per_sequence = -(-self.max_model_len(max_model_len) // settings.block_size)
         return min(num_blocks, self.setting.num_drafted(settings.max_num_seqs) * per_sequence)
 
-    def load(self, settings: WorkerSettings) -> Decoder:
+    def load(self, settings: WorkerSettings) -> AnyDecoder:
         """Read the weights. Raises: ConfigError, UnsupportedModel."""
         with _named(str(self.folder)):
-            return load_decoder(
-                self.folder, dtype=settings.dtype, device=settings.device, load_format=settings.load_format
+            return load_model_decoder(
+                self.folder,
+                dtype=settings.dtype,
+                model_impl=settings.model_impl,
+                device=settings.device,
+                load_format=settings.load_format,
             )
 
-    def with_cache(self, decoder: Decoder, settings: WorkerSettings, num_blocks: int, max_model_len: int) -> DraftModel:
+    def with_cache(
+        self, decoder: AnyDecoder, settings: WorkerSettings, num_blocks: int, max_model_len: int
+    ) -> DraftModel:
         """num_blocks, max_model_len: of the engine."""
         own = self.num_blocks(settings, num_blocks, max_model_len)
         caches = tuple(make_kv_cache(group.layout, own, settings.device) for group in self.groups)

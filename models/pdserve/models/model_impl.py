@@ -1,0 +1,112 @@
+"""`read_model_config` and `load_model_decoder`: a model by the code that the setting `model_impl` allows.
+
+A native family computes a model faster, and takes adapters, quantization and ranks. Where none fits, or where the setting says so,
+the model's own code in `transformers` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.common.errors import ConfigError
+from pdserve.common.settings.worker_settings import ModelImpl
+from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.json_object import JsonObject
+from pdserve.models.layers.classification_head import ClassificationHead
+from pdserve.models.loading import load_decoder
+from pdserve.models.model_inputs import ModelInputs
+from pdserve.models.read_config import read_config
+from pdserve.models.registry import FAMILIES
+from pdserve.models.weights.rank_shard import WHOLE, RankShard
+from pdserve.models.weights.weight_loader import LoadProgress, Quantization
+
+
+class AnyDecoder(Protocol):
+    """A `Decoder` or a `TransformersDecoder`."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def attention_specs(self) -> Sequence[Sequence[AttentionSpec]]: ...
+
+    @property
+    def classifier(self) -> ClassificationHead | None: ...
+
+    def forward(self, inputs: ModelInputs) -> Tensor: ...
+
+    def embed_input_ids(self, token_ids: Tensor) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def read_model_config(folder: Path, dtype: str = "auto", model_impl: ModelImpl = "auto") -> ModelConfig:
+    """As `read_config`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
+    if _is_native(folder, model_impl):
+        return read_config(folder, dtype)
+    # a worker with a native family does not spend the time and memory
+    from pdserve.models.transformers.read_transformers_config import read_transformers_config
+
+    return read_transformers_config(folder, dtype)
+
+
+def load_model_decoder(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    model_impl: ModelImpl = "auto",
+    max_model_len: int | None = None,
+    device: str = "cpu",
+    load_format: str = "auto",
+    quantization: Quantization = None,
+    shard: RankShard = WHOLE,
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> AnyDecoder:
+    """As `load_decoder`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
+    if _is_native(folder, model_impl):
+        return load_decoder(
+            folder,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            device=device,
+            load_format=load_format,
+            quantization=quantization,
+            shard=shard,
+            progress=progress,
+        )
+    from pdserve.models.transformers.read_transformers_config import read_transformers_config
+    from pdserve.models.transformers.transformers_decoder import TransformersDecoder
+
+    config = read_transformers_config(folder, dtype)
+    config.verify_options(quantization, enable_lora=False)
+    config.verify_sharding(shard.size, folder)
+    return TransformersDecoder.load(folder, config, device=device, load_format=load_format, progress=progress)
+
+
+def _is_native(folder: Path, model_impl: ModelImpl) -> bool:
+    """True where native families read the folder, or refuse it: with `auto` also what transformers cannot compute either."""
+    if model_impl != "auto":
+        return model_impl == "native"
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist")
+    names = JsonObject.read(folder / "config.json").items("architectures") or []
+    if len(names) != 1 or names[0] in FAMILIES:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -1,0 +1,1 @@
+"""Models that the code of `transformers` computes, with attention over our pages."""

@@ -1,0 +1,34 @@
+"""A model that the code of `transformers` computes, through prefill and decode processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.any_family import make_any_family
+from tests.support.checkpoints import save_tokenizer
+from tests.support.cluster_processes import pd_cluster
+from tests.support.inference_client import InferenceClient
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("engine_process", ["false", "true"])
+async def test_i1_texts_are_those_of_transformers(engine_process: str, tmp_path: Path) -> None:
+    model = tmp_path / "stablelm"
+    make_any_family(model, "stablelm")
+    save_tokenizer(model)
+    oracle = Oracle(model)
+    flags = ("--model-impl", "auto", "--set", "num_blocks=64", "--set", f"engine_process={engine_process}")
+    with pd_cluster(tmp_path, model, both=flags, router=("--local-prefill", "never")) as cluster:
+        async with InferenceClient(cluster.router.address) as router:
+            for size in (1, 16, 17, 90):
+                prompt = prompt_of(size)
+                answer = await router.ask(prompt, max_tokens=24)
+                oracle.check(prompt, answer.token_ids)
+                assert "kv_landed" in answer.moments
+        cluster.check_pools()
+        cluster.check_logs()

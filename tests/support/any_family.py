@@ -1,0 +1,147 @@
+"""Tiny random checkpoints of every causal language model in the installed `transformers`, and its logits beside ours."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pdserve.common.errors import UnsupportedModel
+from pdserve.common.settings.worker_settings import ModelImpl
+from pdserve.models.model_impl import load_model_decoder, read_model_config
+from tests.support.family_exactness import Logits
+from tests.support.paged_run import PagedRun
+
+VOCAB_SIZE = 320
+_SIZES: Mapping[tuple[str, ...], Any] = {
+    ("vocab_size",): VOCAB_SIZE,
+    ("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"): 64,
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"): 3,
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"): 4,
+    ("num_key_value_heads", "num_kv_heads"): 2,
+    ("head_dim", "attention_head_dim"): 16,
+    ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "feed_forward_size"): 96,
+    ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"): 256,
+    ("sliding_window", "window_size", "attention_window_size"): 13,
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_num"): 4,
+    ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"): 2,
+    ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"): 32,
+    ("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"): 1,
+    ("q_lora_rank",): 24,
+    ("kv_lora_rank",): 20,
+    ("qk_nope_head_dim", "v_head_dim"): 16,
+    ("qk_rope_head_dim",): 8,
+    ("pad_token_id",): 0,
+    ("bos_token_id",): 1,
+    ("eos_token_id",): 2,
+    ("use_cache", "return_dict", "scale_attn_weights", "is_decoder"): True,
+}  # fmt: skip
+"""Fields of configurations -> their values, in every class that has a field of this name with a value of this kind."""
+OWN: Mapping[str, Mapping[str, Any]] = {}
+"""`model_type` -> values of its own; None leaves the class's default."""
+
+
+def causal_families() -> Iterator[tuple[str, str]]:
+    """`model_type` and architecture of each family."""
+    seen = set()
+    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if (architecture, CONFIG_MAPPING[model_type]) not in seen:
+            seen.add((architecture, CONFIG_MAPPING[model_type]))
+            yield model_type, architecture
+
+
+def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
+    """A configuration of the family with small sizes. fields: values of the caller."""
+    config_class = CONFIG_MAPPING[model_type]
+    usual = config_class().to_dict()
+    given: dict[str, Any] = {}
+    for names, value in _SIZES.items():
+        for name in names:
+            if name in usual and (usual[name] is not None or name.endswith("_token_id")):
+                given[name] = value
+    if "layer_types" in usual:
+        given.pop("layer_types", None)
+    given |= {**OWN.get(model_type, {}), **fields}
+    return config_class(**{name: value for name, value in given.items() if value is not ...})
+
+
+def refusal(folder: Path, model_type: str, architecture: str) -> str | None:
+    """The reason for which a tiny model of the family is refused; None if it is served. Writes config.json into `folder`."""
+    config = tiny_config(model_type)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    try:
+        read_model_config(folder, "float32", "transformers")
+    except UnsupportedModel as error:
+        return error.message.partition(" is not served: ")[2] or error.message.partition("config.json: ")[2]
+    return None
+
+
+def make_any_family(folder: Path, model_type: str, dtype: str = "float32", **fields: Any) -> PreTrainedModel:
+    """Write a random checkpoint into `folder`, without a tokenizer, and return the model, in float32 or rounded to `dtype`."""
+    config = tiny_config(model_type, **fields)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # the default takes only sizes that are multiples of 8
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                weight.normal_(std=0.25)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.3)
+            else:
+                weight.add_(torch.empty_like(weight).uniform_(-0.4, 0.4))
+    model.to(getattr(torch, dtype)).eval().save_pretrained(folder)
+    return model
+
+
+def float32_logits(folder: Path, model_type: str, model_impl: ModelImpl = "transformers", **fields: Any) -> Logits:
+    """Logits of a greedy text of `generate`, beside another text in every step: two chunks each, and then token by token."""
+    model = make_any_family(folder, model_type, **fields)
+    prompt, other = (random.Random(seed).choices(range(3, VOCAB_SIZE), k=size) for seed, size in ((3, 48), (4, 51)))
+    with torch.inference_mode():
+        text = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True
+        )[0].tolist()
+        theirs = torch.cat([model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other)])
+        best = [int(row.argmax()) for row in theirs[47:59]]
+    assert best == text[48:], f"{model_type}: transformers differs from itself with its cache"
+    run = PagedRun(load_model_decoder(folder, model_impl=model_impl), block_size=8)
+    found = _logits(run, text, other)
+    return Logits(found, theirs)
+
+
+def _logits(run: PagedRun, text: list[int], other: list[int]) -> Tensor:
+    steps = [
+        run.step({}, {"b": other[:11]}),
+        run.step({}, {"a": text[:37], "b": other[11:30]}),
+        run.step({"b": other[30]}, {"a": text[37:48]}),
+    ]
+    steps += [run.step({"a": one, "b": two}, {}) for one, two in zip(text[48:59], other[31:42], strict=True)]
+    steps += [run.step({"a": text[59]}, {"b": other[42:]})]
+    return torch.cat([torch.cat([step[name] for step in steps if name in step]) for name in ("a", "b")])
+
+
+def bfloat16_errors(folder: Path, model_type: str, **fields: Any) -> tuple[float, float]:
+    """Mean error of a log-probability against the same rounded weights in float32: ours, that of `transformers`."""
+    model = make_any_family(folder, model_type, "bfloat16", **fields)
+    tokens = random.Random(3).choices(range(VOCAB_SIZE), k=100)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        truth = model.float()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    decoder = load_model_decoder(folder, model_impl="transformers")
+    ours = PagedRun(decoder).step({}, {"a": tokens})["a"].log_softmax(-1)
+    return float((ours - truth).abs().mean()), float((theirs - truth).abs().mean())
+
+
+def stored_config(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return values
