@@ -1,6 +1,6 @@
 """Puts the compiled library of `pdserve.kernels.native` into wheels and editable installs, where there is a C++ compiler.
 
-No build fails without one: the wheel is then pure Python, and attention and LoRA products are computed in torch operations.
+No build fails without one: the wheel is then pure Python, and what it would compute is computed in torch operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NativeLibraryHook(BuildHookInterface[Any]):
         try:
             library: Path = builder["build"](folder)
         except (builder["BuildError"], OSError) as error:
-            self.app.display_warning(f"attention and LoRA products in C++ are left out: {error}")
+            self.app.display_warning(f"kernels in C++ are left out: {error}")
             return
         if version != "editable":
             build_data["force_include"][str(library)] = f"{NATIVE}/{library.name}"

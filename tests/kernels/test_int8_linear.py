@@ -10,17 +10,36 @@ from pdserve.kernels import int8_linear
 from pdserve.kernels.experts import ExpertWeights, GroupedExperts, make_experts
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
 from pdserve.kernels.linear import make_linear
+from pdserve.kernels.native.build_library import BuildError, build
+from pdserve.kernels.native.library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["fast", "plain"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both products, on processors that have the instructions of the fast one."""
-    if request.param == "plain":
-        monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: False)
-    elif not int8_linear.has_fast_int8():
+KERNELS = ("onednn", "torch", "onednn and C++", "C++")
+
+
+def choose(kernel: str, monkeypatch: pytest.MonkeyPatch, built: NativeLibrary | None) -> None:
+    """Have layers made by one of `KERNELS`, which the processor chooses otherwise. Skips those that are not there."""
+    if "onednn" in kernel and not int8_linear.has_fast_int8():
         pytest.skip("this processor has no VNNI")
+    if "C++" in kernel and built is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: "onednn" in kernel)
+    monkeypatch.setattr(int8_linear, "native_library", lambda: built if "C++" in kernel else None)
+
+
+@pytest.fixture(scope="module")
+def built() -> NativeLibrary | None:
+    try:
+        return NativeLibrary(str(build()))
+    except BuildError:
+        return None
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, built: NativeLibrary | None) -> str:
+    choose(request.param, monkeypatch, built)
     return str(request.param)
 
 
@@ -70,15 +89,63 @@ def test_a_row_has_the_same_bits_in_any_batch(kernel: str) -> None:
         assert torch.equal(layer(x[start : start + count]), whole[start : start + count])
 
 
-def test_both_products_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not int8_linear.has_fast_int8():
-        pytest.skip("this processor has no VNNI")
-    # the largest sums: 2816 products of 127 * 127 are beyond float32's integers
-    matrix = Int8Matrix(torch.full((48, 2816), 127, dtype=torch.int8), torch.linspace(0.1, 3, 48))
-    x = torch.cat([torch.ones(1, 2816), -torch.ones(1, 2816), torch.randn(6, 2816)])
-    fast = Int8Linear(matrix, None)(x)
-    monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: False)
-    assert torch.equal(Int8Linear(matrix, None)(x), fast)
+def _extremes(inputs: int, outputs: int) -> tuple[Int8Matrix, Tensor]:
+    """The largest sums: 2816 products of 127 * 127 are beyond float32's integers; every other number differs."""
+    matrix = Int8Matrix(torch.full((outputs, inputs), 127, dtype=torch.int8), torch.linspace(0.1, 3, outputs))
+    matrix.values[1::2, 3] = -128
+    x = torch.cat([torch.ones(1, inputs), -torch.ones(1, inputs), torch.randn(12, inputs)])
+    x[2, 5:] = x[2, 5:].abs() + 1
+    return matrix, x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_products_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, built: NativeLibrary | None, dtype: torch.dtype
+) -> None:
+    """Shapes of whole blocks and others, sums beyond float32's integers, and numbers of rows on both sides of every tile."""
+    cases = [_case(14, *shape, torch.float32) for shape in ((33, 17), (1, 1), (130, 257), (64, 128), (500, 70))]
+    cases += [(matrix, torch.randn(len(matrix.scales)), x) for matrix, x in (_extremes(2816, 48), _extremes(4867, 3))]
+    found: dict[str, list[Tensor]] = {}
+    for kernel in KERNELS:
+        with monkeypatch.context() as patch:
+            try:
+                choose(kernel, patch, built)
+            except pytest.skip.Exception:
+                continue
+            outputs = found[kernel] = []
+            for matrix, bias, x in cases:
+                rows = x.to(dtype)
+                for layer in (Int8Linear(matrix, None), Int8Linear(matrix, bias.to(dtype))):
+                    outputs += [layer(rows[:count]) for count in (0, 1, 2, 3, 5, 6, 7, 8, 9, 14)]
+                    outputs += [
+                        layer.add_to(layer(rows[-1:]).repeat(len(rows), 1)[:count], rows[:count]) for count in (1, 9)
+                    ]
+    assert len(found) > 1 or built is None
+    for kernel, outputs in found.items():
+        for output, expected in zip(outputs, found["torch"], strict=True):
+            assert torch.equal(output, expected), kernel
+
+
+@pytest.mark.usefixtures("kernel")
+def test_one_copy_is_kept() -> None:
+    """At most 1.1 times the int8 matrix, whichever kernels read it."""
+    matrix = Int8Matrix.quantized(torch.randn(256, 896))
+    layer = Int8Linear(matrix, None)
+    held = 0
+    seen: set[int] = set()
+    waiting: list[object] = [layer]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            held += torch.ops.mkldnn._nbytes(each) if each.is_mkldnn else each.nbytes
+        elif isinstance(each, tuple):
+            waiting += each
+        elif type(each).__module__.startswith("pdserve") and not isinstance(each, NativeLibrary):
+            waiting += vars(each).values()
+    assert matrix.values.nbytes <= held <= 1.1 * matrix.values.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

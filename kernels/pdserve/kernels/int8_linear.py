@@ -9,11 +9,15 @@ whatever the other rows are, in any number of them. Dynamic quantization of acti
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from pdserve.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
+from pdserve.kernels.native.native_int8 import NATIVE_DTYPES, BlockedValues, NativeInt8Rows
 
 LARGEST = 127
 """-128 is not used, so that ranges are symmetric."""
@@ -21,6 +25,8 @@ _ZERO = 128
 """The number for 0 in a row of the input: oneDNN's fast kernels take its first operand unsigned."""
 _SMALLEST_RANGE = 1e-30
 """A row of zeros has this range, so that nothing is divided by 0."""
+_NATIVE_ROWS = 8
+"""Number of rows up to which C++ is faster than oneDNN's kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +85,39 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear:
-    """A `Linear` over an `Int8Matrix`, in the layout of oneDNN where its kernels are exact and fast."""
+    """A `Linear` over an `Int8Matrix`, in a layout for the processor where there is a fast one. One copy is kept.
+
+    oneDNN computes where its kernels are exact and fast, but up to `_NATIVE_ROWS` rows: C++ multiplies these, in oneDNN's layout.
+    On other processors C++ computes all rows, and torch where C++ is not built. All have the same bits.
+    """
 
     def __init__(self, matrix: Int8Matrix, bias: Tensor | None) -> None:
         self._scales = matrix.scales
         self._bias = bias
         self._values: Tensor | None = matrix.values
-        if has_fast_int8() and matrix.values.is_cpu:
+        self._native: NativeInt8Rows | None = None
+        self._native_rows = _NATIVE_ROWS
+        if not matrix.values.is_cpu:
+            return
+        library, blocks = native_library(), None
+        if has_fast_int8():
             self._packed: Tensor = torch.ops.onednn.qlinear_prepack(matrix.values, None)
             self._zeros = torch.zeros(len(matrix.scales), dtype=torch.int64)
             self._values = None
+            if library is not None:
+                blocks = BlockedValues.of_onednn(self._packed, matrix.values.shape)
+        elif library is not None:
+            blocks = BlockedValues.of_tensor(matrix.values)
+            self._values = None
+            self._native_rows = sys.maxsize
+        if library is not None and blocks is not None:
+            self._native = NativeInt8Rows(blocks, matrix.values, matrix.scales, bias, library)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._native is not None and len(x) <= self._native_rows:
+            if x.dtype in NATIVE_DTYPES:
+                return self._native(x)
+            return self._native(x.float()).to(x.dtype)
         values, scales = quantize_rows(x)
         y = self._product(values).mul_(scales)
         if self._bias is not None:
@@ -98,6 +125,14 @@ class Int8Linear:
         return y.to(x.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if (
+            self._native is not None
+            and len(x) <= self._native_rows
+            and x.dtype in NATIVE_DTYPES
+            and residual.dtype is x.dtype
+            and residual.stride(1) == 1
+        ):
+            return self._native.add_to(residual, x)
         return residual.add_(self(x))
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -109,6 +144,14 @@ class Int8Linear:
             return y
         signed = rows.view(torch.int8).bitwise_xor(-_ZERO)
         return torch._int_mm(signed, self._values.t()).float().mul_(self._scales)
+
+
+def native_library() -> NativeLibrary | None:
+    """The C++ kernels; None where they are not built."""
+    try:
+        return load_library()
+    except NativeLibraryError:
+        return None
 
 
 def has_fast_int8() -> bool:

@@ -1,5 +1,5 @@
-"""Paged decode attention and LoRA products in C++, compiled when pdserve is installed where there is a compiler.
+"""Paged decode attention and products with LoRA adapters and int8 matrices in C++, compiled at installation where there is a compiler.
 
-Nothing here is needed: without the compiled library, `pdserve.kernels.torch_attention` and `pdserve.kernels.torch_lora` compute the
-same.
+Nothing here is needed: without the compiled library, `pdserve.kernels.torch_attention`, `pdserve.kernels.torch_lora` and
+`pdserve.kernels.int8_linear` compute the same.
 """

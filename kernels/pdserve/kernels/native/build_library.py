@@ -15,20 +15,36 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = Path(__file__).resolve().parent
-LEVEL_SOURCES = ("decode_level", "lora_level")
-ENTRY_SOURCES = ("paged_decode", "lora_rows")
+ENTRY_SOURCES = ("paged_decode", "lora_rows", "int8_rows")
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
 _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-strict-aliasing",
-    "-ffp-contract=fast",
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+
+
+class _LevelSource(NamedTuple):
+    """A source that is compiled once per instruction set."""
+
+    name: str
+    flags: tuple[str, ...]
+    x86_levels: Mapping[str, tuple[str, ...]]
+
+
+_LEVEL_SOURCES = (
+    _LevelSource("decode_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    # each operation is rounded by itself, as torch's are
+    _LevelSource("int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}),
+)
 _TIMEOUT_S = 300
 
 
@@ -63,7 +79,6 @@ def build(folder: Path = SOURCES) -> Path:
         return target
     compiler = find_compiler()
     has_levels = platform.machine() in X86
-    levels = {"baseline": ()} | (_X86_LEVELS if has_levels else {})
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as room:
         commands, objects = [], []
 
@@ -71,12 +86,12 @@ def build(folder: Path = SOURCES) -> Path:
             objects.append(f"{room}/{made}.o")
             commands.append([*compiler, *_FLAGS, *flags, "-c", str(SOURCES / f"{source}.cpp"), "-o", objects[-1]])
 
-        for name, flags in levels.items():
-            symbol = f"-DLEVEL=LEVEL_{name.upper()}"
-            for source in LEVEL_SOURCES:
-                compile_source(source, f"{source}-{name}", *flags, symbol, f"-DLEVEL_NAME={name}")
-        for source in ENTRY_SOURCES:
-            compile_source(source, source, *(["-DHAS_X86_LEVELS"] if has_levels else []))
+        for source in _LEVEL_SOURCES:
+            for name, flags in {"baseline": (), **(source.x86_levels if has_levels else {})}.items():
+                names = f"-DLEVEL=LEVEL_{name.upper()}", f"-DLEVEL_NAME={name}"
+                compile_source(source.name, f"{source.name}-{name}", *source.flags, *flags, *names)
+        for entry in ENTRY_SOURCES:
+            compile_source(entry, entry, *(["-DHAS_X86_LEVELS"] if has_levels else []))
         _run_all(commands)
         _run_all([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]])
         Path(room, target.name).replace(target)

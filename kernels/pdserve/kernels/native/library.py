@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 
@@ -43,6 +44,17 @@ class LoraCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class Int8Call(ctypes.Structure):
+    """`Int8Call` of `int8_rows.h`, field by field."""
+
+    _fields_ = (
+        ("values", c_void_p), ("offsets", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
+        ("num_inputs", c_int64), ("num_outputs", c_int64), ("padded", c_int64), ("dtype", c_int64),
+        ("x", c_void_p), ("num_rows", c_int64), ("x_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
+        ("adds", c_int64), ("rows", c_void_p), ("row_scales", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
 class NativeLibrary:
     """Functions of one library. Calls release the interpreter's lock."""
 
@@ -53,24 +65,35 @@ class NativeLibrary:
             self.plan_decode = library.pdserve_plan_decode
             self.paged_decode = library.pdserve_paged_decode
             self.add_lora = library.pdserve_add_lora
-            level_name = library.pdserve_level_name
-            sizes = {DecodeCall: library.pdserve_call_size, LoraCall: library.pdserve_lora_call_size}
+            self.multiply_rows = library.pdserve_multiply_rows
+            level_names = library.pdserve_level_name, library.pdserve_int8_level_name
+            sizes = {
+                DecodeCall: library.pdserve_call_size,
+                LoraCall: library.pdserve_lora_call_size,
+                Int8Call: library.pdserve_int8_call_size,
+            }
         except (OSError, AttributeError) as error:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
         self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeCall)], c_int64
         self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
-        level_name.argtypes, level_name.restype = [c_int64], c_char_p
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
+        self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64
             if size() != ctypes.sizeof(call):
                 raise NativeLibraryError(f"{path} has arguments of {size()} bytes, not {ctypes.sizeof(call)}")
-        self.levels: list[str] = []
-        """Instruction sets that this processor has, the fastest first."""
-        while name := level_name(len(self.levels)):
-            self.levels.append(name.decode())
+        self.levels, self.int8_levels = map(_names, level_names)
+        """Instruction sets that this processor has, the fastest first; `int8_levels` are those of products with int8 matrices."""
         self.parallel = _parallel()
         """Address of libgomp's `GOMP_parallel`; None: calls use one thread."""
+
+
+def _names(level_name: Callable[[int], bytes | None]) -> list[str]:
+    level_name.argtypes, level_name.restype = [c_int64], c_char_p  # type: ignore[attr-defined]
+    found: list[str] = []
+    while name := level_name(len(found)):
+        found.append(name.decode())
+    return found
 
 
 def _parallel() -> int | None:
