@@ -1,4 +1,4 @@
-"""Paged decode attention and products with LoRA adapters and int8 matrices in C++, compiled at installation where there is a compiler.
+"""Paged decode attention, and products with LoRA adapters and int8 matrices, in C++: compiled at installation where a compiler is.
 
 Nothing here is needed: without the compiled library, `pdserve.kernels.torch_attention`, `pdserve.kernels.torch_lora` and
 `pdserve.kernels.int8_linear` compute the same.
