@@ -41,7 +41,7 @@ class BlockedValues(NamedTuple):
 
     @classmethod
     def of_onednn(cls, packed: Tensor, shape: Sequence[int]) -> BlockedValues | None:
-        """What `qlinear_prepack` made of a matrix `[out, in]`, in place; None if this version of oneDNN has another layout."""
+        """The result of `qlinear_prepack` for a matrix `[out, in]`, in place; None if oneDNN has another layout."""
         if not _is_onednn_blocked(*shape):
             return None
         return cls(torch.ops.mkldnn.data_ptr(packed), _padded(shape[1], _INPUT_UNIT), packed)
