@@ -1,7 +1,7 @@
 """Operations of a decode step on a device, counted on the pretended one.
 
 One upload, one wait and no shape that depends on data, whatever is sampled. A step whose rules or grammar are known only after its
-launch has a second upload.
+launch has a second upload, and so has one with LoRA adapters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.engine_harness import Answer, Harness
+from tests.support.lora_adapters import make_adapter
 from tests.support.pretend_device import DEVICE, pretended_device
 from tests.support.step_audit import StepAudit, StepCounts
 
@@ -95,6 +96,36 @@ def test_a_step_of_prompts_and_a_decode_step_with_triton(
         assert answers(kernels="triton", attention_backend="triton") == expected
     for step in counts[-2:]:
         assert (step.uploads.total(), step.waits.total(), step.shapes.total()) == (1, 1, 0), step
+
+
+@pytest.mark.slow
+def test_a_decode_step_with_adapters_copies_their_tokens_and_waits_for_nothing_more(
+    make_real_engine: Callable[..., Harness],
+    tiny_checkpoints: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+    from tests.support.pretend_launches import interpreted_on_device
+
+    folder = tiny_checkpoints("llama")
+    adapters = [make_adapter(tmp_path / str(seed), folder, seed=seed, spread=0.3) for seed in (1, 2)]
+    with interpreted_on_device():
+        engine = make_real_engine(
+            folder, device=str(DEVICE), adapters=adapters, max_loras=2, max_num_seqs=3, kernels="triton",
+            attention_backend="triton",
+        )  # fmt: skip
+        store = engine.core.adapters
+        assert store is not None
+        for size, adapter in zip((5, 18, 7), [*adapters, None], strict=True):
+            fields = {} if adapter is None else {"lora_name": "x", "lora_fingerprint": store.add(adapter)}
+            engine.add([(7 * i + size) % 300 for i in range(size)], **fields)
+        engine.step()
+        with StepAudit(monkeypatch) as audit:
+            engine.step()
+        counts = audit.counts
+        assert (counts.uploads.total(), counts.waits.total(), counts.shapes.total()) == (2, 1, 0), counts
+        engine.run()
 
 
 def test_the_audit_sees_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:

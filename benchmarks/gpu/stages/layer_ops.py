@@ -13,7 +13,9 @@ from torch import Tensor
 from gpu.attention_inputs import Shape, random_cache
 from gpu.bench import Bench
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.lora import LoraMatrices, LoraStack
 from pdserve.kernels.make_layer_ops import make_layer_ops
+from pdserve.kernels.make_lora_ops import make_lora_ops
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import rotary_phases
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
@@ -61,6 +63,9 @@ def run(bench: Bench) -> None:
     ops = make_layer_ops(bench.triton, bench.device)
     for num_tokens in (3,) if bench.dry else (1, 64, 2048, 8192):
         of_tokens(bench, ops, num_tokens)
+    for num_tokens in (3,) if bench.dry else (1, 64, 256):
+        for num_adapters in (1, 2) if bench.dry else (1, 8):
+            of_adapters(bench, num_tokens, num_adapters)
     for count in (2,) if bench.dry else (1, 16, 128, 512):
         of_blocks(bench, ops, count)
     for count in (2,) if bench.dry else (1, 64, 256):
@@ -105,6 +110,26 @@ def of_tokens(bench: Bench, ops: LayerOps, num_tokens: int) -> None:
         lambda: ops.rotate_and_store(qkv, shape.spec, None, phases, pages, 0),
         moved,
     )
+
+
+def of_adapters(bench: Bench, num_tokens: int, num_adapters: int) -> None:
+    """Products of adapters of rank 16 beside queries, keys and values; the bytes are those of the matrices and of x and y."""
+    in_size, sizes = (64, (32, 16, 16)) if bench.dry else (4096, (4096, 1024, 1024))
+    dtype, device = Shape.of_llama_8b(bench.dry).dtype, bench.device
+    ops = make_lora_ops(bench.triton, dtype, device, max_loras=num_adapters, max_tokens=num_tokens)
+    stack = LoraStack(in_size, sizes, max_loras=num_adapters, max_rank=16, dtype=dtype, device=device)
+    for slot in range(num_adapters):
+        matrices = {
+            index: LoraMatrices(torch.randn(16, in_size) / 64, torch.randn(16, size) / 4)
+            for index, size in enumerate(sizes)
+        }
+        stack.put(slot, matrices)
+    x = torch.randn(num_tokens, in_size, dtype=dtype, device=device)
+    y = torch.randn(num_tokens, sum(sizes), dtype=dtype, device=device)
+    layer = ops.layer(stack)
+    ops.set_rows(np.arange(num_tokens) % num_adapters, np.ones(num_tokens, np.int64))
+    num_bytes = stack.nbytes * min(num_tokens, num_adapters) // num_adapters + x.nbytes + 2 * y.nbytes
+    report(bench, f"lora, {num_tokens} tokens, {num_adapters} adapters", lambda: layer.add(y, x), num_bytes)
 
 
 def of_blocks(bench: Bench, ops: LayerOps, count: int) -> None:

@@ -44,7 +44,8 @@ class TritonLoraOps:
             sizes = np.zeros(self._max_loras + 1, np.int32)
             sizes[used + 1] = np.diff(starts)
             lists = np.concatenate((np.cumsum(sizes, dtype=np.int32), tokens.astype(np.int32)))
-            self._lists[: len(lists)].copy_(torch.from_numpy(lists))
+            # nothing waits: memory that is not pinned is copied aside before the call returns
+            self._lists[: len(lists)].copy_(torch.from_numpy(lists), non_blocking=True)
         return self.has_adapters
 
     def set_any_rows(self) -> bool:

@@ -93,7 +93,7 @@ def column_tiles(stack: LoraStack, configs: LaunchConfigs) -> Tensor:
         for index, columns in enumerate(stack.columns)
         for first in range(columns.start, columns.stop, size)
     ]
-    return torch.tensor(tiles, dtype=torch.int32, device=stack.a.device)
+    return torch.tensor(tiles, dtype=torch.int32).to(stack.a.device)
 
 
 def add_lora(
