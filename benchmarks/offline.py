@@ -1,6 +1,7 @@
-"""Tokens per second of `LLM`: with the engine in its process, with `engine_process`, and of another checkout, in turns.
+"""Tokens per second of `LLM` in turns: with the engine in its process, with `engine_process`, with ranks, and of another checkout.
 
-python benchmarks/offline.py --rounds 7 [--model FOLDER] [--baseline FOLDER]
+python benchmarks/offline.py --rounds 7 [--model FOLDER] [--baseline FOLDER] [--variants "two threads" "two ranks"]
+                             [--shapes "1 request"]
 
 Each variant is a process that has loaded the bundled model or `--model`; a round asks each of
 them once, in turns. Processor time is that of the variant's process and of all processes that it has started.
@@ -24,6 +25,15 @@ from conditions import conditions
 SHAPES = {"1 request": (1, 128), "64 requests": (64, 64)}
 """Name -> requests of a batch, output tokens of each. Prompts have 32 tokens, none is cached."""
 PROMPT_TOKENS = 32
+BEFORE = "before"
+VARIANTS: dict[str, dict[str, Any]] = {
+    BEFORE: {},
+    "in its process": {},
+    "engine_process": {"engine_process": True},
+    "two threads": {"num_threads": 2},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+"""Name -> options of `LLM`. A baseline may not know an option."""
 
 
 def processor_s() -> float:
@@ -31,13 +41,11 @@ def processor_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in [own, *own.children(recursive=True)])
 
 
-def serve(model: str, engine_process: bool) -> None:
+def serve(model: str, variant: str) -> None:
     """Answer each line of stdin, the name of a shape, with seconds and processor seconds of one batch."""
     from pdserve.llm import LLM, SamplingParams
 
-    # a baseline may not know the option
-    options: dict[str, Any] = {"engine_process": True} if engine_process else {}
-    llm = LLM(model, **options)
+    llm = LLM(model, **VARIANTS[variant])
     number = 0
     for line in sys.stdin:
         num_requests, num_tokens = SHAPES[line.strip()]
@@ -54,7 +62,7 @@ def serve(model: str, engine_process: bool) -> None:
 
 def start(variant: str, model: str, baseline: Path | None) -> subprocess.Popen[str]:
     environ = dict(os.environ)
-    if variant == "before" and baseline is not None:
+    if variant == BEFORE and baseline is not None:
         portions = [str(path.parent) for path in baseline.glob("*/pdserve")]
         environ["PYTHONPATH"] = os.pathsep.join(portions)
     command = [sys.executable, __file__, "--serve", variant, "--model", model]
@@ -75,19 +83,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--baseline", type=Path, help="another checkout, measured as `before`")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS)[1:], default=["in its process", "engine_process"]
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.model, options.serve == "engine_process")
+        serve(options.model, options.serve)
         return
     for name, value in conditions().items():
         print(f"{name}: {value}")
-    variants = [*(["before"] if options.baseline else []), "in its process", "engine_process"]
+    variants = [*([BEFORE] if options.baseline else []), *options.variants]
     processes = {variant: start(variant, options.model, options.baseline) for variant in variants}
     print(
         f"{options.rounds} rounds in turns after one to warm up; medians, in brackets the lowest and highest of tokens/s"
     )
-    for shape, (num_requests, num_tokens) in SHAPES.items():
+    for shape in options.shapes:
+        num_requests, num_tokens = SHAPES[shape]
         taken: dict[str, list[list[float]]] = {variant: [] for variant in variants}
         for round_number in range(options.rounds + 1):
             for variant in variants if round_number % 2 else reversed(variants):
