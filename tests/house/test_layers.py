@@ -38,6 +38,7 @@ FLOORS = {
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
         {"ranks", "sampling", "scheduler", "speculation"}, {"kv_cache", "lora", "stats", "structured_outputs"},
+        {"request_messages"},
         {"arrays", "child_process", "config", "engine_info", "heartbeat", "output_stream", "prompt_embeds_values",
          "request", "scheduler_output", "socket_frames"},
     ),

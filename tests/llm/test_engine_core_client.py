@@ -23,12 +23,13 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine import socket_frames
 from pdserve.engine.clients import engine_connection, frames
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
-from pdserve.engine.clients.frames import Load, encode
+from pdserve.engine.clients.frames import Load
 from pdserve.engine.clients.inproc_client import InprocClient
 from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.clients.process_client import ProcessClient
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.output_stream import engine_error
+from pdserve.engine.request_messages import encode
 from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
 from tests.support.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.llm_requests import prompts_of

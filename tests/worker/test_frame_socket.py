@@ -16,10 +16,11 @@ import pytest
 from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine import socket_frames
+from pdserve.engine.request_messages import encode
 from pdserve.engine.socket_frames import receive_frame, send_frame
 from pdserve.worker.engine_host import frame_socket, proc_host
 from pdserve.worker.engine_host.frame_socket import FrameSocket
-from pdserve.worker.engine_host.host_frames import HostState, decode_from_host, encode
+from pdserve.worker.engine_host.host_frames import HostState, decode_from_host
 from pdserve.worker.engine_host.proc_host import ProcHost
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import KEY

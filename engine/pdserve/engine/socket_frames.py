@@ -9,24 +9,30 @@ from pdserve.common.errors import PeerError
 
 MAX_FRAME_BYTES = 1 << 28
 """Log-probabilities of a prompt of 100,000 tokens with 20 candidates each take 30 MB."""
-_LENGTH = struct.Struct(">I")
+LENGTH = struct.Struct(">I")
+"""In front of a message's bytes."""
 
 
 def send_frame(peer: socket.socket, payload: bytes) -> None:
     """Blocks. Raises: OSError; PeerError for a payload that the peer would refuse, of which nothing was sent."""
-    verify_length(len(payload))
-    peer.sendall(_LENGTH.pack(len(payload)))
+    peer.sendall(packed_length(payload))
     peer.sendall(payload)
 
 
 def receive_frame(peer: socket.socket) -> bytearray | None:
     """Blocks; None at the end of the socket. Raises: OSError; PeerError for a length beyond the limit."""
-    head = _received(peer, _LENGTH.size)
+    head = _received(peer, LENGTH.size)
     if head is None:
         return None
-    [length] = _LENGTH.unpack(head)
+    [length] = LENGTH.unpack(head)
     verify_length(length)
     return _received(peer, length)
+
+
+def packed_length(payload: bytes) -> bytes:
+    """Raises: PeerError for more bytes than a message may have."""
+    verify_length(len(payload))
+    return LENGTH.pack(len(payload))
 
 
 def verify_length(length: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import Draining
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
+from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
@@ -51,8 +51,6 @@ from pdserve.worker.worker_servicer import WorkerServicer
 
 log = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0005
-"""Seconds after which another thread gets the interpreter from the engine thread; Python's default of 5 ms is a step's length."""
 STOP_GRACE_S = 1.0
 HEALTH_EVERY_S = 0.25
 TICK_STILL_S = 3.0
@@ -155,7 +153,7 @@ class Worker:
 
     async def start(self) -> None:
         """Warm the engine up, then answer. Raises: ConfigError for adapters of the settings that cannot be used."""
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        share_interpreter()
         await self.host.start()
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")

@@ -1,1 +1,1 @@
-"""Processes: the environment and the answers of children, and the end of a service."""
+"""Processes: the environment, the answers and the end of children, and the end of a service."""

@@ -24,10 +24,10 @@ from pdserve.engine.clients.frames import (
     Utility,
     UtilityOutput,
     decode_from_engine,
-    encode,
 )
 from pdserve.engine.clients.output_queue import OutputQueue
 from pdserve.engine.engine_info import EngineInfo
+from pdserve.engine.request_messages import encode
 from pdserve.engine.socket_frames import receive_frame, send_frame, verify_length
 
 _MODULE = "pdserve.engine.clients.engine_core_proc"

@@ -11,14 +11,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
-import re
-import select
-import signal
 import socket
 import sys
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,6 +21,8 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, PeerError
+from pdserve.common.processes.child_life import end_after, leave_signals_to_peer
+from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.request.engine_types import EngineCoreOutputs
 from pdserve.engine.clients.frames import (
     AbortRequests,
@@ -41,22 +38,19 @@ from pdserve.engine.clients.frames import (
     ToEngine,
     Utility,
     UtilityOutput,
-    decode_request,
     decode_to_engine,
-    encode,
 )
 from pdserve.engine.clients.inproc_client import InprocClient, failure_text
 from pdserve.engine.clients.loaded_engine import LoadedEngine
 from pdserve.engine.output_stream import refused_outputs
+from pdserve.engine.request_messages import decode_request, encode, output_messages
 from pdserve.engine.scheduler_output import RequestFailure
-from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
+from pdserve.engine.socket_frames import receive_frame, send_frame
 
 log = logging.getLogger(__name__)
 
 LAST_STEP_S = 3.0
 """Seconds that a step, or loading, may go on after the client's end; then the process ends in the middle of it."""
-SWITCH_INTERVAL_S = 0.0005
-"""As in a worker: messages are read while the engine's thread computes."""
 
 
 class EngineCoreProc:
@@ -70,7 +64,7 @@ class EngineCoreProc:
 
     def run(self) -> int:
         """Until the client's end. Returns the exit status: 1 when the engine failed or could not be loaded."""
-        threading.Thread(target=self._end_after_client, name="client-end", daemon=True).start()
+        end_after(self._client, LAST_STEP_S)
         message = self._receive()
         if not isinstance(message, Load):
             return 0 if message is None else 1
@@ -106,13 +100,6 @@ class EngineCoreProc:
             with contextlib.suppress(OSError):
                 self._client.shutdown(socket.SHUT_RD)  # the main thread reads the end, and ends the process
 
-    def _end_after_client(self) -> None:
-        poll = select.poll()
-        poll.register(self._client, select.POLLRDHUP)
-        poll.poll()
-        time.sleep(LAST_STEP_S)
-        os._exit(1)
-
     def _serve(self, inner: InprocClient, message: ToEngine) -> None:
         match message:
             case AddRequest(request_id, request):
@@ -135,9 +122,7 @@ class EngineCoreProc:
     def _add(self, inner: InprocClient, request_id: str, encoded: msgspec.Raw) -> None:
         try:
             request = decode_request(encoded)
-        except msgspec.DecodeError as error:
-            named = re.search(r"`\$\.(\w+)", str(error))
-            refusal = InvalidRequest(f"the request cannot be read: {error}", named and named[1])
+        except InvalidRequest as refusal:
             self._send_outputs(refused_outputs(request_id, refusal))
             return
         with contextlib.suppress(PdServeError):  # after the engine's end, which was reported
@@ -149,17 +134,8 @@ class EngineCoreProc:
         self._send(UtilityOutput(call_id, None if failure else answer.result(), failure))
 
     def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """An output that no message holds ends its request; the others of its step are sent."""
-        payload = encode(Outputs(outputs))
-        if len(payload) <= MAX_FRAME_BYTES:
+        for payload in output_messages(outputs, Outputs):
             self._send_payload(payload)
-        elif len(outputs.outputs) > 1:
-            for output in outputs.outputs:
-                self._send_outputs(EngineCoreOutputs(outputs=[output]))
-        else:
-            [output] = outputs.outputs
-            error = InternalError(f"an output has {len(payload)} bytes, at most {MAX_FRAME_BYTES} can be sent")
-            self._send(Outputs(refused_outputs(output.request_id, error)))
 
     def _send(self, message: FromEngine) -> None:
         self._send_payload(encode(message))
@@ -180,9 +156,8 @@ class EngineCoreProc:
 
 
 def main() -> int:
-    # Ctrl-C goes to the whole process group; the client decides when this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    leave_signals_to_peer()
+    share_interpreter()
     with socket.socket(fileno=int(sys.argv[1])) as client:
         return EngineCoreProc(client).run()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.engine_types import EngineCoreOutputs, StreamingUpdate
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.scheduler_output import RequestFailure
@@ -85,6 +85,4 @@ class EngineDead(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToEngine = Load | AddRequest | ResumeRequest | FinishSession | AbortRequests | EndSequence | Utility
 FromEngine = Loaded | Outputs | UtilityOutput | EngineDead
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
-encode = msgspec.msgpack.Encoder().encode

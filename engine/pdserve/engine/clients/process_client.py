@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.clients import engine_connection
@@ -22,9 +21,9 @@ from pdserve.engine.clients.frames import (
     FinishSession,
     Load,
     ResumeRequest,
-    encode,
 )
 from pdserve.engine.output_stream import refused_outputs
+from pdserve.engine.request_messages import ENCODING_ERRORS, encode, unsendable
 
 
 class ProcessClient:
@@ -45,10 +44,8 @@ class ProcessClient:
         self._connection.require_running()
         try:
             self._connection.send(encode(AddRequest(request.request_id, msgspec.Raw(encode(request)))))
-        except (TypeError, ValueError, OverflowError, RecursionError, PeerError) as error:
-            field = _field_at_fault(request)
-            refusal = InvalidRequest(f"{field} cannot be sent to the engine's process: {error}", field)
-            self._connection.outputs.put(refused_outputs(request.request_id, refusal))
+        except ENCODING_ERRORS as error:
+            self._connection.outputs.put(refused_outputs(request.request_id, unsendable(request, error)))
 
     def resume_request(self, update: StreamingUpdate) -> None:
         self._connection.require_running()
@@ -81,13 +78,3 @@ class ProcessClient:
 
     def close(self) -> None:
         self._close()
-
-
-def _field_at_fault(request: EngineCoreRequest) -> str:
-    """The first sampling parameter that cannot be encoded; without any, the prompt is too long."""
-    for field in msgspec.structs.fields(request.sampling_params):
-        try:
-            encode(getattr(request.sampling_params, field.name))
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            return field.name
-    return "prompt_token_ids"

@@ -9,22 +9,18 @@ process. A process that is stopped does not see that, so the kernel kills it tog
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
-import select
-import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from pdserve.common.errors import InternalError, PdServeError, PeerError
+from pdserve.common.processes.child_life import end_after, end_with_parent, leave_signals_to_peer
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
@@ -37,15 +33,6 @@ log = logging.getLogger(__name__)
 
 LAST_STEP_S = 1.0
 """Seconds that a step may go on after the end of rank 0, without which no step of several ranks ends."""
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_after_rank_0(rank_0: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(rank_0, select.POLLRDHUP)
-    poll.poll()
-    time.sleep(LAST_STEP_S)
-    os._exit(1)
 
 
 def _receive(rank_0: socket.socket) -> ToRank | None:
@@ -101,12 +88,10 @@ def _pin(cpu_core: int | None, rank: int, num_threads: int) -> None:
 
 def main(move_blocks: MoveBlocks | None = None) -> int:
     """move_blocks: of a program whose rank takes part in transfers."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # they go to the whole process group, or to all processes of a service; rank 0 decides when this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+    leave_signals_to_peer()
     with socket.socket(fileno=int(sys.argv[1])) as rank_0, contextlib.suppress(OSError):
-        threading.Thread(target=_end_after_rank_0, args=(rank_0,), name="rank-0-end", daemon=True).start()
+        end_after(rank_0, LAST_STEP_S)
         start = _receive(rank_0)
         if not isinstance(start, StartRank):
             return 0 if start is None else 1

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,13 +13,12 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.common.errors import PeerError
-from pdserve.engine.socket_frames import verify_length
+from pdserve.engine.socket_frames import LENGTH, packed_length, verify_length
 
 READ_BYTES = 1 << 18
 """Bytes that are read at once, so that the loop's other callbacks get their turn."""
 MAX_UNSENT_BYTES = 1 << 29
 """Above this a peer counts as one that reads no more; two messages of the longest kind fit."""
-_LENGTH = struct.Struct(">I")
 log = logging.getLogger(__name__)
 
 
@@ -48,8 +46,7 @@ class FrameSocket:
 
     def send(self, payload: bytes) -> None:
         """Send a message, in order; never blocks. Without effect after the end. Raises: PeerError for one that is too long."""
-        verify_length(len(payload))
-        head = _LENGTH.pack(len(payload))
+        head = packed_length(payload)
         with self._sending:
             if self._has_ended:
                 return
@@ -124,14 +121,14 @@ class FrameSocket:
     def _pass_on(self) -> None:
         """Hand over all messages that are complete."""
         start, size = 0, len(self._received)
-        while size - start >= _LENGTH.size and not self._has_ended:
-            [length] = _LENGTH.unpack_from(self._received, start)
+        while size - start >= LENGTH.size and not self._has_ended:
+            [length] = LENGTH.unpack_from(self._received, start)
             verify_length(length)
-            end = start + _LENGTH.size + length
+            end = start + LENGTH.size + length
             if end > size:
                 break
             with memoryview(self._received) as view:
-                message = bytes(view[start + _LENGTH.size : end])
+                message = bytes(view[start + LENGTH.size : end])
             start = end
             self._on_message(message)
         del self._received[:start]

@@ -13,7 +13,7 @@ import signal
 
 import msgspec
 
-from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.engine_types import EngineCoreOutputs, StreamingUpdate
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.scheduler_output import RequestFailure
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
@@ -251,5 +251,3 @@ STATE_EVERY_S = 0.25
 """As often as an idle engine's tick moves."""
 decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
 decode_from_host = msgspec.msgpack.Decoder(FromHost).decode
-decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
-encode = msgspec.msgpack.Encoder().encode

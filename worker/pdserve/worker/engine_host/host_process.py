@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
-import os
-import select
-import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from pdserve.common.errors import ConfigError, InternalError, InvalidRequest, PdServeError, PeerError
 from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.processes.child_life import end_after, end_with_parent, leave_signals_to_peer
+from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.request.engine_types import EngineCoreOutputs
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.role_guard import CallerRoles
@@ -36,10 +31,10 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.tasks.first_done import first_done
 from pdserve.common.telemetry.logging_setup import configure_logging
-from pdserve.engine.output_stream import refused_outputs
+from pdserve.engine.request_messages import decode_request, encode, output_messages
 from pdserve.engine.runner.loaded_model import LoadedModel, LoadProgress, load_model
 from pdserve.engine.scheduler_output import RequestFailure
-from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
+from pdserve.engine.socket_frames import receive_frame, send_frame
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker.engine_host.carried_streams import CarriedStreams
@@ -81,9 +76,7 @@ from pdserve.worker.engine_host.host_frames import (
     StepOutputs,
     ToHost,
     Transfers,
-    decode_request,
     decode_to_host,
-    encode,
 )
 from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
@@ -91,11 +84,8 @@ from pdserve.worker.ranks.join_ranks import WORKER_RANK
 
 log = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0005
-"""As in a worker: messages are read while the engine's thread computes."""
 LAST_STEP_S = 3.0
 """Seconds that a step, or loading, may go on after the worker's end; then the process ends in the middle of it."""
-_PR_SET_PDEATHSIG = 1
 
 
 class HostProcess:
@@ -206,26 +196,16 @@ class HostProcess:
     def _add(self, message: AddRequest) -> None:
         try:
             request = decode_request(message.request)
-        except msgspec.DecodeError as error:
-            self._host.refuse(message.request_id, InvalidRequest(f"the request cannot be read: {error}"))
+        except InvalidRequest as refusal:
+            self._host.refuse(message.request_id, refusal)
             return
         self._host.add_request(request, message.expected or message.source)
 
     # ---- `EngineEvents`
 
     def outputs(self, outputs: EngineCoreOutputs) -> None:
-        """An output that no message holds ends its request; the others of its step are sent."""
-        payload = encode(StepOutputs(outputs))
-        if len(payload) <= MAX_FRAME_BYTES:
+        for payload in output_messages(outputs, StepOutputs):
             self._socket.send(payload)
-        elif len(outputs.outputs) > 1:
-            self.outputs(msgspec.structs.replace(outputs, outputs=[]))
-            for output in outputs.outputs:
-                self.outputs(EngineCoreOutputs(outputs=[output]))
-        else:
-            [output] = outputs.outputs
-            error = InternalError(f"an output has {len(payload)} bytes, at most {MAX_FRAME_BYTES} can be sent")
-            self._send(StepOutputs(refused_outputs(output.request_id, error)))
 
     def blocks_landed(self, request_id: str, num_blocks: int, connector: str) -> None:
         self._send(BlocksLanded(request_id, num_blocks, connector))
@@ -241,14 +221,6 @@ class HostProcess:
 
     def _send(self, message: FromHost) -> None:
         self._socket.send(encode(message))
-
-
-def _end_after_worker(worker: socket.socket) -> None:
-    poll = select.poll()
-    poll.register(worker, select.POLLRDHUP)
-    poll.poll()
-    time.sleep(LAST_STEP_S)
-    os._exit(1)
 
 
 def _load(load: LoadHost, settings: WorkerSettings, send: Callable[[FromHost], None]) -> LoadedModel:
@@ -271,14 +243,12 @@ async def _run(load: LoadHost, settings: WorkerSettings, model: LoadedModel, wor
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # they go to the whole process group, or to all processes of a service; the worker decides when this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+    leave_signals_to_peer()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_interpreter()
     with socket.socket(fileno=int(sys.argv[1])) as worker:
-        threading.Thread(target=_end_after_worker, args=(worker.dup(),), name="worker-end", daemon=True).start()
+        end_after(worker.dup(), LAST_STEP_S)
 
         def send(message: FromHost) -> None:
             with contextlib.suppress(OSError):  # the worker has ended

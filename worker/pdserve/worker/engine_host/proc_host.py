@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, PdServeError, PeerError, WorkerLost
+from pdserve.common.errors import PdServeError, WorkerLost
 from pdserve.common.request.engine_types import EngineCoreRequest, SchedulerStats, StreamingUpdate
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.role_guard import CallerRoles
@@ -24,6 +24,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.common.tasks.first_done import first_done
 from pdserve.engine.child_process import ChildProcess, exit_text, start_module
 from pdserve.engine.output_stream import refused_outputs
+from pdserve.engine.request_messages import ENCODING_ERRORS, encode, unsendable
 from pdserve.engine.request_verifier import RequestVerifier
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler_output import RequestFailure
@@ -67,7 +68,6 @@ from pdserve.worker.engine_host.host_frames import (
     ToHost,
     Transfers,
     decode_from_host,
-    encode,
 )
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,6 @@ LORA_S = 120.0
 """Seconds for it to read and check an adapter."""
 PROCESS_ENDED = "the engine's process has ended; the worker's log has the details"
 _MODULE = "pdserve.worker.engine_host.host_process"
-_ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, PeerError, msgspec.MsgspecError)
 
 
 def start_program(descriptor: int) -> ChildProcess:
@@ -233,10 +232,9 @@ class ProcHost:
                     source=transfer if isinstance(transfer, SourceRef) else None,
                 )
             )
-        except _ENCODING_ERRORS as error:
+        except ENCODING_ERRORS as error:
             self._num_unsent += 1
-            refusal = InvalidRequest(f"the request cannot be sent to the engine's process: {error}")
-            self.subscriber.outputs(refused_outputs(request.request_id, refusal))
+            self.subscriber.outputs(refused_outputs(request.request_id, unsendable(request, error)))
 
     def resume_request(self, update: StreamingUpdate) -> None:
         self._send(ResumeRequest(update))

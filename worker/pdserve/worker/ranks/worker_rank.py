@@ -13,6 +13,7 @@ import sys
 import threading
 
 from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.engine.executor.rank_process import main
 from pdserve.engine.ranks.rank_messages import StartRank
@@ -21,9 +22,6 @@ from pdserve.kv_transfer.make_connectors import make_connectors, serve_pool
 from pdserve.worker.ranks.rank_server import RankServer
 
 log = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 0.0005
-"""As in `Worker`: readers of blocks and the step share one interpreter."""
 
 
 def rank_settings(start: StartRank) -> WorkerSettings:
@@ -35,7 +33,7 @@ def rank_settings(start: StartRank) -> WorkerSettings:
 
 def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) -> None:
     """Serve and read blocks of this rank's pool, in threads. Raises: ConfigError."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_interpreter()
     settings = rank_settings(start)
     tls = settings.tls()
     connectors = make_connectors(settings, tls=tls)

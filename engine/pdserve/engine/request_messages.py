@@ -1,0 +1,61 @@
+"""A request and its outputs as messages between two processes: one that cannot be sent or read ends alone, with its field named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from pdserve.common.errors import InternalError, InvalidRequest, PeerError
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve.engine.output_stream import refused_outputs
+from pdserve.engine.socket_frames import MAX_FRAME_BYTES
+
+encode = msgspec.msgpack.Encoder().encode
+ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, PeerError, msgspec.MsgspecError)
+"""Errors with which a value is not encoded, or is longer than a message may be."""
+_decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
+
+
+def unsendable(request: EngineCoreRequest, error: Exception) -> InvalidRequest:
+    """The refusal of a request of which one of `ENCODING_ERRORS` was raised."""
+    field = _field_at_fault(request)
+    return InvalidRequest(f"{field} cannot be sent to the engine's process: {error}", field)
+
+
+def _field_at_fault(request: EngineCoreRequest) -> str:
+    """The first sampling parameter that cannot be encoded; without any, the prompt is too long."""
+    for field in msgspec.structs.fields(request.sampling_params):
+        try:
+            encode(getattr(request.sampling_params, field.name))
+        except ENCODING_ERRORS:
+            return field.name
+    return "prompt_token_ids"
+
+
+def decode_request(encoded: msgspec.Raw) -> EngineCoreRequest:
+    """Raises: InvalidRequest with the field."""
+    try:
+        return _decode_request(encoded)
+    except msgspec.DecodeError as error:
+        named = re.search(r"`\$\.(\w+)", str(error))
+        raise InvalidRequest(f"the request cannot be read: {error}", named and named[1]) from error
+
+
+def output_messages(outputs: EngineCoreOutputs, message: Callable[[EngineCoreOutputs], object]) -> Iterator[bytes]:
+    """The encoded messages of one step. An output that no message holds ends its request; the others are sent.
+
+    message: makes the message of outputs.
+    """
+    payload = encode(message(outputs))
+    if len(payload) <= MAX_FRAME_BYTES:
+        yield payload
+    elif len(outputs.outputs) > 1:
+        for output in outputs.outputs:
+            yield from output_messages(EngineCoreOutputs(outputs=[output]), message)
+        yield encode(message(msgspec.structs.replace(outputs, outputs=[])))
+    else:
+        [output] = outputs.outputs
+        error = InternalError(f"an output has {len(payload)} bytes, at most {MAX_FRAME_BYTES} can be sent")
+        yield encode(message(refused_outputs(output.request_id, error)))
