@@ -165,13 +165,10 @@ async def test_the_names_of_an_open_are_counted(pair: Pair, field: str) -> None:
     )  # fmt: skip
     getattr(opening, field).extend(["x"] * 17)
     first = kv_source_pb2.AttachRequest(open=opening)
-    call = pair.service(pair.p).stream_stream(ATTACH, first.SerializeToString(), _one(first.SerializeToString()))
+    call = pair.service(pair.p).stream_stream(ATTACH, first.SerializeToString())
+    await call.write(first)
     answer: Any = await call.read()
     assert f"open.{field} has 17 names, at most 16" in answer.failed.error.message
-
-
-async def _one(raw: bytes) -> AsyncIterator[bytes]:
-    yield raw
 
 
 async def test_an_embedding_has_neither_form_nor_output(pair: Pair) -> None:
@@ -272,13 +269,11 @@ async def test_a_turn_of_a_session_is_counted_before_it_is_read(pair: Pair) -> N
         decode_pb2.DecodeTurn(open=request),
         decode_pb2.DecodeTurn(next=decode_pb2.NextTurn(prompt_token_ids=[1] * (LIMIT - 100))),
     ]
-
-    async def messages() -> AsyncIterator[bytes]:
+    call = pair.service(pair.d).stream_stream(SESSION, turns[0].SerializeToString())
+    with LoopWatch() as watch:
         for turn in turns:
-            yield turn.SerializeToString()
-
-    call = pair.service(pair.d).stream_stream(SESSION, turns[0].SerializeToString(), messages())
-    with LoopWatch() as watch, pytest.raises(grpc.aio.AioRpcError) as ended:
-        await _read(call)
+            await call.write(turn)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await _read(call)
     assert from_rpc_error(ended.value).code == "prompt_too_long"
     assert watch.longest_s < LOOP_S, watch.callback

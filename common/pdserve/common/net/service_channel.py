@@ -7,7 +7,7 @@ A request is serialized once: the proof covers the bytes that are sent. A respon
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -126,17 +126,16 @@ class ServiceChannel:
         self,
         method: Method[Req, Res],
         first: bytes,
-        requests: AsyncIterator[Req | bytes] | None = None,
         *,
         metadata: Iterable[tuple[str, str]] = (),
     ) -> grpc.aio.StreamStreamCall[Req, Res]:
-        """first: the serialized first message, which is signed; the caller yields it from `requests`, or writes it.
+        """first: the serialized first message, which is signed; the caller writes it.
 
         The caller passes each message that it reads to `readable`.
         """
         _, signed = self._sign(method, first, metadata)
         call: Any = self.channel.stream_stream(method.path, as_bytes, self._decoder(method))
-        return cast("grpc.aio.StreamStreamCall[Req, Res]", call(requests, metadata=signed))
+        return cast("grpc.aio.StreamStreamCall[Req, Res]", call(metadata=signed))
 
     def _sign(
         self, method: Method[Any, Any], raw: bytes, metadata: Iterable[tuple[str, str]]

@@ -242,13 +242,12 @@ async def _one_stream(
                 limit = loop.time() + patience_s
     finally:
         transfer.detached(requests)
-        requests.close()
         call.cancel()
         writing.cancel()
 
 
 async def _write(call: grpc.aio.StreamStreamCall[Any, Any], requests: _Requests) -> None:
-    """Write the messages until `requests` is closed or the call has ended.
+    """Write the messages until `requests` has ended or the call has.
 
     grpc.aio would read an iterator in a task of its own, which it forgets when a call ends before it is connected: that task
     waits until the garbage collector destroys it.
