@@ -32,8 +32,8 @@ from pdserve.kernels.attention_backend import AttentionPlan
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.native.build_library import find_compiler
-from pdserve.kernels.native.library import load_library
 from pdserve.kernels.native.native_attention import NativeAttentionBackend
+from pdserve.kernels.native.native_library import load_library
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_host_memory
 

@@ -11,7 +11,7 @@ from pdserve.kernels.experts import ExpertWeights, GroupedExperts, make_experts
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
 from pdserve.kernels.linear import make_linear
 from pdserve.kernels.native.build_library import BuildError, build
-from pdserve.kernels.native.library import NativeLibrary
+from pdserve.kernels.native.native_library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from pdserve.kernels import make_lora_ops as choice
 from pdserve.kernels.lora import LoraOps, LoraStack
 from pdserve.kernels.make_lora_ops import make_lora_ops
 from pdserve.kernels.native.build_library import BuildError, build
-from pdserve.kernels.native.library import NativeLibrary, NativeLibraryError
+from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError
 from pdserve.kernels.native.native_lora import NativeLoraOps
 from pdserve.kernels.torch_lora import TorchLoraOps
 from tests.kernels.lora_contract import Adapters, LoraContract, adapter

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pdserve.kernels import make_attention as choice
 from pdserve.kernels.make_attention import AttentionBackendError, make_attention
-from pdserve.kernels.native import build_library, library
+from pdserve.kernels.native import build_library, native_library
 from pdserve.kernels.native.build_library import BuildError, build
-from pdserve.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from pdserve.kernels.native.native_attention import NativeAttentionBackend
+from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
@@ -150,7 +150,7 @@ def test_auto_takes_it_where_it_is_built(caplog: pytest.LogCaptureFixture) -> No
 def test_without_the_library_torch_computes_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(library, "SOURCES", tmp_path)
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
     caplog.set_level("INFO", choice.__name__)
     cache = torch.zeros(4, 1, 2, 2, 4, 8)
     assert type(make_attention("auto", cache)) is TorchAttentionBackend

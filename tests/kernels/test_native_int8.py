@@ -10,8 +10,8 @@ from pdserve.kernels import int8_linear
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, has_fast_int8
 from pdserve.kernels.native import native_int8
 from pdserve.kernels.native.build_library import BuildError, build
-from pdserve.kernels.native.library import NativeLibrary
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
+from pdserve.kernels.native.native_library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16)
 

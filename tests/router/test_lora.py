@@ -114,7 +114,7 @@ async def test_lists_follow_the_workers(cluster):
 
 
 async def test_a_worker_that_refuses_an_adapter_is_not_the_last_word(cluster):
-    """It was removed there a moment ago."""
+    """The worker has removed the adapter since the request was placed."""
     await fleet(cluster, ("decode", {"sql": ONE}), ("decode", {"sql": ONE}))
     left = [play(AdapterUnavailable("it is not offered here"))]
 

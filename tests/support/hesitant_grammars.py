@@ -12,7 +12,7 @@ from tests.support.late_grammars import LateCompiler
 
 
 class Hesitant(GrammarMatcher):
-    """Its masks come only when they have been asked for some times."""
+    """A grammar whose mask comes at a later call of several for one position."""
 
     patience = 0
     _asked = 0

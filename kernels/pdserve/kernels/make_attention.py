@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.native.library import NativeLibraryError, load_library
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, unsupported
+from pdserve.kernels.native.native_library import NativeLibraryError, load_library
 from pdserve.kernels.quantized_pages import is_quantized
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 

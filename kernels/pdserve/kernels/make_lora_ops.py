@@ -8,7 +8,7 @@ import torch
 
 from pdserve.kernels.lora import LoraOps
 from pdserve.kernels.make_layer_ops import takes_triton
-from pdserve.kernels.native.library import NativeLibraryError, load_library
+from pdserve.kernels.native.native_library import NativeLibraryError, load_library
 from pdserve.kernels.native.native_lora import NativeLoraOps, unsupported_lora
 from pdserve.kernels.torch_lora import TorchLoraOps
 

@@ -67,7 +67,7 @@ class LoadedModel:
     group: RankGroup | None = None
     """The ranks that share the model; None for one."""
     draft_model: DraftModel | None = None
-    """That of `speculative_config`; None if it names none, and on prefill workers."""
+    """The draft model of `speculative_config`; None if it names none, and on prefill workers."""
     encoder: EncoderConfig | None = None
     """None for a model without images."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import KvPages, check_spec
-from pdserve.kernels.native.library import DecodeCall, NativeLibrary
+from pdserve.kernels.native.native_library import DecodeCall, NativeLibrary
 from pdserve.kernels.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.native.library import Int8Call, NativeLibrary
+from pdserve.kernels.native.native_library import Int8Call, NativeLibrary
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ZERO = 128

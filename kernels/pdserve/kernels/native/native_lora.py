@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack, tokens_by_slot
-from pdserve.kernels.native.library import LoraCall, LoraTokens, NativeLibrary
+from pdserve.kernels.native.native_library import LoraCall, LoraTokens, NativeLibrary
 from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
