@@ -27,7 +27,7 @@ BATCHES = [
     ([NO_ADAPTER, 3, NO_ADAPTER, 1], [1] * 4),
     ([NO_ADAPTER, NO_ADAPTER], [1, 5]),
     ([1, NO_ADAPTER, 0, NO_ADAPTER, 3], [1, 1, 4, 3, 2]),
-    ([0, 0, 3], [7, 2, 60]),
+    ([0, 0, 3], [7, 2, 70]),
     ([2, 0], [1, 3]),
 ]
 """Slots and numbers of tokens of the rows."""

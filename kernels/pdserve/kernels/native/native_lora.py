@@ -20,7 +20,7 @@ from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_RANK = 512
-LONG_CHUNK = 48
+LONG_CHUNK = 64
 """Tokens of a chunk from which on a matrix product in torch takes less time (docs/performance.md)."""
 
 
