@@ -6,6 +6,7 @@ that end elsewhere, sources that give up, transfers wanted late or never, events
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
+Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -34,8 +35,8 @@ COMPILER_FAILED = InternalError("the compiler failed")
 class Session:
     """One on an engine of its own choice, and what its turns must say."""
 
-    def __init__(self, engine: Harness, name: str) -> None:
-        self.engine, self.name = engine, name
+    def __init__(self, engine: Harness, name: str, window: int | None) -> None:
+        self.engine, self.name, self.window = engine, name, window
         self.tokens: list[int] = []
         self.expected: list[list[int]] = []
 
@@ -46,7 +47,7 @@ class Session:
 
     def next(self, prompt: list[int], length: int) -> None:
         """Add a turn's input and its expected output."""
-        self.expected.append(greedy_answer(self.tokens + prompt, length))
+        self.expected.append(greedy_answer(self.tokens + prompt, length, self.window))
         self.tokens += prompt + self.expected[-1]
 
     def check(self) -> None:
@@ -62,7 +63,8 @@ class Session:
 class Life:
     """Requests to a pair of engines, and their expected results."""
 
-    def __init__(self, make_engine: MakeEngine, seed: int) -> None:
+    def __init__(self, make_engine: MakeEngine, seed: int, window: int | None = None) -> None:
+        self.window = window
         self.draw = draw = random.Random(seed)
         common = {
             "max_model_len": 64,
@@ -87,13 +89,18 @@ class Life:
         self.num_early_kv = 0
         """Steps before which KV had landed for a sequence whose grammar had not come."""
         self.p = self._engine(
-            make_engine, **common, num_blocks=draw.choice([16, 20, 32]), run_ahead_share=draw.choice([0.3, 0.5, 1.0])
+            make_engine,
+            **common,
+            num_blocks=draw.choice([16, 20, 32]),
+            run_ahead_share=draw.choice([0.3, 0.5, 1.0]),
+            sliding_window=None if seed % 5 == 3 else window,
         )
         self.d = self._engine(
             make_engine,
             **common,
             num_blocks=draw.choice([16, 18, 24]),
             max_local_prefill_tokens=draw.choice([None, None, 10]),
+            sliding_window=None if seed % 5 == 4 else window,
         )
         self.d_grammars = self.compilers[1]
         self.pair = Pair(self.p, self.d, seed)
@@ -119,7 +126,8 @@ class Life:
         grammars = LateCompiler()
         self.compilers.append(grammars)
         fields["grammar_timeout_s"] = 3600.0  # a grammar's turn comes when the life says so, on a busy machine too
-        engine = make_engine(**fields, max_num_batched_tokens=budget, max_num_seqs=places, grammars=grammars)
+        fields |= {"max_num_batched_tokens": budget, "max_num_seqs": places}
+        engine = make_engine(**fields, grammars=grammars, window=self.window)
         if engine.config.speculative_config is not None:
             use_drafter(engine, text_or_greedy_drafter(self.texts, 0.7, self.draw.randrange(2**32)))
         engine.grammar_wait_s = 0.0  # nobody but the life itself brings them
@@ -197,7 +205,7 @@ class Life:
     def _ask(self, request_id: str) -> None:
         draw = self.draw
         if draw.random() < 0.15:
-            self.sessions.append(Session(draw.choice([self.p, self.d, self.d]), request_id))
+            self.sessions.append(Session(draw.choice([self.p, self.d, self.d]), request_id, self.window))
             self._turn(self.sessions[-1], resume=False)
             return
         prompt = draw.choice(self.stems)[: draw.randint(1, 24)] + [
@@ -212,7 +220,8 @@ class Life:
         if draw.random() < 0.25:
             form, temperature = random_form(draw), fields["params"].get("temperature", 0.0)
             answers = [
-                form.answer(prompt, length, temperature=temperature, seed=3, index=index) for index in range(width)
+                form.answer(prompt, length, temperature=temperature, seed=3, index=index, window=self.window)
+                for index in range(width)
             ]
             if draw.random() < 0.1:
                 self.impossible.add(request_id)
@@ -220,9 +229,11 @@ class Life:
             fields["eos"] = (EOS,)
             self.forms.add(request_id)
         elif width > 1:
-            answers = [sampled_answer(prompt, length, seed=3, index=index) for index in range(width)]
+            answers = [
+                sampled_answer(prompt, length, seed=3, index=index, window=self.window) for index in range(width)
+            ]
         else:
-            answers = [greedy_answer(prompt, length)]
+            answers = [greedy_answer(prompt, length, self.window)]
         for answer in answers:
             self.contents.learn(prompt + answer)
             if request_id in self.forms:
@@ -291,13 +302,13 @@ class Life:
                 assert ends.error_code in ERRORS
 
 
-def live(make_engine: MakeEngine, seed: int, num_requests: int) -> Life:
+def live(make_engine: MakeEngine, seed: int, num_requests: int, window: int | None = None) -> Life:
     try:
-        life = Life(make_engine, seed)
+        life = Life(make_engine, seed, window)
         life.live(num_requests)
         life.check()
     except BaseException as error:
-        error.add_note(f"seed {seed}, {num_requests} requests")
+        error.add_note(f"seed {seed}, {num_requests} requests, window {window}")
         raise
     return life
 
@@ -321,6 +332,21 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
     assert num_early_kv > 20, "grammars come too early to show anything"
     assert num_accepted > 100, "too few drafts to show anything"
     assert num_form_drafts > 20, "too few drafts of grammars to show anything"
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3000, 3014), pytest.param(range(3014, 3600), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_i2_i3_i4_i6_i13_lives_with_a_window(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
+    num_preemptions = num_null = 0
+    for seed in seeds:
+        life = live(make_engine, seed, 12, window=(1, 3, 4, 6, 9, 13, 20)[seed % 7])
+        for engine in (life.p, life.d):
+            num_preemptions += engine.scheduler.num_preemptions
+            num_null += engine.scheduler.kv.num_freed_behind_window
+        harnesses.clear()
+    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
+    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
 
 
 @pytest.mark.parametrize("seed", range(1000, 1006))

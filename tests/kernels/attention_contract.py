@@ -116,6 +116,22 @@ class AttentionContract(abc.ABC):
         self.check(decodes=[9, 17, 9], prefills=[(3, 20)], options={"scale": 1.3}, **fields)
 
     @pytest.mark.parametrize("window", [None, 6])
+    @pytest.mark.parametrize("decodes", [[20, 300, 9], [300, 300]], ids=str)
+    def test_blocks_behind_the_window_are_not_read(self, window: int | None, decodes: list[int]) -> None:
+        """An engine gives them to other sequences, which may write anything; block 0 is poison."""
+        heads, window = (4, 2, 8), 30 if window is None else window
+        case = make_case(
+            decodes=decodes, prefills=[(90, 45), (10, 9), (200, 1)], heads=heads, block_size=4, dtype=torch.float32
+        )
+        batch, spec = case.batch, make_spec(heads, window=window)
+        num_computed = batch.seq_lens - batch.query_start_loc.diff()
+        is_behind = torch.arange(batch.block_tables.shape[1]) < ((num_computed - window + 1) // 4)[:, None]
+        tables = batch.block_tables.masked_fill(is_behind, 0)
+        placed = replace(case, batch=replace(batch, block_tables=tables)).to(self.device)
+        found = run_step(self.make_backend(placed.kv_cache), placed, spec)
+        torch.testing.assert_close(found.cpu().double(), dense_attention(case, spec), atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("window", [None, 6])
     @pytest.mark.parametrize("decodes", [[0, 20, 9, 0], [5, 0], [0], [12, 12, 0]], ids=str)
     def test_padded_rows_change_no_other_row(self, decodes: list[int], window: int | None) -> None:
         """Their block is poison but for the slot that they write."""

@@ -263,16 +263,22 @@ def harnesses() -> Iterator[list[Harness]]:
 
 @pytest.fixture
 def make_engine(harnesses: list[Harness]) -> MakeEngine:
-    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given."""
+    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. window: the model's,
+    if it is not `sliding_window`."""
 
     def make(
-        processors: Any = None, grammars: GrammarCompiler | None = None, model: HashModel | None = None, **fields: Any
+        processors: Any = None,
+        grammars: GrammarCompiler | None = None,
+        model: HashModel | None = None,
+        window: int | None = None,
+        **fields: Any,
     ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
         fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
         config = EngineConfig(**fields)
         cache = make_hash_cache(config.num_blocks, config.block_size)
-        harness = Harness(config, model or HashModel(), cache, VOCAB_SIZE, grammars, processors)
+        model = model or HashModel(window or config.sliding_window)
+        harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors)
         harnesses.append(harness)
         return harness
 
@@ -302,7 +308,8 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         fields.setdefault("enable_prompt_embeds", True)
         fields["num_labels"] = 0 if head is None else head.num_labels
-        config = EngineConfig(**fields)
+        [group] = decoder.config.kv_cache_groups(fields["block_size"], "fingerprint")
+        config = EngineConfig(**fields, sliding_window=group.window)
         if adapters:
             decoder, targets = with_lora_targets(
                 decoder, max_loras=config.max_loras, max_rank=8, kernels=config.kernels

@@ -6,6 +6,7 @@ A wrong block, slot, order, position or stale content gives another token, at th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -55,10 +56,17 @@ def _logits(hashes: NDArray[np.int64]) -> NDArray[np.float32]:
     return ((hashes[:, None] * _SPREAD) % _PRIME / _PRIME * 6).astype(np.float32)
 
 
-def next_logits(token_ids: Sequence[int]) -> NDArray[np.float32]:
+def _windowed_hashes(values: NDArray[np.int64], count: int, window: int) -> NDArray[np.int64]:
+    """`[count]`: of the last `window` values before the end of each of the last beginnings."""
+    ends = range(len(values) - count + 1, len(values) + 1)
+    return np.array([_hashes(values[max(0, end - window) : end])[-1] for end in ends], dtype=np.int64)
+
+
+def next_logits(token_ids: Sequence[int], window: int | None = None) -> NDArray[np.float32]:
     """`[V]`: what a correct engine sees after these tokens."""
     ids = np.asarray(token_ids, dtype=np.int64)
-    return logits_of(ids, np.arange(len(ids)))
+    first = 0 if window is None else max(0, len(ids) - window)
+    return logits_of(ids[first:], np.arange(first, len(ids)))
 
 
 def logits_of(contents: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -67,19 +75,21 @@ def logits_of(contents: NDArray[np.int64], positions: NDArray[np.int64]) -> NDAr
     return logits
 
 
-def greedy_answer(prompt: Sequence[int], count: int) -> list[int]:
+def greedy_answer(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
     """The reference: `count` tokens after the prompt, without any engine."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(next_logits(tokens).argmax()))
+        tokens.append(int(next_logits(tokens, window).argmax()))
     return tokens[len(prompt) :]
 
 
-def sampled_answer(prompt: Sequence[int], count: int, *, seed: int, index: int = 0) -> list[int]:
+def sampled_answer(
+    prompt: Sequence[int], count: int, *, seed: int, index: int = 0, window: int | None = None
+) -> list[int]:
     """The reference for a sampled sequence: one token at a time, in no batch and without a cache. Temperature 1."""
     tokens = list(prompt)
     for position in range(count):
-        tokens.append(sampled_token(next_logits(tokens), position, seed=seed, index=index))
+        tokens.append(sampled_token(next_logits(tokens, window), position, seed=seed, index=index))
     return tokens[len(prompt) :]
 
 
@@ -105,7 +115,7 @@ def make_hash_cache(num_blocks: int, block_size: int) -> Tensor:
 
 
 class HashAttention:
-    """An `AttentionBackend` over such a pool: a query sees the hash of its whole sequence."""
+    """An `AttentionBackend` over such a pool: a query sees the hash of its whole sequence, or of its window."""
 
     is_capturable = False
 
@@ -120,13 +130,14 @@ class HashAttention:
         batch.verify(self._cache.shape[1])
         assert torch.equal(batch.seq_lens, batch.seq_lens_cpu)
         assert torch.equal(batch.query_start_loc, batch.query_start_loc_cpu)
-        return HashPlan(batch, self.kv_cache)
+        return HashPlan(batch, self.kv_cache, spec.window)
 
 
 class HashPlan:
     """One step. A query of a chunk sees the hash of the sequence up to it."""
 
-    def __init__(self, batch: AttentionBatch, kv_cache: Tensor) -> None:
+    def __init__(self, batch: AttentionBatch, kv_cache: Tensor, window: int | None = None) -> None:
+        self._window = window
         self.kv_cache = kv_cache
         self.slot_mapping = batch.slot_mapping
         self._batch = batch
@@ -144,7 +155,10 @@ class HashPlan:
         lengths = batch.seq_lens.tolist()
         for table, (start, end), length in zip(batch.block_tables.numpy(), pairwise(starts), lengths, strict=True):
             values = self._cache[table[: -(-length // block_size)]].reshape(-1)[:length]
-            found[start:end] = _hashes(values)[length - (end - start) :]
+            if self._window is None:
+                found[start:end] = _hashes(values)[length - (end - start) :]
+            else:
+                found[start:end] = _windowed_hashes(values, end - start, self._window)
         return torch.from_numpy(found).unsqueeze(-1)
 
 
@@ -158,7 +172,9 @@ class HashModel:
         (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
+        if window is not None:
+            self.attention_specs = ((replace(self.attention_specs[0][0], window=window),),)
         self.num_tokens = 0
         self.batches: list[tuple[int, int]] = []
         """(decode rows, prefill rows) of each step."""

@@ -50,12 +50,19 @@ class Form:
         return all(token in self.allowed(place) for place, token in enumerate(output))
 
     def answer(
-        self, prompt: Sequence[int], count: int, *, temperature: float, seed: int = 0, index: int = 0
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        temperature: float,
+        seed: int = 0,
+        index: int = 0,
+        window: int | None = None,
     ) -> list[int]:
         """The reference: at most `count` tokens, EOS the last if it comes; one at a time, in no batch, without a cache."""
         tokens = list(prompt)
         for place in range(count):
-            logits, allowed = next_logits(tokens), self.allowed(place)
+            logits, allowed = next_logits(tokens, window), self.allowed(place)
             masked = np.full_like(logits, -np.inf)
             masked[allowed] = logits[allowed]
             tokens.append(sampled_token(masked, place, temperature=temperature, seed=seed, index=index))

@@ -46,6 +46,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_sequences: int = MAX_SEQUENCES
     """Sequences of one request, at most; workers exchange messages about no more."""
+    sliding_window: int | None = None
+    """Tokens that the layer with the widest window attends to, the token's own included; None: some layer attends to all."""
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""
@@ -96,6 +98,12 @@ class EngineConfig:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of one sequence computed in a step, at most."""
+        limit = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        return min(limit, self.max_num_batched_tokens)
 
     def chunk(self, num_tokens: int, budget: int) -> int:
         """Number of a sequence's `num_tokens` uncomputed tokens that one step computes. budget: tokens left in the step."""

@@ -19,7 +19,7 @@ class KVCacheGroupSpec:
     """Layers whose keys and values lie in one tensor, with one block table per sequence."""
 
     layers: tuple[int, ...]
-    kind: Literal["full_attention"]
+    kind: Literal["full_attention", "sliding_window"]
     window: int | None
     """Tokens of a sequence whose keys and values are kept, up to its last; None: all."""
     layout: KvLayout

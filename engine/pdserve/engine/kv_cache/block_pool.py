@@ -37,6 +37,12 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
 
 
+NULL_BLOCK = KVCacheBlock(0)
+"""Stands in a block table for a block that no token can see any more. It belongs to no pool; the runner's tables have 0 for it,
+which attention does not read."""
+NULL_BLOCK.ref_cnt = 1
+
+
 class PinnedBlocks:
     """A move-only list of blocks: its owner has one reference to each, and returns them exactly once.
 
@@ -110,19 +116,24 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add a reference to each block."""
+        """Add a reference to each block but `NULL_BLOCK`."""
         for block in blocks:
+            if block is NULL_BLOCK:
+                continue
             if block.ref_cnt == 0:
                 del self._unused[block.block_id]
                 self.num_cached -= block.block_hash is not None
             block.ref_cnt += 1
 
     def release(self, blocks: Sequence[KVCacheBlock], keep: bool = False) -> None:
-        """Remove a reference from each block. Later blocks of a sequence are reused first, since a prefix is more often shared.
+        """Remove a reference from each block but `NULL_BLOCK`. Later blocks of a sequence are reused first, since a prefix is more
+        often shared.
 
         keep: reuse blocks of unknown content as late as cached ones, since they may be revived.
         """
         for block in reversed(blocks):
+            if block is NULL_BLOCK:
+                continue
             if block.ref_cnt <= 0:
                 raise PoolCorrupt(f"block {block.block_id} released more often than taken")
             block.ref_cnt -= 1
@@ -134,7 +145,9 @@ class BlockPool:
                     self._unused.move_to_end(block.block_id, last=False)
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> PinnedBlocks:
-        """A hold on blocks that are in use, with references of its own."""
+        """A hold on blocks that are in use, with references of its own. Raises: PoolCorrupt for `NULL_BLOCK`."""
+        if NULL_BLOCK in blocks:
+            raise PoolCorrupt("a hold on a block that is not there")
         self.touch(blocks)
         return PinnedBlocks(blocks)
 

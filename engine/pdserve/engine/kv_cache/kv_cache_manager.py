@@ -10,7 +10,8 @@ A sequence's tokens fall into half-open ranges:
     [b, c)  KV written by the step being scheduled
     [c, d)  blocks allocated ahead (whole prompt, rest of the last block)
 
-The manager allocates every block and frees them all at once, in `free`.
+The manager allocates every block and frees them all at once, in `free`. Where every layer has a window, blocks behind it are freed
+before the next ones are allocated; `NULL_BLOCK` takes their places, and those of blocks behind the window that were never here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.request.multimodal import hashed_spans
-from pdserve.engine.kv_cache.block_pool import BlockPool, KVCacheBlock, PinnedBlocks
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
+from pdserve.engine.kv_cache.sliding_window import SlidingWindow
 from pdserve.engine.request import Request
 
 
@@ -32,6 +34,11 @@ class KVCacheBlocks:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def is_null(self) -> bool:
+        """True if no block is in use: there is none, or all are behind the window."""
+        return all(block is NULL_BLOCK for block in self.blocks)
 
     @property
     def block_ids(self) -> list[int]:
@@ -52,33 +59,79 @@ class RestingTable:
 class KVCacheManager:
     """Block tables over one `BlockPool`."""
 
-    def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:
+    def __init__(self, pool: BlockPool, hasher: BlockHasher, sliding_window: int | None = None) -> None:
+        """sliding_window: see `EngineConfig`."""
         self.pool = pool
         self.block_size = hasher.block_size
+        self._window = None if sliding_window is None else SlidingWindow(sliding_window, hasher.block_size)
         self._hasher = hasher
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_remembered: dict[str, int] = {}
+        self._num_null: dict[str, int] = {}
+        """Null blocks at the beginning of each block table."""
         self._idle: OrderedDict[str, Request] = OrderedDict()
         """Sequences whose blocks may be taken, longest idle first."""
         self._copies: dict[str, tuple[KVCacheBlock, KVCacheBlock]] = {}
         """request_id -> (from, to) of a fork whose last block is still to be copied; the first has a reference more."""
+        self.num_freed_behind_window = 0
+        """Blocks since the start."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
     def get_computed_blocks(self, request: Request, limit_tokens: int) -> KVCacheBlocks:
-        """The longest run of the sequence's full blocks that the cache knows, over at most `limit_tokens` tokens.
+        """The longest run of the sequence's full blocks that the cache knows, over at most `limit_tokens` tokens; with a window the
+        longest of which it knows what the next token sees.
 
         Takes no reference: use the result before anything else is allocated.
         """
         if request.skip_reading_prefix_cache:
             return NO_BLOCKS
+        hashes = request.block_hashes[: limit_tokens // self.block_size]
+        if self._window is not None:
+            return KVCacheBlocks(self._window.longest_hit(self.pool, hashes, _first_sent(request, len(hashes))))
         found = []
-        for block_hash in request.block_hashes[: limit_tokens // self.block_size]:
+        for block_hash in hashes:
             block = self.pool.find(block_hash)
             if block is None:
                 break
             found.append(block)
         return KVCacheBlocks(tuple(found))
+
+    def seen_from(self, request: Request, computed: KVCacheBlocks, num_tokens: int) -> KVCacheBlocks:
+        """`computed` without the blocks that no token after the first `num_tokens` sees, but with all their places."""
+        num_null = self._num_skipped(request, num_tokens)
+        if not num_null:
+            return computed
+        return KVCacheBlocks((NULL_BLOCK,) * num_null + computed.blocks[num_null:])
+
+    def _num_skipped(self, request: Request, num_computed_tokens: int) -> int:
+        """Number of first blocks that neither a later token nor the receiver of a transfer needs."""
+        if self._window is None:
+            return 0
+        num_skipped = self._window.num_skipped_blocks(num_computed_tokens)
+        return min(num_skipped, _first_sent(request, num_skipped))
+
+    def num_reserved_tokens(self, request: Request, num_computed_tokens: int, step_tokens: int) -> int:
+        """Tokens for which a sequence has blocks while it computes its prompt, so that it does not stop half-way: all of them, or
+        with a window as many as it needs at once. step_tokens: computed per step, at most."""
+        # a wanted source cannot be preempted for a block that it lacks because others share those behind its window
+        if self._window is None or request.core.transfer_source:
+            return request.num_tokens
+        return min(request.num_tokens, self._window.reserved_tokens(num_computed_tokens, step_tokens))
+
+    def _free_skipped(self, request: Request) -> None:
+        """Release blocks behind the window that have their hashes."""
+        table = self._tables.get(request.request_id)
+        if self._window is None or table is None:
+            return
+        num_skipped = self._num_skipped(request, request.num_computed_tokens)
+        first = self._num_null[request.request_id]
+        end = min(num_skipped, self._num_remembered[request.request_id])
+        if end > first:
+            self.pool.release(table[first:end])
+            table[first:end] = [NULL_BLOCK] * (end - first)
+            self.num_freed_behind_window += end - first
+            self._num_null[request.request_id] = end
 
     def num_blocks_missing(self, request: Request, num_tokens: int, computed: KVCacheBlocks = NO_BLOCKS) -> int:
         """Blocks that must come out of the pool so that `num_tokens` tokens have room.
@@ -97,8 +150,10 @@ class KVCacheManager:
 
         computed: cached blocks to begin with, only at admission.
         keep_free: blocks that must remain available afterwards.
-        None means that there is no room, though idle sequences have lost theirs; nothing else has changed.
+        None means that there is no room, though idle sequences have lost theirs, and this one those behind its window; nothing else
+        has changed.
         """
+        self._free_skipped(request)
         while self.num_blocks_missing(request, num_tokens, computed) + keep_free > self.pool.num_available:
             if not self._take_from_idle(request):
                 return None
@@ -108,6 +163,7 @@ class KVCacheManager:
             self.pool.touch(computed.blocks)
             table = self._tables[request.request_id] = list(computed.blocks)
             self._num_remembered[request.request_id] = len(computed)
+            self._num_null[request.request_id] = computed.blocks.count(NULL_BLOCK)
             added = table
         else:
             added = []
@@ -118,7 +174,8 @@ class KVCacheManager:
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Drop the KV and hashes after a sequence's first `num_tokens` tokens, of which the last is to be computed again.
 
-        A block that the cache knows is never written again, so a partly dropped one leaves the table.
+        A block that the cache knows is never written again, so a partly dropped one leaves the table. The sequence loses all its
+        blocks if its window then reaches back to some that were freed.
         """
         num_full, num_in_last = divmod(num_tokens - 1, self.block_size)
         del request.block_hashes[num_full:]
@@ -132,6 +189,9 @@ class KVCacheManager:
         self._num_remembered[request.request_id] = min(self._num_remembered[request.request_id], num_full)
         limit = num_tokens - 1 if keeps_last else num_full * self.block_size
         request.num_computed_tokens = min(request.num_computed_tokens, limit)
+        if self._num_null[request.request_id] > self._num_skipped(request, request.num_computed_tokens):
+            self.free(request)
+            request.num_computed_tokens = 0
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Release the blocks behind those of a sequence's first `num_tokens` tokens: they were allocated for drafts."""
@@ -174,6 +234,7 @@ class KVCacheManager:
         self.pool.touch(table[:num_full])
         self._tables[other.request_id] = [*table[:num_full], own]
         self._num_remembered[other.request_id] = num_full
+        self._num_null[other.request_id] = self._num_null[request.request_id]
         return True
 
     @property
@@ -244,12 +305,14 @@ class KVCacheManager:
         self._idle.pop(request.request_id, None)
         if table is not None:
             del self._num_remembered[request.request_id]
+            del self._num_null[request.request_id]
             self.pool.release(table)
 
     def rest(self, request: Request) -> RestingTable:
         """Release the sequence's references, and keep its block table in case `Want` still arrives."""
         blocks = self._tables.pop(request.request_id)
         del self._num_remembered[request.request_id]
+        del self._num_null[request.request_id]
         table = RestingTable(tuple(blocks), tuple(block.life for block in blocks))
         self.pool.release(blocks, keep=True)
         return table
@@ -261,12 +324,20 @@ class KVCacheManager:
         self.pool.touch(table.blocks)
         self._tables[request.request_id] = list(table.blocks)
         self._num_remembered[request.request_id] = request.num_computed_tokens // self.block_size
+        self._num_null[request.request_id] = table.blocks.count(NULL_BLOCK)
         return True
 
     def references(self) -> dict[int, int]:
         """Block id -> references by block tables and by pending copies; for the pool check."""
         counts = Counter(source.block_id for source, _ in self._copies.values())
-        for table in self._tables.values():
-            for block in table:
+        for request_id, table in self._tables.items():
+            for block in table[self._num_null[request_id] :]:
                 counts[block.block_id] += 1
         return counts
+
+
+def _first_sent(request: Request, otherwise: int) -> int:
+    """The first block that a transfer source must keep for its receiver, 0 while none has asked; `otherwise` if it is no source."""
+    if not request.core.transfer_source:
+        return otherwise
+    return request.wanted_from or 0

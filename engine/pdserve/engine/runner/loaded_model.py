@@ -86,6 +86,12 @@ class LoadedModel:
         [group] = self.kv_cache_config.kv_cache_groups
         return group.layout
 
+    @property
+    def sliding_window(self) -> int | None:
+        """See `EngineConfig`."""
+        windows = [group.window for group in self.kv_cache_config.kv_cache_groups]
+        return None if None in windows else max(window for window in windows if window is not None)
+
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
         if not (self.folder / "tokenizer.json").is_file():
@@ -135,6 +141,7 @@ class LoadedModel:
             max_model_len=self.max_model_len,
             num_labels=self.num_labels,
             enable_prompt_embeds=settings.enable_prompt_embeds,
+            sliding_window=self.sliding_window,
             max_num_batched_tokens=settings.step_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_sequences=settings.max_n_sequences,

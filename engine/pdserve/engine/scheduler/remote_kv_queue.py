@@ -42,7 +42,7 @@ class Receive:
 
     request: Request
     first_index: int
-    """Blocks before it were in this engine's prefix cache, or are loaded from the host-memory tier."""
+    """Blocks before it were in this engine's prefix cache, are loaded from the host-memory tier, or lie behind the window."""
     num_blocks: int
     """Blocks to receive, the partial last one included."""
     held: set[int]
@@ -108,6 +108,7 @@ class RemoteKvQueue:
             if self._starvation.must_wait(request):
                 continue
             computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
+            computed = self._kv.seen_from(request, computed, request.num_given_tokens)
             in_host = self._loads.find(request, len(computed), request.num_given_tokens)
             if self._loads.is_loading(in_host):
                 continue
@@ -119,10 +120,10 @@ class RemoteKvQueue:
                 continue
             self._unreserved.remove(request)
             self._starvation.placed(request)
-            num_in_pool = len(computed) * self._config.block_size
+            num_in_pool = 0 if computed.is_null else len(computed) * self._config.block_size
             self._kv.count_lookup(request.num_given_tokens, num_in_pool)
             self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
-            request.num_cached_tokens = first * self._config.block_size
+            request.num_cached_tokens = first * self._config.block_size if in_host else num_in_pool
             request.mark("kv_reserved")
             hold = self._holds.out(self._kv.hold(request, first, len(room)))
             self._receiving[request.request_id] = Receive(request, first, len(hold), set(hold.block_ids))

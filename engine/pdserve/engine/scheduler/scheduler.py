@@ -45,7 +45,7 @@ class Scheduler:
         self.pool = BlockPool(
             config.num_blocks, enable_caching=config.enable_prefix_caching, num_host_blocks=config.num_host_blocks
         )
-        self.kv = KVCacheManager(self.pool, hasher)
+        self.kv = KVCacheManager(self.pool, hasher, config.sliding_window)
         self.holds = PinTracker(self.pool)
         self.starvation = StarvationGuard(config.max_overtakes)
         self.loads = HostLoads(self.kv, self.holds)
@@ -286,7 +286,8 @@ class Scheduler:
             if not (num_tokens := encoded.num_tokens):
                 continue  # its next image waits for room
             drafts = self.drafts.of_step(step, request)
-            added = self.preemption.make_room(step, request, request.num_computed_tokens + num_tokens + len(drafts))
+            room = self.waiting.room(request, request.num_computed_tokens, num_tokens + len(drafts))
+            added = self.preemption.make_room(step, request, room)
             if added is not None:
                 self.running.encoder.commit(request, encoded)
                 step.put(request, num_tokens)

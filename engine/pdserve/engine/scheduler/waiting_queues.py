@@ -141,8 +141,7 @@ class WaitingQueues:
         num_tokens = encoded.num_tokens
         if not num_tokens and not in_host:
             return Refusal.NO_ENCODER_ROOM
-        whole = self._config.reserve_whole_prompt or in_host
-        room = request.num_tokens if whole else cached + num_tokens
+        room = request.num_tokens if in_host else self.room(request, cached, num_tokens)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
@@ -161,6 +160,14 @@ class WaitingQueues:
             return Refusal.LOADING
         running.encoder.commit(request, encoded)
         return num_tokens
+
+    def room(self, request: Request, num_computed_tokens: int, num_scheduled_tokens: int) -> int:
+        """Tokens for which a sequence needs blocks in a step that computes `num_scheduled_tokens` after the computed ones."""
+        num_tokens = num_computed_tokens + num_scheduled_tokens
+        if not self._config.reserve_whole_prompt:
+            return num_tokens
+        reserved = self._kv.num_reserved_tokens(request, num_computed_tokens, self._config.largest_chunk)
+        return max(num_tokens, reserved)
 
     def _admit_ready(self, request: Request, budget: int, running: RunningBatch) -> int | Refusal:
         num_tokens = self._config.chunk(request.num_uncomputed_tokens, budget)

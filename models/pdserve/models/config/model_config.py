@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -120,7 +120,7 @@ class ModelConfig:
 
     @property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each KV cache group. One group: layers with a window keep their whole context, too."""
+        """Layers of each KV cache group. One group: a layer with a window keeps its whole context if another has none."""
         return (tuple(range(self.num_layers)),)
 
     def verify_sharding(self, size: int, folder: Path) -> None:
@@ -143,7 +143,13 @@ class ModelConfig:
     ) -> tuple[KVCacheGroupSpec, ...]:
         """cache_dtype: of keys and values; None: the model's."""
         layout = self.kv_layout(block_size, model_fingerprint, shard, cache_dtype)
-        return tuple(KVCacheGroupSpec(layers, "full_attention", None, layout) for layers in self.kv_cache_group_layers)
+        groups = []
+        for layers in self.kv_cache_group_layers:
+            windows = [self.sliding_windows[layer] for layer in layers]
+            window = None if None in windows else max(window for window in windows if window is not None)
+            kind: Literal["full_attention", "sliding_window"] = "full_attention" if window is None else "sliding_window"
+            groups.append(KVCacheGroupSpec(layers, kind, window, layout))
+        return tuple(groups)
 
     def kv_layout(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None

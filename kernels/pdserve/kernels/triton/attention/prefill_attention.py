@@ -19,15 +19,16 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def add_tiles(
-    q, keys, tables, position, begin, end, last_key, best, total, acc, scale, softcap, block_stride,
+    q, keys, tables, position, begin, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
     D: tl.constexpr, BS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`(best, total, acc)` with tiles `begin..end-1` of the sequence's keys. Without MASKED every row sees all of them."""
+    """`(best, total, acc)` with tiles `begin..end-1` of the sequence's keys. Without MASKED every row sees all of them. Keys before
+    `first_key`, which no row sees, are not read: their blocks may be others'."""
     n = tl.arange(0, BLOCK_N)
     for tile in range(begin, end):
         at = tile * BLOCK_N + n
-        k, v = load_tile(keys, tables, at, 0, last_key, block_stride, D, BS, BLOCK_D, MASKED)
+        k, v = load_tile(keys, tables, at, first_key, last_key, block_stride, D, BS, BLOCK_D, MASKED)
         seen = (at < last_key)[None, :]
         if CAUSAL:
             seen = seen & (at[None, :] <= position[:, None])
@@ -76,7 +77,8 @@ def attend_tiles(
 
     last_key = first_position + num_rows if CAUSAL else seq_len
     end = tl.cdiv(last_key, BLOCK_N)
-    begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N if WINDOW > 0 else 0
+    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    begin = first_key // BLOCK_N
     # tiles full_begin..full_end-1 are seen by every row
     full_end = tl.maximum((first_position + 1 if CAUSAL else seq_len) // BLOCK_N, begin)
     full_begin = begin
@@ -96,15 +98,15 @@ def attend_tiles(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOW > 0:
         best, total, acc = add_tiles(
-            queries, keys, table, position, begin, full_begin, last_key, best, total, acc, scale, softcap, block_stride,
+            queries, keys, table, position, begin, full_begin, first_key, last_key, best, total, acc, scale, softcap, block_stride,
             D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, PRECISION,
         )  # fmt: skip
     best, total, acc = add_tiles(
-        queries, keys, table, position, full_begin, full_end, last_key, best, total, acc, scale, softcap, block_stride,
+        queries, keys, table, position, full_begin, full_end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
         D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, PRECISION,
     )  # fmt: skip
     best, total, acc = add_tiles(
-        queries, keys, table, position, full_end, end, last_key, best, total, acc, scale, softcap, block_stride,
+        queries, keys, table, position, full_end, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
         D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, PRECISION,
     )  # fmt: skip
     # rows of no token may have seen no key
