@@ -196,4 +196,5 @@ async def test_bad_bodies(cluster: Any) -> None:
         assert (found or "").startswith(param), (found, told)
     with pytest.raises(grpc.aio.AioRpcError, match="text_2 has 2049 entries"):
         await cluster.grpc.Score(inference_pb2.ScoreRequest(text_1=["a"], text_2=MANY))
-    assert not worker.calls
+    # inputs beside one that is too long may have been computed when it is refused
+    assert all(len(token_ids) <= 2 for token_ids, _ in asked(worker))
