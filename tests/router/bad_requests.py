@@ -233,7 +233,7 @@ HTTP: list[tuple[Any, ...]] = [
     completion("logits_processors", [{"name": "x", "args": {"a": "b" * 5000}}], "at most 4096 bytes of JSON"),
     completion("prompt_token_ids", [1], "prompt_token_ids is not a known field"),
     completion("extra_" * 100, 1, "is not a known field", ("extra_" * 100)[:77] + "..."),
-    (COMPLETIONS, {"prompt": None}, "prompt", "expected `str | array"),
+    (COMPLETIONS, {"prompt": None}, "prompt", "prompt is missing"),
     (COMPLETIONS, {"prompt": 5}, "prompt", "expected `str | array"),
     (COMPLETIONS, {"prompt": {"text": "x"}}, "prompt", "expected `str | array"),
     (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt", "mixes kinds"),

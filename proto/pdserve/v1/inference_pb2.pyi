@@ -377,12 +377,30 @@ class TokenPrompt(google.protobuf.message.Message):
 Global___TokenPrompt: typing_extensions.TypeAlias = TokenPrompt
 
 @typing.final
+class EmbedsPrompt(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAFETENSORS_FIELD_NUMBER: builtins.int
+    safetensors: builtins.bytes
+    """a safetensors file with one tensor: [tokens, hidden size] of F32, F16 or BF16"""
+    def __init__(
+        self,
+        *,
+        safetensors: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["safetensors", b"safetensors"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___EmbedsPrompt: typing_extensions.TypeAlias = EmbedsPrompt
+
+@typing.final
 class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    EMBEDS_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -427,6 +445,10 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def tokens(self) -> Global___TokenPrompt: ...
     @property
+    def embeds(self) -> Global___EmbedsPrompt:
+        """refused unless the router's and the workers' enable_prompt_embeds is set; not in a session"""
+
+    @property
     def sampling(self) -> pdserve.v1.request_pb2.SamplingParams: ...
     def __init__(
         self,
@@ -434,6 +456,7 @@ class GenerateRequest(google.protobuf.message.Message):
         text: Global___TextPrompt | None = ...,
         chat: Global___ChatPrompt | None = ...,
         tokens: Global___TokenPrompt | None = ...,
+        embeds: Global___EmbedsPrompt | None = ...,
         sampling: pdserve.v1.request_pb2.SamplingParams | None = ...,
         model: builtins.str = ...,
         client_request_id: builtins.str = ...,
@@ -448,9 +471,9 @@ class GenerateRequest(google.protobuf.message.Message):
         speculative_tokens: builtins.int | None = ...,
         data_parallel_rank: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "embeds", b"embeds", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "embeds", b"embeds", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]
@@ -464,7 +487,7 @@ class GenerateRequest(google.protobuf.message.Message):
     _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
     _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
     _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
-    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens"]
+    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens", "embeds"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...

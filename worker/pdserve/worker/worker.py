@@ -22,7 +22,7 @@ from pdserve.common.errors import Draining
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.processes.shared_interpreter import share_interpreter
-from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
@@ -82,7 +82,9 @@ class Worker:
         self.server = make_server(
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
-            max_received_bytes=max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
+            max_received_bytes=MAX_MESSAGE_BYTES
+            if settings.enable_prompt_embeds
+            else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.reader = RequestReader(

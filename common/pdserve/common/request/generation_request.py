@@ -159,6 +159,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         return b"" if self.prompt_embeds is None else self.prompt_embeds.digest
 
     @property
+    def known_prompt_token_ids(self) -> list[int]:
+        """The prompt's token ids; empty for embeddings."""
+        return self.prompt_token_ids if self.prompt_embeds is None else []
+
+    @property
     def given_token_ids(self) -> list[int]:
         """Tokens computed before the first new one: the prompt, and the output of the resumed sequence."""
         return self.prompt_token_ids + self.output_token_ids if self.output_token_ids else self.prompt_token_ids

@@ -47,10 +47,16 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return [PLACEHOLDER] * self.num_tokens
 
     def verify(self, num_tokens: int, hidden_size: int) -> None:
-        """Check them against the request and the model. num_tokens: of the request's prompt.
+        """Check a peer's embeddings against the request and the model, and their digest. num_tokens: of the request's prompt.
 
         Raises: InvalidRequest naming the value and what is needed.
         """
+        self.verify_shape(num_tokens, hidden_size)
+        if self.data and self.digest != _digest(self.num_tokens, self.hidden_size, self.dtype, self.data):
+            raise InvalidRequest("prompt_embeds.digest is not that of its bytes", "prompt_embeds")
+
+    def verify_shape(self, num_tokens: int, hidden_size: int) -> None:
+        """The part of `verify` that reads no number."""
         if self.hidden_size != hidden_size:
             raise InvalidRequest(
                 f"prompt_embeds has rows of {self.hidden_size} numbers, the model's hidden size is {hidden_size}",
@@ -60,16 +66,12 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise InvalidRequest(
                 f"prompt_embeds has {self.num_tokens} rows, and prompt_token_ids {num_tokens} tokens", "prompt_embeds"
             )
-        if not self.data:
-            return
-        if len(self.data) != self.num_tokens * self.hidden_size * _ITEM_BYTES[self.dtype]:
+        if self.data and len(self.data) != self.num_tokens * self.hidden_size * _ITEM_BYTES[self.dtype]:
             raise InvalidRequest(
                 f"prompt_embeds has {len(self.data)} bytes, which is not {self.num_tokens} x {self.hidden_size} "
                 f"numbers of {self.dtype}",
                 "prompt_embeds",
             )
-        if self.digest != _digest(self.num_tokens, self.hidden_size, self.dtype, self.data):
-            raise InvalidRequest("prompt_embeds.digest is not that of its bytes", "prompt_embeds")
 
 
 def _digest(num_tokens: int, hidden_size: int, dtype: str, data: bytes) -> bytes:

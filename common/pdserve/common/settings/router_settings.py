@@ -54,7 +54,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     max_requests_per_key: int | None = None
     """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
     max_request_bytes: int | None = None
-    """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length."""
+    """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length;
+    with `enable_prompt_embeds` 16 MiB."""
     max_body_bytes_in_flight: int | None = None
     """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
     max_connections: int | None = None
@@ -96,6 +97,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     with one log line per name."""
     parse_special: bool = True
     """Parse special tokens in clients' chat messages; False: they are plain text."""
+    enable_prompt_embeds: bool = False
+    """Take prompts as embeddings; workers have a setting of the same name."""
+    max_prompt_embeds_bytes: int = 64 << 20
+    """Bytes of prompt embeddings in the router at once, at most; more are refused as overload."""
     trust_request_chat_template: bool = False
     """Render the chat templates that requests bring, each in a process of its own; False: refuse them."""
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
@@ -240,6 +245,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"max_request_bytes is {limit}, {_LEAST_REQUEST_BYTES} to {MAX_MESSAGE_BYTES} bytes are possible"
             )
+        if self.max_prompt_embeds_bytes < 1:
+            raise ConfigError(f"max_prompt_embeds_bytes is {self.max_prompt_embeds_bytes}, at least 1 is needed")
         in_flight, least = self.max_body_bytes_in_flight, self.max_request_bytes or _LEAST_REQUEST_BYTES
         if in_flight is not None and in_flight < least:
             raise ConfigError(

@@ -157,7 +157,6 @@ class Attempt:
         """Open both calls at once, so that the decode worker attaches while the prompt waits at the prefill worker."""
         prefill, decode = self.placement.prefill, self.placement.decode
         self._move(AttemptState.STREAMING if prefill is None else AttemptState.PREFILLING)
-        # for both calls
         outgoing = OutgoingRequest(self.request)
         shares = self.placement.prefill_share, self.placement.decode_share
         for worker, share in zip((prefill, decode), shares, strict=True):
@@ -171,7 +170,7 @@ class Attempt:
         if decode is not None:
             self._decode_call = DecodeCall(
                 decode,
-                outgoing,
+                outgoing if prefill is None else outgoing.for_receiver(),
                 self.number,
                 transfer_id=self._transfer_id,
                 source=prefill,

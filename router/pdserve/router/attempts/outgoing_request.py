@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import msgspec
+
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.protocol_3 import LAST_VERSION, request_to_version_3, turn_to_version_3
 from pdserve.common.request.request_bytes import encode_request
@@ -17,13 +20,29 @@ class OutgoingRequest:
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
 
+    def for_receiver(self) -> OutgoingRequest:
+        """For a worker that gets the prompt's KV: without the numbers of embeddings."""
+        embeds = self.request.prompt_embeds
+        if embeds is None:
+            return self
+        return OutgoingRequest(msgspec.structs.replace(self.request, prompt_embeds=embeds.without_data()))
+
     @functools.cached_property
     def _data(self) -> bytes:
         return encode_request(self.request)
 
     def fields(self, worker: Worker, *, version_3: str = "request") -> dict[str, Any]:
-        """The field of a call's message that holds the request. version_3: name of the field in that version."""
+        """The field of a call's message that holds the request. version_3: name of the field in that version.
+
+        Raises: InvalidRequest for a worker of that version, if the prompt is embeddings.
+        """
         if worker.identity.protocol_version > LAST_VERSION:
             return {"generation_request": self._data}
+        if self.request.prompt_embeds is not None:
+            raise InvalidRequest(
+                f"prompt_embeds is given, and worker {worker} has protocol version {worker.identity.protocol_version}, which "
+                "takes token ids alone",
+                "prompt_embeds",
+            )
         convert = turn_to_version_3 if version_3 == "next" else request_to_version_3
         return {version_3: convert(self.request)}

@@ -33,9 +33,11 @@ class ClientBodies:
     def __init__(self, settings: RouterSettings, model_len: int) -> None:
         """model_len: the model's length in tokens, which determines limits that are not in `settings`."""
         self.model_len = model_len
-        self.max_request_bytes = settings.max_request_bytes or min(
-            MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len
-        )
+        of_tokens = min(MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len)
+        default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds else of_tokens
+        self.max_request_bytes = settings.max_request_bytes or default
+        self.embeds_len = model_len if settings.enable_prompt_embeds else 0
+        """Tokens of a prompt that is embeddings, at most; 0: these are refused."""
         self.timeout_s = settings.request_timeout_s
         self.budget = BodyBudget(
             settings.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)

@@ -36,9 +36,10 @@ from pdserve.router.grpc_front.request_fields import beam_params, chat_input, ve
 from pdserve.router.requests.answer_reader import AnswerReader, with_visible_markers
 from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.prompt_embeds_field import read_embeds
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import CallFields, ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
@@ -228,11 +229,13 @@ class InferenceServicer(PoolingServicer):
             )
         defaults = {} if request.use_beam_search else self.inference.tokenizer.generation_defaults
         params = sampling_from_wire(sampling, defaults)
-        form, max_tool_calls, prompt = OutputConstraint(params.structured_outputs), None, _prompt(request, goes_on)
+        form, max_tool_calls = OutputConstraint(params.structured_outputs), None
+        prompt = _prompt(request, goes_on, self.inference.bodies.embeds_len)
         if prompt is None:
             prompt, form, max_tool_calls = chat_input(request.chat, form, self.inference.parsers.forced_calls)
         form.verify()
         params = msgspec.structs.replace(params, structured_outputs=form.params)
+        drafts = request.speculative_tokens if request.HasField("speculative_tokens") else None
         asked = ClientRequest(
             prompt=prompt,
             field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
@@ -244,9 +247,9 @@ class InferenceServicer(PoolingServicer):
             max_tokens_field="sampling.max_tokens",
             cache_salt=request.cache_salt or None,
             priority=request.priority,
-            speculative_tokens=request.speculative_tokens if request.HasField("speculative_tokens") else None,
             truncation=truncation_of(request),
             **call._replace(data_parallel_rank=_rank(request))._asdict(),
+            **({"speculative_tokens": drafts} | embeds_fields(prompt)),
         )
         return with_visible_markers(asked, self.inference.parsers) if request.chat.parse_answer else asked
 
@@ -303,8 +306,11 @@ def _streams(request: inference_pb2.GenerateRequest) -> bool:
     return _output_kind(request) is not RequestOutputKind.FINAL_ONLY
 
 
-def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt | None:
-    """The request's prompt; None for a chat. goes_on: True if it follows earlier turns of a session. Raises: InvalidRequest."""
+def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool, embeds_len: int) -> Prompt | None:
+    """The request's prompt; None for a chat. goes_on: True if it follows earlier turns of a session.
+
+    embeds_len: tokens of a prompt that is embeddings, at most; 0: these are refused. Raises: InvalidRequest.
+    """
     match request.WhichOneof("prompt"):
         case "text":
             return TextInput(request.text.text, add_special_tokens=not goes_on)
@@ -312,6 +318,8 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool) -> Prompt | N
             return None
         case "tokens":
             return TokenInput(list(request.tokens.token_ids))
+        case "embeds":
+            return read_embeds(request.embeds.safetensors, "embeds", embeds_len)
         case _:
             raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
 

@@ -153,7 +153,10 @@ class HttpFront:
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest], str]:
                 adapted = call._replace(lora_name=inference.models.lora_name(body.model, client))
                 defaults = inference.tokenizer.generation_defaults
-                requests = body.requests(defaults, adapted, inference.parsers.forced_calls)
+                if isinstance(body, CompletionBody):
+                    requests = body.requests(defaults, adapted, embeds_len=inference.bodies.embeds_len)
+                else:
+                    requests = body.requests(defaults, adapted, inference.parsers.forced_calls)
                 echoed = body.echoed if isinstance(body, ChatBody) else ""
                 return body, [with_visible_markers(request, inference.parsers) for request in requests], echoed
 

@@ -25,9 +25,10 @@ from pdserve.router.openai.response_format import ResponseFormat, output_form
 from pdserve.router.requests.fields.beam_fields import BeamFields
 from pdserve.router.requests.fields.chat_fields import ChatFields
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.prompt_embeds_field import read_base64_embeds
 from pdserve.router.requests.fields.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.fields.tools import NamedTool, ToolBody
-from pdserve.router.requests.preparation import CallFields, ClientRequest
+from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt, Truncation
 from pdserve.text.templates.chat_template import plain_message
@@ -204,6 +205,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         sampling = self.sampling({} if self.use_beam_search else defaults, form)
         beams = beam_fields.params(sampling, form)
         truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
+        fields["speculative_tokens"] = self.speculative_tokens
         return [
             ClientRequest(
                 prompt=prompt,
@@ -213,36 +215,63 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 cache_salt=self.cache_salt or None,
                 truncation=truncation,
                 priority=self.priority or 0,
-                speculative_tokens=self.speculative_tokens,
                 beams=beams,
                 returns_token_ids=bool(self.return_token_ids),
                 **call._asdict(),
-                **fields,
+                **(fields | embeds_fields(prompt)),
             )
             for place, prompt in enumerate(prompts)
         ]
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
-    prompt: OpenAIPrompts
+    prompt: OpenAIPrompts | None = None
+    prompt_embeds: str | list[str] | None = None
+    """In place of `prompt`: base64 of a safetensors file with one tensor, or several."""
     best_of: int | None = None
     suffix: str | None = None
     logprobs: int | None = None
 
     def requests(
-        self, defaults: Mapping[str, float | int], call: CallFields, forced_calls: ForcedCalls = HERMES_CALLS
+        self,
+        defaults: Mapping[str, float | int],
+        call: CallFields,
+        forced_calls: ForcedCalls = HERMES_CALLS,
+        embeds_len: int = 0,
     ) -> list[ClientRequest]:
-        """One request per prompt. forced_calls: for chats alone. Raises: InvalidRequest."""
-        self.verify_counts(num_prompts(self.prompt, "prompt", MAX_PROMPTS))
+        """One request per prompt. forced_calls: for chats alone. embeds_len: tokens of a prompt that is embeddings, at most; 0:
+        these are refused. Raises: InvalidRequest."""
+        if (self.prompt is None) == (self.prompt_embeds is None):
+            told = "prompt is missing" if self.prompt is None else "prompt and prompt_embeds are given"
+            raise InvalidRequest(f"{told}: one of prompt and prompt_embeds is needed", "prompt")
+        prompts, field = self._prompts(embeds_len)
         return self._requests(
-            as_prompts(self.prompt, "prompt", add_special_tokens=self.add_special_tokens is not False),
-            "prompt",
+            prompts,
+            field,
             form=output_form(self.response_format, self.structured_outputs),
             defaults=defaults,
             call=call,
             # workers compute a prompt up to its first token, which is not returned then
             max_tokens=1 if self.echoes_alone else self.max_tokens,
         )
+
+    def _prompts(self, embeds_len: int) -> tuple[Sequence[Prompt], str]:
+        """The prompts, and their field."""
+        if self.prompt_embeds is None:
+            self.verify_counts(num_prompts(self.prompt or [], "prompt", MAX_PROMPTS))
+            adds = self.add_special_tokens is not False
+            return as_prompts(self.prompt or [], "prompt", add_special_tokens=adds), "prompt"
+        given = [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds
+        if not 0 < len(given) <= MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt_embeds has {len(given)} entries, 1 to {MAX_PROMPTS} are allowed", "prompt_embeds"
+            )
+        if self.echo:
+            raise InvalidRequest("echo is true, and prompt_embeds have no text", "echo")
+        self.verify_counts(len(given))
+        names = ["prompt_embeds"] if len(given) == 1 else [f"prompt_embeds[{place}]" for place in range(len(given))]
+        embeds = (read_base64_embeds(text, name, embeds_len) for text, name in zip(given, names, strict=True))
+        return list(embeds), "prompt_embeds"
 
     @property
     def echoes_alone(self) -> bool:

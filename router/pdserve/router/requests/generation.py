@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission.admission import Admission
+from pdserve.router.admission.embeds_budget import EmbedsHold
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.tasks.prompt_task import PromptTask
@@ -31,7 +32,10 @@ class Generation(RequestScope[PromptTask]):
         admission: Admission,
         record: RequestTrace,
         client: Client = ANYBODY,
+        embeds: EmbedsHold | None = None,
     ) -> None:
+        """embeds: bytes of prompt embeddings, held while it runs."""
+        self._embeds = embeds
         super().__init__(request_id, runs, admission, record, client)
         self.stream = stream
         self.stalled = False
@@ -41,6 +45,28 @@ class Generation(RequestScope[PromptTask]):
         self._tasks: list[asyncio.Task[None]] = []
         self._owner: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    def _enter(self) -> None:
+        try:
+            if self._embeds is not None:
+                self._embeds.take()
+        except PdServeError as error:
+            self._record.abort(error)
+            self._record.end()
+            raise
+        try:
+            super()._enter()
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._embeds is not None:
+            self._embeds.give_back()
 
     async def __aenter__(self) -> Generation:
         """Raises: Overloaded, Draining."""

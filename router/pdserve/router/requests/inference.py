@@ -14,6 +14,7 @@ from pdserve.common.request.pooling_params import PoolingParams, verify_generate
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
+from pdserve.router.admission.embeds_budget import EmbedsBudget, EmbedsHold
 from pdserve.router.admission.place import Capacity
 from pdserve.router.admission.place import Limits as AdmissionLimits
 from pdserve.router.attempts.crash_guard import Company, DenyList
@@ -70,6 +71,7 @@ class Inference:
             self._capacity,
             num_tenants=lambda: self.keys.num_tenants,
         )
+        self.embeds_budget = EmbedsBudget(settings.max_prompt_embeds_bytes)
         self._cache_groups = settings.cache_groups()
         fleet.listeners.append(self.admission.recheck)
         self.selector = WorkerSelector(fleet, index, settings)
@@ -189,6 +191,10 @@ class Inference:
                     "best_of",
                 )
         self._verify_template(requests[0])
+        if requests[0].beams is not None and requests[0].prompt_embeds is not None:
+            raise InvalidRequest(
+                "use_beam_search is true, and beams begin with token ids, not with prompt_embeds", "use_beam_search"
+            )
         priorities = [self._priority(request, client) for request in requests]
         request_id = uuid.uuid4().hex
         record = self._trace(request_id, requests[0], requests[0].client_request_id, client)
@@ -214,7 +220,10 @@ class Inference:
             )
             for place, (first_choice, request) in enumerate(zip(first_choices, requests, strict=True))
         ]
-        return Generation(request_id, client_stream, runs, self.admission, record, client)
+        num_bytes = sum(len(request.prompt_embeds.data) for request in requests if request.prompt_embeds is not None)
+        return Generation(
+            request_id, client_stream, runs, self.admission, record, client, EmbedsHold(self.embeds_budget, num_bytes)
+        )
 
     def _verify_numbers(self, request: ClientRequest) -> None:
         """Hold what is asked per position and per prompt against this router's settings and those of the workers that are here.
@@ -282,6 +291,8 @@ class Inference:
         self._verify_numbers(request)
         self._verify_template(request)
         verify_generates(self.num_labels())
+        if request.prompt_embeds is not None:
+            raise InvalidRequest("embeds is given, and a session's prompt is token ids", "embeds")
         if not session.token_ids:
             session.lora_name = request.lora_name
         priority = self._priority(request, client)

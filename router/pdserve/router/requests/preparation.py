@@ -24,6 +24,7 @@ from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
 from pdserve.text.prompt import (
     ChatInput,
+    EmbedsInput,
     LengthRule,
     Prompt,
     TokenInput,
@@ -118,6 +119,14 @@ class Limits(msgspec.Struct, frozen=True):
         )
 
 
+def embeds_fields(prompt: Prompt) -> dict[str, Any]:
+    """Fields of a `ClientRequest` whose prompt is embeddings; empty for another."""
+    if not isinstance(prompt, EmbedsInput):
+        return {}
+    # a drafter would take the placeholders for the prompt
+    return {"prompt_embeds": prompt.embeds, "speculative_tokens": 0}
+
+
 class HashedRequest(NamedTuple):
     """A request that is ready to be placed on workers of one layout."""
 
@@ -164,7 +173,7 @@ class Preparation:
 
         num_before: as in `complete`.
         """
-        if isinstance(request.prompt, TokenInput):
+        if isinstance(request.prompt, TokenInput | EmbedsInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
         max_model_len = limits.max_model_len if limits is not None else self._model_len
         rule = LengthRule(max_model_len, num_before, has_output=request.pooling_params is None)
@@ -199,6 +208,13 @@ class Preparation:
 
         num_before: tokens of a session that precede these.
         """
+        if request.prompt_embeds is not None:
+            if request.truncation is not None:
+                raise InvalidRequest(
+                    "truncate_prompt_tokens is given, and prompt_embeds are not truncated", "truncate_prompt_tokens"
+                )
+            if limits.hidden_size:
+                request.prompt_embeds.verify_shape(len(token_ids), limits.hidden_size)
         if request.truncation is not None:
             rule = LengthRule(limits.max_model_len, num_before)
             token_ids = request.truncation.apply(token_ids, rule, request.max_tokens)

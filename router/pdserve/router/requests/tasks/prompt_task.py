@@ -135,7 +135,7 @@ class PromptTask:
             self._services.preparation.tokenizer,
             request_id=self.request_id,
             prompt=None,
-            prompt_token_ids=[*before, *token_ids] if before else token_ids,
+            prompt_token_ids=[*before, *token_ids] if before else request.known_prompt_token_ids,
             sampling_params=request.sampling_params,
             num_sequences=self.num_sequences,
             num_tokens_before=len(before),
