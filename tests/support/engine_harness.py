@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -301,9 +301,11 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         processors: Any = None,
         draft_model: DraftModel | None = None,
         adapters: Sequence[Path] = (),
+        quantization: Literal["int8"] | None = None,
+        cache_dtype: str | None = None,
         **fields: Any,
     ) -> Harness:
-        decoder, lora = load_decoder(folder, dtype="float32", device=device), None
+        decoder, lora = load_decoder(folder, dtype="float32", device=device, quantization=quantization), None
         head = decoder.config.classifier
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         fields.setdefault("enable_prompt_embeds", True)
@@ -317,7 +319,7 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
             lora = ModelLoraRunner(AdapterStore(targets, len(adapters)))
             for adapter in adapters:
                 lora.store.add(adapter)
-        layout = decoder.config.kv_layout(config.block_size, "fingerprint")
+        layout = decoder.config.kv_layout(config.block_size, "fingerprint", cache_dtype=cache_dtype)
         kv_cache = make_kv_cache(layout, config.num_blocks, device)
         vocab_size = decoder.config.vocab_size
         harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, lora, draft_model=draft_model)
