@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -256,6 +257,39 @@ async def test_all_requests_can_be_ended_at_once(client: EngineClient) -> None:
     for stream in streams:
         assert isinstance(await error_of(stream), Draining)
         client.release(stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+async def test_i2_i4_random_lives_leave_whole_texts_and_pools(client: EngineClient, oracle: Oracle, seed: int) -> None:
+    """Requests that come, are read, left in the middle and ended at any moment; in a pool for a part of them."""
+    draw = random.Random(seed)
+    stems = [prompt_of(90, number) for number in range(3)]
+
+    async def live(number: int) -> tuple[list[int], list[int], bool]:
+        """Prompt, tokens, and whether they are all."""
+        await asyncio.sleep(draw.uniform(0.0, 0.5))
+        prompt = draw.choice(stems)[: draw.randrange(1, 90)] + prompt_of(draw.randrange(1, 40), number)
+        request = request_of(prompt, max_tokens=draw.randrange(1, 40))
+        stream = client.submit(request)
+        tokens: list[int] = []
+        leaves_after = draw.choice([None, None, 0, 1, 9])
+        async with asyncio.timeout(HANG_S):
+            async for output in stream:
+                assert output.first_position == len(tokens)
+                tokens += output.new_token_ids
+                if leaves_after is not None and len(tokens) > leaves_after:
+                    break
+        client.release(stream)
+        return prompt, tokens, len(tokens) == request.sampling_params.max_tokens
+
+    lives = await asyncio.gather(*(live(number) for number in range(60)))
+    assert sum(is_whole for *_, is_whole in lives) > 20
+    for prompt, tokens, _ in lives:
+        oracle.check(prompt, tokens)
+    await eventually(lambda: not client.stats.num_blocks_in_use)
+    stats = client.stats
+    assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
 
 
 async def test_an_idle_engine_ticks_on_and_meets_peers(client: EngineClient) -> None:
