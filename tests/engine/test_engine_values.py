@@ -20,7 +20,9 @@ from pdserve.common.request.engine_types import (
     SchedulerStats,
     SpecDecodingStats,
 )
+from pdserve.common.request.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, RequestOutputKind, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.output_stream import engine_error, failed_output
@@ -81,6 +83,8 @@ REQUEST: dict[str, Any] = {
     "client_request_id": "mine", "deadline": 2.5,
     "request_digest": b"\x02", "cache_salt": "salt", "timeout_s": 1.5, "ignorable": ("priority",), "eos_token_id": 1,
     "num_kept_output_tokens": 5, "lora_name": "sql", "lora_fingerprint": "0" * 32, "speculative_tokens": 3,
+    "prompt_embeds": PromptEmbeds.of(1, 2, "float32", b"12345678"),
+    "mm_features": [MultiModalFeatureSpec(identifier="i", mm_position=PlaceholderRange(offset=1, length=2), grid_thw=(1, 2, 4))],
 }  # fmt: skip
 OUTPUT: dict[str, Any] = {
     "request_id": "r", "new_token_ids": [5, 6], "first_position": 2, "finish_reason": FinishReason.STOP,

@@ -77,6 +77,7 @@ class StepInvariants:
         idle = [id for id, one in scheduler.requests.items() if one.status is RequestStatus.WAITING_FOR_STREAMING_REQ]
         assert scheduler.waiting.idle_sessions == {*idle}
         self._check_grammars()
+        self._check_refusals()
         self._check_budget()
         self._check_victims()
 
@@ -116,6 +117,21 @@ class StepInvariants:
             if request.core.remote_prefill and scheduler.kv.num_blocks(request) and not self._is_received(request)
         }
         assert scheduler.grammars.num_landed == sum(request.core.n for request in landed)
+
+    def _check_refusals(self) -> None:
+        """A sequence that counts as refused would be refused if it were tried."""
+        scheduler, config = self._engine.scheduler, self._config
+        budget = None if config.reserve_whole_prompt else config.max_num_batched_tokens
+        waiting = [(scheduler.waiting._refused, queue, budget) for queue in scheduler.waiting._queues]
+        for refused, queue, of_step in [*waiting, (scheduler.receives._refused, scheduler.receives._unreserved, None)]:
+            for request in queue.first(999):
+                if not refused.still_lacks_room(request, 0, of_step):
+                    continue
+                computed = scheduler.kv.get_computed_blocks(request, request.num_tokens)
+                num_cached = len(computed) * config.block_size
+                num_tokens = request.num_tokens - num_cached
+                room = num_cached + (num_tokens if of_step is None else config.chunk(num_tokens, of_step))
+                assert scheduler.kv.num_blocks_missing(request, room, computed) > scheduler.pool.num_available
 
     def _check_budget(self) -> None:
         """Check the tokens of those that ran before; a new one may have found tokens in the cache."""

@@ -151,6 +151,13 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def decodes_plainly(self) -> bool:
+        """True if one token is to be computed, without grammar, drafts or images: as in most steps."""
+        if len(self.token_ids) - self.num_computed_tokens != 1 or self.grammar is not None:
+            return False
+        return not self.spec_token_ids and not self.core.mm_features
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

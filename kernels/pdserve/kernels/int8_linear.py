@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ _ZERO = 128
 """The number for 0 in a row of the input: oneDNN's fast kernels take its first operand unsigned."""
 _SMALLEST_RANGE = 1e-30
 """A row of zeros has this range, so that nothing is divided by 0."""
-_EXACT_PRODUCTS = 1024
-"""Number of products of int8 numbers whose sum is at most 2^24."""
 _NATIVE_ROWS = 8
 """Number of rows up to which C++ is faster than oneDNN's kernels."""
 
@@ -83,7 +80,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x `[T, in]` -> uint8 `[T, in]`, 128 for 0, and float32 scales `[T, 1]`, not finite if a number of the row is not."""
     ranges = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32).clamp_min_(_SMALLEST_RANGE)
     # cut, not rounded: half is added to numbers that are positive then
-    values = x.mul(ranges.reciprocal().mul_(LARGEST)).add_(_ZERO + 0.5).to(torch.uint8)
+    values = x.mul(LARGEST / ranges).add_(_ZERO + 0.5).to(torch.uint8)
     return values, ranges.div_(LARGEST)
 
 
@@ -146,27 +143,7 @@ class Int8Linear:
             )  # fmt: skip
             return y
         signed = rows.view(torch.int8).bitwise_xor(-_ZERO)
-        if has_exact_int_mm():
-            return torch._int_mm(signed, self._values.t()).float().mul_(self._scales)
-        return sums_in_pieces(signed, self._values).float().mul_(self._scales)
-
-
-def sums_in_pieces(rows: Tensor, values: Tensor) -> Tensor:
-    """int8 `[T, in]` and `[out, in]` -> int32 `[T, out]`: sums of `_EXACT_PRODUCTS` in float32, which are exact."""
-    sums = torch.zeros(len(rows), len(values), dtype=torch.int32)
-    for start in range(0, rows.shape[1], _EXACT_PRODUCTS):
-        piece = slice(start, start + _EXACT_PRODUCTS)
-        sums += (rows[:, piece].float() @ values[:, piece].t().float()).to(torch.int32)
-    return sums
-
-
-@cache
-def has_exact_int_mm() -> bool:
-    """Say if torch's products of int8 matrices are exact here: oneDNN's for AVX2 saturate at 16 bits on the way."""
-    ends = torch.tensor([127, -127, -128], dtype=torch.int8).repeat_interleave(11)
-    rows, columns = ends[:, None].expand(33, 64).contiguous(), ends[:, None].expand(33, 64).contiguous().t()
-    expected = 64 * ends.int()[:, None] * ends.int()
-    return all(torch.equal(torch._int_mm(rows[::step], columns), expected[::step]) for step in (1, 11))
+        return torch._int_mm(signed, self._values.t()).float().mul_(self._scales)
 
 
 def native_library() -> NativeLibrary | None:
@@ -177,9 +154,6 @@ def native_library() -> NativeLibrary | None:
         return None
 
 
-@cache
 def has_fast_int8() -> bool:
-    """Say if oneDNN multiplies int8 numbers into int32 here without saturation on the way, as VNNI does."""
-    is_there = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]
-    # the variable ONEDNN_MAX_CPU_ISA may withhold it
-    return is_there and has_exact_int_mm()
+    """Say if this processor multiplies int8 numbers into int32 without saturation on the way, as VNNI does."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]

@@ -83,6 +83,10 @@ class BlockPool:
         self._changes: dict[bytes, bool] = {}
         self.num_cached = 0
         """Unused blocks whose content is known."""
+        self.num_remembered = 0
+        """Blocks that entered the cache since the start."""
+        self.num_forgotten = 0
+        """Blocks that left it."""
 
     @property
     def num_total(self) -> int:
@@ -160,6 +164,7 @@ class BlockPool:
         if self._enable_caching and block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
+            self.num_remembered += 1
             if self.tier is None or block_hash not in self.tier:
                 self._change(block_hash, True)
 
@@ -174,6 +179,7 @@ class BlockPool:
             block.block_hash = None
             self.num_cached -= 1
             self._unused.move_to_end(block.block_id, last=False)
+        self.num_forgotten += len(unused)
         for block_hash in forgotten:
             if block_hash not in self._by_hash:
                 self._change(block_hash, False)
@@ -185,6 +191,7 @@ class BlockPool:
             return
         del self._by_hash[block_hash]
         block.block_hash = None
+        self.num_forgotten += 1
         unknown = block_hash if self.tier is None else self.tier.keep(block_hash, block.block_id)
         if unknown is not None and unknown not in self._by_hash:
             self._change(unknown, False)

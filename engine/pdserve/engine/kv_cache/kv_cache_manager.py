@@ -171,6 +171,10 @@ class KVCacheManager:
         table.extend(new)
         return [block.block_id for block in (added or new)]
 
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """True if a running sequence's first `num_tokens` tokens have room in its table already."""
+        return len(self._tables[request.request_id]) * self.block_size >= num_tokens
+
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Drop the KV and hashes after a sequence's first `num_tokens` tokens, of which the last is to be computed again.
 
@@ -206,6 +210,16 @@ class KVCacheManager:
         A sequence whose blocks were taken has `num_computed_tokens == 0`; its prefix may still be in the cache.
         """
         self._idle[request.request_id] = request
+
+    @property
+    def has_window(self) -> bool:
+        """True if every layer has one."""
+        return self._window is not None
+
+    @property
+    def num_idle(self) -> int:
+        """Sequences whose blocks may be taken."""
+        return len(self._idle)
 
     def _take_from_idle(self, taker: Request) -> bool:
         """Free the blocks of the sequence that has been idle longest; False if there is none but the taker."""

@@ -30,6 +30,24 @@ class OutputCollector:
             )
         )
 
+    def next_token(self, request: Request, token_id: int, new_logprobs: LogprobsLists | None) -> None:
+        """A further token of a sequence that continues: `tokens` without the fields of first and last outputs."""
+        self._outputs.append(
+            EngineCoreOutput(
+                request_id=request.core.request_id,
+                index=request.index,
+                new_token_ids=[token_id],
+                first_position=request.num_output_tokens - 1,
+                num_cached_tokens=max(0, request.num_cached_tokens),
+                new_logprobs=new_logprobs,
+                first_prompt_position=max(1, request.num_tokens_before),
+                num_preemptions=request.num_preemptions,
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
+                events=request.take_events() if request.events else [],
+            )
+        )
+
     def tokens(
         self,
         request: Request,

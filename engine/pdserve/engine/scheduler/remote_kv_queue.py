@@ -28,6 +28,7 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     StopReceiving,
 )
+from pdserve.engine.scheduler.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
 
 RETURNS_WITHIN_S = 1.5
@@ -74,6 +75,7 @@ class RemoteKvQueue:
         self._starvation = starvation
         self._loads = loads
         self._unreserved = starvation.watch(RequestQueue())
+        self._refused = RefusedAdmissions(config, kv)
         self._receiving: dict[str, Receive] = {}
         self._unsent: dict[str, ReceiveInto] = {}
         """Reserved in this step: their blocks may still be copied to the host-memory tier."""
@@ -107,18 +109,22 @@ class RemoteKvQueue:
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._starvation.must_wait(request):
                 continue
+            keep_free = num_growing + self.num_parked
+            keep_free += request.num_forks if keep_free else 0
+            if self._refused.still_lacks_room(request, keep_free):
+                continue
             computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
             computed = self._kv.seen_from(request, computed, request.num_given_tokens)
             in_host = self._loads.find(request, len(computed), request.num_given_tokens)
             if self._loads.is_loading(in_host):
                 continue
             first = len(computed) + len(in_host)
-            keep_free = num_growing + self.num_parked
-            keep_free += request.num_forks if keep_free else 0
             room = self._loads.allocate_slots(request, request.num_given_tokens, computed, keep_free, in_host)
             if room is None:
+                self._refused.add(request)
                 continue
             self._unreserved.remove(request)
+            self._refused.forget(request)
             self._starvation.placed(request)
             num_in_pool = 0 if computed.is_null else len(computed) * self._config.block_size
             self._kv.count_lookup(request.num_given_tokens, num_in_pool)
@@ -209,6 +215,7 @@ class RemoteKvQueue:
         receive = self._receiving.pop(request.request_id, None)
         if receive is None:
             self._unreserved.remove(request)
+            self._refused.forget(request)
             self._starvation.ended(request)
         else:
             self.num_parked -= request.num_sequences

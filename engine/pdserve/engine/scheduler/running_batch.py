@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from pdserve.engine.config import EncoderConfig
 from pdserve.engine.request import Request
 from pdserve.engine.scheduler.encoder_scheduling import EncoderScheduling
 from pdserve.engine.scheduler.lora_slots import LoraSlots
 from pdserve.engine.scheduler_output import NewRequestData, SchedulerOutput
+from pdserve.engine.structured_outputs.grammar import Grammar
 
 
 class RunningBatch(Mapping[str, Request]):
@@ -78,23 +80,27 @@ class RunningBatch(Mapping[str, Request]):
         """Report these ids with the next step, since the runner did not get this one."""
         self._left = left + self._left
 
-    def decoding(self) -> list[Request]:
-        """Sequences that compute one token per step, by priority."""
-        decoding = [request for request in self._requests.values() if request.num_uncomputed_tokens == 1]
-        return sorted(decoding, key=lambda request: request.priority)
+    def by_phase(self) -> tuple[list[Request], list[Request], list[Request]]:
+        """Sequences that compute one token per step, others, and sources without `Want`; the first two by priority.
 
-    def prefilling(self) -> list[Request]:
-        """Sequences with more than one token to compute, by priority; without sources that have no `Want`."""
-        filling = [
-            request
-            for request in self._requests.values()
-            if request.num_uncomputed_tokens > 1 and not request.is_unwanted_source
-        ]
-        return sorted(filling, key=lambda request: request.priority)
+        Sources without `Want` that have one token to compute are in the first list.
+        """
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        running_ahead: list[Request] = []
+        for request in self._requests.values():
+            num_tokens = len(request.token_ids) - request.num_computed_tokens
+            if num_tokens == 1:
+                decoding.append(request)
+            elif num_tokens > 1:
+                (running_ahead if request.is_unwanted_source else prefilling).append(request)
+        decoding.sort(key=_priority)
+        prefilling.sort(key=_priority)
+        return decoding, prefilling, running_ahead
 
-    def running_ahead(self) -> list[Request]:
-        """Sources without `Want` that have more than one token to compute."""
-        return [request for request in self.unwanted_sources() if request.num_uncomputed_tokens > 1]
+    def with_grammars(self) -> list[tuple[Request, Grammar]]:
+        """Sequences whose output has a grammar."""
+        return [(request, request.grammar) for request in self._requests.values() if request.grammar is not None]
 
     def unwanted_sources(self) -> list[Request]:
         """Sources without `Want`."""
@@ -107,7 +113,8 @@ class RunningBatch(Mapping[str, Request]):
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return sum(request.num_uncomputed_tokens for request in self._requests.values())
+        requests = self._requests.values()
+        return sum([len(request.token_ids) - request.num_computed_tokens for request in requests])
 
     def victim(self) -> Request | None:
         """The sequence to preempt: sources without `Want` first, then by lowest priority, least lost work, latest arrival.
@@ -124,6 +131,9 @@ class RunningBatch(Mapping[str, Request]):
             ),
             default=None,
         )
+
+
+_priority = attrgetter("priority")
 
 
 class BatchBuilder:

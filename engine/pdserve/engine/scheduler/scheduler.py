@@ -225,12 +225,10 @@ class Scheduler:
         """Receive arrived masks, and end sequences whose grammar has ended or failed."""
         self.grammars.hosts.flush()
         self.grammars.hosts.receive()
-        for request in list(self.running.values()):
-            if request.grammar is None:
-                continue
-            if (failure := request.grammar.failure) is not None:
+        for request, grammar in self.running.with_grammars():
+            if (failure := grammar.failure) is not None:
                 self.finisher.fail(request, failure)
-            elif request.grammar.has_ended:
+            elif grammar.has_ended:
                 self.session_commands.end_text(request)
 
     # ---- one step
@@ -243,11 +241,12 @@ class Scheduler:
         self._look_at_grammars()
         num_growing = self.running.num_growing + self.waiting.num_ready + self.grammars.num_landed
         self.receives.reserve(num_growing)
-        ahead = self.running.running_ahead()
+        decoding, prefilling, running_ahead = self.running.by_phase()
         # decoding sequences precede prefilling ones, so that a long prompt does not stall all streams
-        self._schedule_running(step, [*self.running.decoding(), *self.running.prefilling()])
+        self._schedule_running(step, decoding)
+        self._schedule_running(step, prefilling)
         self._schedule_waiting(step)
-        self._schedule_running(step, ahead)
+        self._schedule_running(step, running_ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
         step.output.scheduled_new_reqs = [
             self.running.new_request_data(request, self.kv.block_ids(request), self.drafts.limit(request))
@@ -279,6 +278,9 @@ class Scheduler:
         for request in requests:
             num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.decodes_plainly and self.kv.has_room(request, request.num_tokens):
+                step.put(request, 1)
                 continue
             if request.grammar is not None and not request.grammar.is_prompt:
                 continue  # this sequence waits for its mask; the others continue
@@ -313,9 +315,12 @@ class Scheduler:
     def _schedule_waiting(self, step: BatchBuilder) -> None:
         if self._is_full(step):
             return
+        num_without_room = 0
         for request in self.waiting.candidates(after_preemption=step.preempted):
             if self._is_full(step):
                 return
+            if num_without_room > self.config.look_ahead and not self.waiting.is_ready(request):
+                continue
             admitted = self._try_admit(step, request)
             if (
                 admitted in (Refusal.NO_ROOM, Refusal.NO_LORA_SLOT, Refusal.NO_ENCODER_ROOM)
@@ -323,6 +328,7 @@ class Scheduler:
                 and self.preemption.give_way(step)
             ):
                 admitted = self._try_admit(step, request)
+            num_without_room += admitted is Refusal.NO_ROOM
             if isinstance(admitted, PdServeError):
                 self.finisher.fail(request, admitted)
             elif not isinstance(admitted, Refusal):

@@ -58,6 +58,10 @@ class SequenceGroup:
                 return list(token_ids[:count]), ended_with
         return list(token_ids), None
 
+    @property
+    def max_model_len(self) -> int:
+        return self._config.max_model_len
+
     def _enter(self, sequence: Request, begins_as: Request) -> None:
         """Queue a forked sequence for the batch."""
         if self._kv.fork(begins_as, sequence):

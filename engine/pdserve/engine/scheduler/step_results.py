@@ -102,6 +102,9 @@ class StepResults:
         place = 0
         while place < len(computed.req_ids):
             request = self._requests[computed.req_ids[place]]
+            if self._append_plain(request, place, computed):
+                place += 1
+                continue
             places = range(place, place + request.num_sequences)
             place = places.stop
             failure = next((computed.failed[place] for place in places if place in computed.failed), None)
@@ -154,6 +157,26 @@ class StepResults:
             self._kv.remember_computed(request)
             if request.is_pinned_source:
                 self._sources.publish(request)
+
+    def _append_plain(self, request: Request, place: int, computed: ModelRunnerOutput) -> bool:
+        """Append one token to a sequence that goes on, as in most steps; False, with nothing changed, where there is more to do."""
+        token_ids = computed.sampled_token_ids[place]
+        if (
+            len(token_ids) != 1
+            or request.grammar is not None
+            or not request.has_emitted
+            or "first_token" not in request.moments
+            or token_ids[0] == NO_TOKEN
+            or computed.failed
+            or computed.failed_requests
+        ):
+            return False
+        ended_with = request.append_output(token_ids[0], self._group.max_model_len)
+        if ended_with is None:
+            self._outputs.next_token(request, token_ids[0], computed.logprobs.get(place))
+        else:
+            self._report(request, request, token_ids, ended_with, computed.logprobs.get(place))
+        return True
 
     def _append_run(self, request: Request, token_ids: list[int], logprobs: LogprobsLists | None) -> None:
         """Append the tokens of a sequence with drafts, up to the first that ends it."""

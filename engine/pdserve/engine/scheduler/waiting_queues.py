@@ -14,6 +14,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.host_loads import HostLoads
+from pdserve.engine.scheduler.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
 
@@ -42,6 +43,7 @@ class WaitingQueues:
         # sources without `Want` wait for that, not for blocks, so they are not watched for starvation
         self._unwanted = RequestQueue()
         self._queues = (self._preempted, self._ready, self._wanted, self._waiting, self._unwanted)
+        self._refused = RefusedAdmissions(config, kv)
         self._num_tokens: dict[str, int] = {}
         """Sequence id -> its tokens that are counted in `num_waiting_tokens`."""
         self.num_waiting_tokens = 0
@@ -57,6 +59,10 @@ class WaitingQueues:
     def num_ready(self) -> int:
         """Number of ready sequences and of those that wait for a load: they hold blocks and will need further ones."""
         return len(self._ready) + self._loads.num_parked
+
+    def is_ready(self, request: Request) -> bool:
+        """True if it holds blocks with its KV."""
+        return request in self._ready
 
     @property
     def num_preempted(self) -> int:
@@ -90,6 +96,7 @@ class WaitingQueues:
         if any(queue.remove(request) for queue in self._queues):
             self.num_waiting_tokens -= self._num_tokens.pop(request.request_id)
             self._starvation.ended(request)
+            self._refused.forget(request)
 
     def _count(self, request: Request) -> None:
         self.num_inserted += 1
@@ -126,6 +133,11 @@ class WaitingQueues:
             return self._admit_ready(request, budget, running)
         if request not in self._preempted and self._kept_waiting_by_others(request):
             return Refusal.OTHERS_FIRST
+        keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
+        keep_free += request.num_forks if keep_free else 0
+        chunk_budget = None if self._config.reserve_whole_prompt else budget
+        if self._refused.still_lacks_room(request, keep_free, chunk_budget):
+            return Refusal.NO_ROOM
         computed, cached, in_host = self._cached(request)
         if self._loads.is_loading(in_host):
             return Refusal.LOADING
@@ -144,9 +156,9 @@ class WaitingQueues:
         room = request.num_tokens if in_host else self.room(request, cached, num_tokens)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
-        keep_free = 0 if request.core.transfer_source else num_growing + self.num_ready
-        keep_free += request.num_forks if keep_free else 0
         if self._loads.allocate_slots(request, room, computed, keep_free, in_host) is None:
+            if not self._kv.num_blocks(request):
+                self._refused.add(request)
             return Refusal.NO_ROOM
         self.remove(request)
         self._starvation.placed(request)
