@@ -67,13 +67,15 @@ def test_every_instruction_set_has_the_same_bits(
 def test_any_number_of_threads_has_the_same_bits(built: NativeLibrary) -> None:
     matrix = Int8Matrix.quantized(torch.randn(700, 300))
     layer = NativeInt8Rows(BlockedValues.of_tensor(matrix.values), matrix.values, matrix.scales, None, built)
-    x, num_threads = torch.randn(7, 300), torch.get_num_threads()
+    # enough rows that threads share rounding them, and few
+    x, num_threads = torch.randn(700, 300), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         expected = layer(x)
         for threads in (2, 3, 20):
             torch.set_num_threads(threads)
             assert torch.equal(layer(x), expected)
+            assert torch.equal(layer(x[:3]), expected[:3])
     finally:
         torch.set_num_threads(num_threads)
 

@@ -24,20 +24,29 @@ int find_int8_levels(const Int8Level* found[3]) {
   return count;
 }
 
+// Bytes of the matrix times rows below which a thread takes longer to wake than to multiply.
+constexpr int64_t THREAD_BYTES = 1 << 16;
+
 struct Work {
   const Int8Call* call;
   const Int8Level* level;
-  int64_t next_block;
+  int64_t num_tasks, next_task;
 };
 
-int64_t num_blocks(const Int8Call& call) { return (call.num_outputs + CHANNELS - 1) / CHANNELS; }
+void quantize_rows(void* data) {
+  Work& work = *static_cast<Work*>(data);
+  for (;;) {
+    const int64_t row = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
+    if (row >= work.num_tasks) return;
+    work.level->quantize_row(*work.call, row);
+  }
+}
 
 void multiply_blocks(void* data) {
   Work& work = *static_cast<Work*>(data);
-  const int64_t total = num_blocks(*work.call);
   for (;;) {
-    const int64_t block = __atomic_fetch_add(&work.next_block, 1, __ATOMIC_RELAXED);
-    if (block >= total) return;
+    const int64_t block = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
+    if (block >= work.num_tasks) return;
     work.level->multiply_block(*work.call, block);
   }
 }
@@ -59,9 +68,12 @@ PUBLIC void pdserve_multiply_rows(const Int8Call* given, int64_t level) {
   const Int8Call& call = *given;
   const Int8Level* found[3];
   find_int8_levels(found);
-  for (int64_t row = 0; row < call.num_rows; ++row) found[level]->quantize_row(call, row);
-  Work work = {&call, found[level], 0};
+  const int64_t num_blocks = (call.num_outputs + CHANNELS - 1) / CHANNELS;
   const Threads threads = {call.num_threads, call.parallel};
-  threads.run(multiply_blocks, &work, num_blocks(call));
+  Work work = {&call, found[level], call.num_rows, 0};
+  threads.run(quantize_rows, &work, call.num_rows * call.padded / THREAD_BYTES);
+  work = {&call, found[level], num_blocks, 0};
+  const int64_t worth = num_blocks * CHANNELS * call.padded * call.num_rows / THREAD_BYTES;
+  threads.run(multiply_blocks, &work, worth < num_blocks ? worth : num_blocks);
 }
 }
