@@ -24,8 +24,8 @@ pytestmark = pytest.mark.process
 LIMITS = {"grammar_timeout_s": 3, "grammar_token_s": 0.01, "grammar_request_s": 0.2}
 GAP_S = 0.5
 FORMS = {**SLOW_TO_MATCH, "slow to compile": SLOW_TO_COMPILE}
-LONGEST = "nested stars"
-"""The form that takes the most time until its request ends: 20 s of processors, several times that beside other work."""
+IN_EVERY_RUN = {"200 rules behind a beginning", "slow to compile"}
+"""One per limit; `tests/engine/test_grammar_processes.py` has every form in `make test`."""
 PROMPT = prompt_of(20)
 MAX_PLACES = 48
 """Places, of `max_num_seqs`, that costly forms take together."""
@@ -71,7 +71,7 @@ async def gaps_of(client: InferenceClient, oracle: Oracle, is_over: asyncio.Even
 @pytest.mark.parametrize(
     ("form", "n"),
     [
-        pytest.param(form, n, id=f"{name}-{n}", marks=pytest.mark.slow if name == LONGEST or n > 4 else ())
+        pytest.param(form, n, id=f"{name}-{n}", marks=() if name in IN_EVERY_RUN and n == 4 else pytest.mark.slow)
         for name, form in FORMS.items()
         for n in (4, 8, 16)
     ],

@@ -21,6 +21,7 @@ from tests.support.waiting import HANG_S
 
 NUM_PROMPTS = 40
 NUM_ROUNDS = 50
+"""In `make test-all`; each kind of connector does half of them."""
 AT_ONCE = 8
 FAILED_SHARE = 0.25
 MAX_TOKENS = 6
@@ -88,8 +89,11 @@ def _fail_some(draw: random.Random) -> Callable[[Any], None]:
     return injure
 
 
-@pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.slow), "tcp"])
-async def test_i8_every_answer_is_its_own(make_pair: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_rounds"),
+    [("tcp", 8), *(pytest.param(kind, NUM_ROUNDS // 2, marks=pytest.mark.slow) for kind in ("local", "tcp"))],
+)
+async def test_i8_every_answer_is_its_own(make_pair: Any, kind: str, num_rounds: int) -> None:
     pair = await make_pair(kind, **SMALL)
     draw = random.Random(12)
     outcome = Outcome()
@@ -99,10 +103,10 @@ async def test_i8_every_answer_is_its_own(make_pair: Any, kind: str) -> None:
         async with places:
             await outcome.ask(pair, prompt, _fail_some(draw))
 
-    for _ in range(NUM_ROUNDS // 2):  # each kind of connector does half of the rounds
+    for _ in range(num_rounds):
         await asyncio.gather(*(one(prompt) for prompt in draw.sample(PROMPTS, NUM_PROMPTS)))
     assert outcome.num_wrong == 0
-    assert outcome.num_right == NUM_PROMPTS * (NUM_ROUNDS // 2)
+    assert outcome.num_right == NUM_PROMPTS * num_rounds
     assert outcome.num_failures > outcome.num_right * FAILED_SHARE / 4, "too few transfers failed to show anything"
 
 
