@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONSAFEPATH := 1
+# tests start some hundred processes: none compiles what another one has compiled
+unexport PYTHONDONTWRITEBYTECODE
 
 # what is installed stands in locks/, with hashes; TORCH_INDEX=URL is the only index asked for torch
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
@@ -47,7 +49,7 @@ $(CLIENTS)/.node: tests/clients/node/package-lock.json
 interpreted: $(VENV)/.all  ## Triton kernels in the checked interpreter: their cases of make test
 	$(BIN)/python -m pytest -q -n 2 tests/kernels/triton
 
-compiled: $(VENV)/.all  ## machine code of every kernel for every GPU architecture; make test-all compiles all cases
+compiled: $(VENV)/.all  ## machine code of every kernel for five GPU architectures; make test-all compiles all cases
 	$(BIN)/python -m pytest -q -n 2 -m compiled tests/kernels/compiled
 
 # Triton alone, before that of .venv; what may be installed stands in tests/kernels/requirements/
