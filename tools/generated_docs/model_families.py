@@ -1,21 +1,44 @@
-"""The table of model families, of what `tests.support.family_exactness` measured."""
+"""Tables of model families, of what `tests.support.family_exactness` and `tests.support.any_family_record` measured."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+_RECORDS = ("family_exactness.json", "any_family.json")
 
 
 def model_families(root: Path) -> str:
-    """One row per family; float32 in scientific notation."""
-    record = json.loads((root / "tests" / "models" / "family_exactness.json").read_text())
+    """One row per family that is served, native ones first; float32 in scientific notation."""
+    native, others = _records(root)
     lines = [
         "| family | `architectures` | computed | text | images | pooling | float32 | bfloat16 |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for family, row in record.items():
-        ours, theirs = row["bfloat16"]
-        lines.append(
-            f"| `{family}` | `{row['architecture']}` | native | yes | no | yes | {row['float32']:.0e} | {ours} / {theirs} |"
-        )
+    lines += [_row(family, row, "native") for family, row in native.items()]
+    served = {family: row for family, row in others.items() if "refused" not in row and family not in native}
+    lines += [_row(family, row, "transformers") for family, row in served.items()]
     return "\n".join(lines)
+
+
+def refused_families(root: Path) -> str:
+    """One row per reason for which families of transformers are refused."""
+    native, others = _records(root)
+    families: dict[str, list[str]] = {}
+    for family, row in others.items():
+        if "refused" in row and family not in native:
+            families.setdefault(row["refused"].replace("|", "\\|"), []).append(f"`{family}`")
+    lines = ["| reason | families |", "|---|---|"]
+    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(families.items())]
+    return "\n".join(lines)
+
+
+def _row(family: str, row: dict[str, Any], computed: str) -> str:
+    errors = " / ".join(map(str, row["bfloat16"])) if "bfloat16" in row else "not measured"
+    pooling = "yes" if computed == "native" else "not tested"
+    return f"| `{family}` | `{row['architecture']}` | {computed} | yes | no | {pooling} | {row['float32']:.0e} | {errors} |"
+
+
+def _records(root: Path) -> list[dict[str, dict[str, Any]]]:
+    return [json.loads((root / "tests" / "models" / name).read_text()) for name in _RECORDS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from generated_docs.model_families import model_families
+from generated_docs.model_families import model_families, refused_families
 from generated_docs.package_drawing import package_drawing
 from generated_docs.tests_of_modules import tests_of_modules
 
@@ -17,6 +17,7 @@ def texts() -> dict[tuple[str, str], str]:
     return {
         ("docs/architecture.md", "packages"): package_drawing(ROOT),
         ("docs/models.md", "families"): model_families(ROOT),
+        ("docs/models.md", "refused families"): refused_families(ROOT),
         ("docs/tests.md", "tests"): tests_of_modules(ROOT),
     }
 

@@ -149,6 +149,8 @@ def _refusal(hf: PreTrainedConfig, model_class: type[PreTrainedModel]) -> str | 
     other = set(getattr(hf, "layer_types", None) or ()) - _LAYER_TYPES
     if other:
         return f"layer_types has {', '.join(sorted(map(str, other)))}"
+    if getattr(hf, "max_position_embeddings", None) is None:
+        return "it has no max_position_embeddings, so its length is unknown"
     if not 0 < _positions(hf) <= _MAX_POSITIONS:
         return f"max_position_embeddings is {_positions(hf)}, 1 to {_MAX_POSITIONS} are possible"
     shared = getattr(hf, "num_kv_shared_layers", 0)
