@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.settings.worker_settings import DecodeSettings
@@ -68,6 +69,15 @@ def test_an_adapters_text_is_that_of_the_merged_checkpoint(world: World, make_ll
         texts[name] = tokens(output)
         world.oracles[name].check(prompt, texts[name])
     assert len({tuple(text) for text in texts.values()}) == len(texts), "adapters without effect would prove nothing"
+
+
+def test_a_prompt_of_embeddings_with_an_adapter(world: World, make_llm: Callable[..., LLM]) -> None:
+    llm, prompt = make_llm(**LORA, enable_prompt_embeds=True), prompt_of(21)
+    with torch.inference_mode():
+        rows = world.oracles[None]._model.get_input_embeddings()(torch.tensor(prompt))
+    for name, request in world.requests.items():
+        [output] = llm.generate({"prompt_embeds": rows}, GREEDY, lora_request=request, use_tqdm=False)
+        world.oracles[name].check(prompt, tokens(output))
 
 
 def test_adapters_and_none_in_one_batch_do_not_change_each_other(world: World, make_llm: Callable[..., LLM]) -> None:
