@@ -19,6 +19,7 @@ pytestmark = pytest.mark.process
 ARCHITECTURES = (
     "llama",
     pytest.param("mistral", marks=pytest.mark.slow),
+    pytest.param("mistral sliding_window=45", marks=pytest.mark.slow),
     pytest.param("qwen2", marks=pytest.mark.slow),
     "qwen3",
     pytest.param("llama engine_process", marks=pytest.mark.slow),
@@ -32,11 +33,12 @@ MAX_TOKENS = 24
 def served(
     request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Oracle]]:
-    architecture, *switches = request.param.split()
-    model = tiny_checkpoints(architecture)
+    architecture, *options = request.param.split()
+    fields = {name: int(value) for name, _, value in (option.partition("=") for option in options) if value}
+    model = tiny_checkpoints(architecture, **fields)
     # chunks of 64 tokens: longer prompts are published while later chunks still compute
     flags: tuple[str, ...] = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
-    flags += tuple(flag for switch in switches for flag in ("--set", f"{switch}=true"))
+    flags += tuple(flag for option in options if "=" not in option for flag in ("--set", f"{option}=true"))
     # what decode holds would be prefilled there, and this is about the way through both
     through_both = ("--local-prefill", "never")
     with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, router=through_both) as cluster:
