@@ -335,7 +335,12 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3000, 3014), pytest.param(range(3014, 3600), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds",
+    [
+        range(3000, 3014),
+        *(pytest.param(range(first, first + 60), marks=pytest.mark.slow) for first in range(4000, 4300, 60)),
+    ],
+    ids=lambda seeds: str(seeds.start),
 )
 def test_i2_i3_i4_i6_i13_lives_with_a_window(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
     num_preemptions = num_null = 0
