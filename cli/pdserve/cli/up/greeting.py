@@ -47,7 +47,7 @@ class Greeting:
                 self.answered = True
             except PdServeError as error:
                 console.print(f"[red]{error.code}: {error.message}[/]")
-        if not self._once:
+        if not self._once and addresses.decode:
             console.print(
                 f'\nAsk more:  {self._chat(grpc, addresses.tls)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
                 soft_wrap=True,
