@@ -12,7 +12,15 @@ from PIL import Image
 
 from pdserve.common.errors import ConfigError, InvalidRequest, UnsupportedModel
 from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, RequestOutput, StreamingInput
-from tests.support.image_checkpoints import FAMILIES, PICTURE, ImageOracle, make_image_checkpoint, picture
+from tests.support.image_checkpoints import (
+    FAMILIES,
+    PICTURE,
+    ImageOracle,
+    chat_of,
+    chat_text,
+    make_image_checkpoint,
+    picture,
+)
 from tests.support.llm_requests import core_of, greedy
 
 TINY: dict[str, Any] = {
@@ -118,6 +126,17 @@ def test_sequences_beams_and_logprobs_of_a_prompt_with_images(
     prompt = {"prompt": TEXT, "multi_modal_data": {"image": images}}
     [beams] = llm.beam_search(prompt, BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True), use_tqdm=False)  # type: ignore[arg-type]
     assert beams.sequences[0].tokens[len(ids) :] == tokens[:4]
+
+
+def test_a_chat_with_images(make_image_llm: Callable[..., LLM], image_oracle: ImageOracle) -> None:
+    llm = make_image_llm()
+    parts: list[str | Image.Image] = ["Compare ", picture(1), " with ", picture(2), "!"]
+    [answer] = llm.chat(chat_of(*parts), greedy(max_tokens=NUM_TOKENS), use_tqdm=False)
+    images = [part for part in parts if isinstance(part, Image.Image)]
+    assert answer.outputs[0].token_ids == expected(llm, image_oracle, chat_text(*parts), images)
+    # a client's text is no place for an image
+    with pytest.raises(InvalidRequest, match="messages has 1 images, and messages has 2 places for them"):
+        llm.chat(chat_of(PICTURE, picture(1)), greedy(), use_tqdm=False)
 
 
 def test_text_alone_is_that_of_the_language_model(

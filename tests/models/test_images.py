@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def processor_of(folder: Path) -> ImageProcessor:
-    return ImageProcessor(ImageProcessorConfig.read(folder))
+    return ImageProcessor(ImageProcessorConfig.read(folder), IMAGE_TOKEN_ID)
 
 
 def half_transparent() -> Image.Image:

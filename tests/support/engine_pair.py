@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve.common.errors import TransferFailed
+from pdserve.common.request.multimodal import without_pixels
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.scheduler.kv_messages import (
     HoldReturned,
@@ -88,6 +89,8 @@ class Pair:
         embeds = fields.get("prompt_embeds")
         # D gets their KV alone
         of_d = fields if embeds is None else fields | {"prompt_embeds": embeds.without_data()}
+        if "mm_features" in fields:
+            of_d = of_d | {"mm_features": without_pixels(fields["mm_features"])}
         self.d.add(prompt, attempt, remote_prefill=True, **of_d)
         self.p.add(prompt, attempt, transfer_source=True, **fields)
 

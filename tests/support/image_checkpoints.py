@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import warnings
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
-from tests.support.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, tiny_tokenizer
+from tests.support.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, tiny_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,6 +32,11 @@ with warnings.catch_warnings():
 IMAGE_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 IMAGE_TOKEN_ID = VOCAB_SIZE + 1
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}" + PICTURE + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PREPROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,
@@ -69,7 +76,7 @@ def make_image_checkpoint(folder: Path, family: str = "qwen2_5_vl", *, tie_word_
     tokenizer = Tokenizer.from_str(tiny_tokenizer())
     tokenizer.add_special_tokens(IMAGE_TOKENS)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=_TEMPLATE
     ).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return folder
@@ -93,6 +100,29 @@ def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
     """Random pixels in large spots."""
     spots = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     return Image.fromarray(spots).resize((width, height), Image.Resampling.NEAREST)
+
+
+def data_url(image: Image.Image) -> str:
+    """A PNG file, as chats have it."""
+    image.save(file := io.BytesIO(), "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def chat_of(*parts: str | Image.Image) -> list[dict[str, Any]]:
+    """One message with these parts."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def chat_text(*parts: str | Image.Image) -> str:
+    """The prompt that the checkpoints' template makes of it."""
+    text = "".join(part if isinstance(part, str) else PICTURE for part in parts)
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 class ImageOracle:

@@ -16,6 +16,7 @@ from pdserve.common.json_file import read_json_object
 FILE = "preprocessor_config.json"
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 MAX_ASPECT_RATIO = 200
+_DIGEST_BYTES = 16
 _MAX_PATCH = 256
 _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 _MOST_PIXELS = 1 << 28
@@ -23,6 +24,17 @@ _RESAMPLINGS = range(6)
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Limits of a prompt's images."""
+
+    max_pixels: int = 1 << 27
+    """Pixels of one before it is resized."""
+    max_images: int | None = None
+    max_bytes: int | None = None
+    """Bytes of all after they are resized, 3 per pixel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +123,12 @@ class ImageProcessorConfig:
         grown = self.min_pixels // self.factor**2 + math.ceil((side + 1) * math.sqrt(self.min_pixels) / self.factor) + 1
         return max(self.max_pixels // self.factor**2, long, grown)
 
-    @property
-    def digest(self) -> bytes:
-        """Distinguishes two ways to make pixels; 16 bytes."""
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=16).digest()
+    def identifier(self, data: bytes, grid_thw: tuple[int, int, int]) -> str:
+        """See `MultiModalFeatureSpec.identifier`; data, grid_thw: likewise."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"image")
+        digest.update(json.dumps([asdict(self), grid_thw], sort_keys=True).encode())
+        digest.update(data)
+        return digest.hexdigest()
 
 
 def _multiple(count: int, factor: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.common.image_processor_config import ImageProcessorConfig
+
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """Properties of a loaded engine that its front end needs."""
@@ -18,5 +20,5 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     max_num_seqs: int
     num_labels: int = 0
     """Labels of the classification head; 0: the model generates."""
-    image_token_id: int | None = None
-    """Stands once per image in a prompt; None for a model that takes text alone."""
+    images: ImageProcessorConfig | None = None
+    """How the pixels of images are made; None for a model that takes text alone."""

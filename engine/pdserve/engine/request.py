@@ -150,6 +150,11 @@ class Request:
         """Known tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    def lacks_pixels(self, num_computed: int) -> bool:
+        """True if the tokens from `num_computed` on are in part an image's whose pixels are not here."""
+        features = self.core.mm_features
+        return any(not feature.data and feature.mm_position.end > num_computed for feature in features)
+
     @property
     def decodes_plainly(self) -> bool:
         """True if one token is to be computed, without grammar, drafts or images: as in most steps."""

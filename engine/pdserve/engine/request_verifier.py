@@ -114,6 +114,7 @@ class RequestVerifier:
             patch_size=self.encoder.patch_size,
             merge_size=self.encoder.merge_size,
             max_tokens=self.encoder.max_image_tokens,
+            needs_pixels=not request.remote_prefill,
         )
 
     def verify_update(self, update: StreamingUpdate) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.engine.clients.engine_core_client import EngineCoreClient
 from pdserve.engine.clients.inproc_client import InprocClient
 from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
@@ -43,6 +42,7 @@ class LocalEngine:
         folder = model_folder(str(model))
         self.log_stats = not disable_log_stats
         self.tokenizer = Tokenizer.from_folder(folder)
+        self.images = ImageProcessor.from_folder(folder)
         self.hasher = local_hasher(settings.block_size)
         # loaded here too for the engine's process, since `check` is called before anything is computed
         installed = LogitsProcessors.from_entry_points(settings.logits_processors)
@@ -53,10 +53,7 @@ class LocalEngine:
             else InprocClient(LoadedEngine(folder, settings, self.logits_processors))
         )
         self.info = self.client.info
-        self.images = None
         try:
-            if self.info.image_token_id is not None:
-                self.images = ImageProcessor(ImageProcessorConfig.read(folder))
             self.max_logprobs = max_logprobs(options, self.info.vocab_size)
         except ConfigError:
             self.client.close()

@@ -28,7 +28,6 @@ from pdserve.llm.prompts import PromptWithSalt
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import for_engines
-from pdserve.text.images.placeholders import with_images
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.prompt import (
     EmbedsInput,
@@ -66,7 +65,6 @@ class RequestFactory:
         self._enable_prompt_embeds = engine.settings.enable_prompt_embeds
         self._scheduling_policy = engine.settings.scheduling_policy
         self._images = engine.images
-        self._image_token_id = engine.info.image_token_id
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -210,28 +208,14 @@ class RequestFactory:
     def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule, max_tokens: int | None = None) -> EncodedPrompt:
         truncation = prompt.truncation
         encoded = encode_prompt(
-            self._tokenizer, prompt.prompt, prompt.field, length_rule, truncates=truncation is not None
-        )
+            self._tokenizer, prompt.prompt, prompt.field, length_rule, truncates=truncation is not None,
+            images=self._images, given_images=prompt.images,
+        )  # fmt: skip
         if truncation is not None:
-            if prompt.images:
-                raise InvalidRequest(
-                    "truncate_prompt_tokens is given, and the prompt has images", "truncate_prompt_tokens"
-                )
             encoded = encoded._replace(token_ids=truncation.apply(encoded.token_ids, length_rule, max_tokens))
         verify_prompt_tokens(self._tokenizer, prompt.prompt, encoded.token_ids, self._vocab_size, prompt.field)
         verify_cache_salt(prompt.cache_salt)
-        return self._with_images(encoded, prompt)
-
-    def _with_images(self, encoded: EncodedPrompt, prompt: PromptWithSalt) -> EncodedPrompt:
-        if self._images is None or self._image_token_id is None:
-            if prompt.images:
-                raise InvalidRequest("multi_modal_data is given, and this model takes text alone", "multi_modal_data")
-            return encoded
-        images = [
-            self._images.process(image, f"multi_modal_data.image[{place}]") for place, image in enumerate(prompt.images)
-        ]
-        token_ids, features = with_images(encoded.token_ids, images, self._image_token_id, prompt.field)
-        return encoded._replace(token_ids=token_ids, features=tuple(features))
+        return encoded
 
     def _valid(
         self,

@@ -80,17 +80,21 @@ class ContentPart(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: builtins.int
+    IMAGE_URL_FIELD_NUMBER: builtins.int
     text: builtins.str
+    image_url: builtins.str
+    """data:image/png;base64,... for models with images"""
     def __init__(
         self,
         *,
         text: builtins.str = ...,
+        image_url: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["part", b"part", "text", b"text"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["image_url", b"image_url", "part", b"part", "text", b"text"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["part", b"part", "text", b"text"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["image_url", b"image_url", "part", b"part", "text", b"text"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: typing_extensions.TypeAlias = typing.Literal["text"]
+    _WhichOneofReturnType_part: typing_extensions.TypeAlias = typing.Literal["text", "image_url"]
     _WhichOneofArgType_part: typing_extensions.TypeAlias = typing.Literal["part", b"part"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 

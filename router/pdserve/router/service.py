@@ -35,6 +35,7 @@ from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Directory, Fleet
 from pdserve.router.workers.redis_discovery import make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
+from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ async def run_router(
     models = _model_names(settings, model_folder)
     model_len = model_len_of(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
-    preparation = Preparation(tokenizer, key, model_len)
+    images = ImageProcessor.from_folder(model_folder, settings.image_limits())
+    preparation = Preparation(tokenizer, key, model_len, images, settings.max_held_image_bytes)
     bodies = ClientBodies(settings, model_len)
     expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:

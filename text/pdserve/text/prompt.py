@@ -11,6 +11,10 @@ from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import verify_token_ids
+from pdserve.text.images.chat_images import ImageSource, without_images
+from pdserve.text.images.image_processor import FIELD as IMAGES_FIELD
+from pdserve.text.images.image_processor import ImageProcessor
+from pdserve.text.images.placeholders import with_images
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -154,13 +158,26 @@ def encode_prompt(
     length_rule: LengthRule | None = None,
     *,
     truncates: bool = False,
+    images: ImageProcessor | None = None,
+    given_images: Sequence[object] = (),
 ) -> EncodedPrompt:
     """Tokenize a prompt; the result has at least one token. Given ids are not checked. Safe from any thread.
 
     field: the client's name of the prompt. length_rule: refuses a text that is too long before it is tokenized, or as soon as too
     many tokens are known, since the rest could take many seconds and gigabytes; the caller checks the final number of tokens.
-    truncates: the caller drops tokens, so that only the bytes of the text are limited. Raises: InvalidRequest.
+    truncates: the caller drops tokens, so that only the bytes of the text are limited. images: of a model with images, whose tokens
+    then have room for those of the prompt. given_images: beside the prompt; a chat has its own. Raises: InvalidRequest.
     """
+    sources = [ImageSource(f"{IMAGES_FIELD}.image[{place}]", None, image) for place, image in enumerate(given_images)]
+    if images is not None and isinstance(prompt, ChatInput):
+        messages, sources = without_images(prompt.messages)
+        prompt = msgspec.structs.replace(prompt, messages=messages)
+    if sources and images is None:
+        raise InvalidRequest(f"{IMAGES_FIELD} is given, and this model takes text alone", IMAGES_FIELD)
+    if sources and isinstance(prompt, ChatInput) and prompt.chat_template is not None:
+        raise InvalidRequest("chat_template is given, and the messages have images", "chat_template")
+    if sources and truncates:
+        raise InvalidRequest("truncate_prompt_tokens is given, and the prompt has images", "truncate_prompt_tokens")
 
     def verify(text: str) -> None:
         if length_rule is not None and truncates:
@@ -210,7 +227,12 @@ def encode_prompt(
                 )
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
-    return EncodedPrompt(text, token_ids)
+    if images is None:
+        return EncodedPrompt(text, token_ids)
+    images_field = field if isinstance(prompt, ChatInput) else IMAGES_FIELD
+    processed = images.process_all(sources, images_field)
+    token_ids, features = with_images(token_ids, processed, images.image_token_id, field, images_field)
+    return EncodedPrompt(text, token_ids, tuple(features))
 
 
 def verify_prompt_tokens(

@@ -6,9 +6,11 @@ import time
 from typing import Any
 
 from pdserve.common.block_hash import BlockHasher, request_extras
-from pdserve.common.errors import DigestMismatch
+from pdserve.common.errors import DigestMismatch, InvalidRequest
+from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.multimodal import hashed_spans, images_extras
 from pdserve.common.request.wire import RequestMessage, request_from_wire
 
 
@@ -25,7 +27,15 @@ def engine_request_id(request_id: str, attempt: int, index: int) -> str:
 class RequestReader:
     """Takes nothing from a caller that the worker can compute: block hashes and the request digest are its own."""
 
-    def __init__(self, hasher: BlockHasher, max_model_len: int, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        hasher: BlockHasher,
+        max_model_len: int,
+        vocab_size: int | None = None,
+        images: ImageProcessorConfig | None = None,
+    ) -> None:
+        """images: how pixels were made; None for a model without images."""
+        self._images = images
         self._hasher = hasher
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -38,6 +48,7 @@ class RequestReader:
         """
         request = request_from_wire(message, self._max_model_len, self._vocab_size)
         request.verify_received(self._max_model_len)
+        self._verify_images(request)
         carried = request.carried() | {"request_id": engine_request_id(request.request_id, attempt, request.index)}
         return EngineCoreRequest(
             **carried,
@@ -47,14 +58,25 @@ class RequestReader:
             **fields,
         )
 
+    def _verify_images(self, request: GenerationRequest) -> None:
+        """Raises: InvalidRequest for pixels that are not those of the identifier, which names them in the prefix cache."""
+        for place, feature in enumerate(request.mm_features):
+            if self._images is None:
+                raise InvalidRequest("request.mm_features is given, and this model takes text alone", "mm_features")
+            if feature.data and self._images.identifier(feature.data, feature.grid_thw) != feature.identifier:
+                raise InvalidRequest(
+                    f"request.mm_features[{place}].identifier is {feature.identifier[:40]!r}, which is not that of its pixels",
+                    "mm_features",
+                )
+
     def turn(self, message: RequestMessage) -> GenerationRequest:
         """A session's later turn, of which prompt, sampling parameters and trace headers count. Raises: as `request_from_wire`."""
         return request_from_wire(message, self._max_model_len, self._vocab_size)
 
     def _block_hashes(self, request: GenerationRequest) -> list[bytes]:
         given = request.given_token_ids
-        block_hashes = self._hasher.extend(request.hash_root, given)
-        extras = request_extras(request.lora_fingerprint, request.embeds_digest)
+        block_hashes = self._hasher.extend(request.hash_root, given, hashed_spans(request.mm_features))
+        extras = request_extras(request.lora_fingerprint, request.embeds_digest) + images_extras(request.mm_features)
         digest = self._hasher.request_digest(request.hash_root, block_hashes, given, extras)
         if digest != request.request_digest:
             adapter = f", request.lora_fingerprint {request.lora_fingerprint}" if request.lora_fingerprint else ""

@@ -83,13 +83,14 @@ class Worker:
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
             max_received_bytes=MAX_MESSAGE_BYTES
-            if settings.enable_prompt_embeds
+            if settings.enable_prompt_embeds or info.engine.images is not None
             else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.reader = RequestReader(
-            BlockHasher(deployment_key, settings.block_size), info.engine.max_model_len, info.engine.vocab_size
-        )
+            BlockHasher(deployment_key, settings.block_size), info.engine.max_model_len, info.engine.vocab_size,
+            info.engine.images,
+        )  # fmt: skip
         loggers = load_stat_loggers(settings.stat_loggers, info.engine)
         recorder = StatRecorder(loggers) if loggers else None
         self.engine = EngineClient(host, settings.waiting_limit, settings.session_limit, recorder)

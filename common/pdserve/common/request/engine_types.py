@@ -72,8 +72,6 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
             raise InvalidRequest(
                 f"multi_modal_data is given, and the prompt of {kind} has no images", "multi_modal_data"
             )
-        if self.mm_features and (self.remote_prefill or self.transfer_source):
-            raise InvalidRequest("mm_features is given, and prompts with images are not transferred", "mm_features")
         if self.resumable and self.n > 1:
             raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
 

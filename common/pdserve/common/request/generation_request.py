@@ -229,8 +229,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
                 f"request.timeout_s is {self.timeout_s}, above 0 and at most {MAX_TIMEOUT_S:g} is needed", "timeout_s"
             )
         self.verify_client()
-        if self.mm_features:
-            raise InvalidRequest("request.mm_features is given; workers serve no images, `LLM` does", "mm_features")
+        if self.mm_features and self.pooling_params is not None:
+            raise InvalidRequest(
+                "request.mm_features is given, and the prompt of an embedding has no images", "mm_features"
+            )
         verify_lora(self.lora_name, self.lora_fingerprint)
         if len(self.tenant) > MAX_TENANT_BYTES:
             raise InvalidRequest(

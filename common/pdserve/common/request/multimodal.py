@@ -10,6 +10,10 @@ import msgspec
 from pdserve.common.block_hash import HashedSpan
 from pdserve.common.errors import InvalidRequest
 
+MAX_IMAGES = 256
+"""Limit of one prompt, among services."""
+MAX_IMAGE_BYTES = 12 << 20
+"""Pixels of one prompt's images, which travel in one message beside its tokens."""
 IDENTIFIER = re.compile(r"[0-9a-f]{32}")
 
 
@@ -55,6 +59,19 @@ def hashed_spans(features: Sequence[MultiModalFeatureSpec], first_token: int = 0
     ]
 
 
+def images_extras(features: Sequence[MultiModalFeatureSpec]) -> bytes:
+    """The part of the request digest's `extras` for images, of which some may be behind the last full block."""
+    return b"".join(
+        b"image" + msgspec.msgpack.encode((feature.identifier, feature.mm_position, feature.grid_thw))
+        for feature in features
+    )
+
+
+def without_pixels(features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+    """The features for a worker that receives the KV of their tokens."""
+    return [msgspec.structs.replace(feature, data=b"") for feature in features]
+
+
 def verify_features(
     features: Sequence[MultiModalFeatureSpec],
     prompt_token_ids: Sequence[int],
@@ -63,8 +80,12 @@ def verify_features(
     patch_size: int,
     merge_size: int,
     max_tokens: int,
+    needs_pixels: bool = True,
 ) -> None:
-    """Check that images and prompt fit together. max_tokens: of one image. Raises: InvalidRequest naming `mm_features`."""
+    """Check that images and prompt fit together. Raises: InvalidRequest naming `mm_features`.
+
+    max_tokens: of one image. needs_pixels: False where the KV of the tokens is received.
+    """
     end = 0
     for place, feature in enumerate(features):
         where, position, (frames, height, width) = f"mm_features[{place}]", feature.mm_position, feature.grid_thw
@@ -84,7 +105,8 @@ def verify_features(
             )
         if any(prompt_token_ids[token] != image_token_id for token in range(position.offset, position.end)):
             raise _refusal(f"{where}: prompt_token_ids has other tokens than {image_token_id} in its place")
-        if len(feature.data) != (num_bytes := 3 * height * width * patch_size**2):
+        num_bytes = 3 * height * width * patch_size**2
+        if len(feature.data) != num_bytes and (feature.data or needs_pixels):
             raise _refusal(f"{where}.data has {len(feature.data)} bytes, {num_bytes} are needed")
         end = position.end
 

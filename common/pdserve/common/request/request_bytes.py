@@ -13,6 +13,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.request.generation_request import MAX_EOS_TOKEN_IDS, GenerationRequest, verify_num_given
+from pdserve.common.request.multimodal import MAX_IMAGES
 from pdserve.common.request.sampling_params import (
     MAX_ENTRIES,
     MAX_LOGITS_PROCESSOR_ARGS_BYTES,
@@ -101,6 +102,7 @@ def _verify_request_entries(parts: Parts, max_model_len: int) -> None:
         ("eos_token_ids", MAX_EOS_TOKEN_IDS),
         ("trace_headers", MAX_TRACE_HEADERS),
         ("ignorable", MAX_FIELDS),
+        ("mm_features", MAX_IMAGES),
     ):
         if (num := num_entries(parts.get(field))) > limit:
             unit = "tokens" if field == "eos_token_ids" else "entries"

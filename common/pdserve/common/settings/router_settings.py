@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.image_processor_config import ImageLimits
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
+from pdserve.common.request.multimodal import MAX_IMAGE_BYTES, MAX_IMAGES
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls, load_front
 from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plain_keys
@@ -56,6 +58,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     max_request_bytes: int | None = None
     """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length;
     with `enable_prompt_embeds` 16 MiB."""
+    max_image_pixels: int = 1 << 25
+    """Pixels of an image before it is resized, at most: decoded, it has 3 or 4 bytes per pixel, in each of two threads."""
+    max_images_per_prompt: int = 16
+    max_held_image_bytes: int = 256 << 20
+    """Bytes of resized images, 3 per pixel, of all requests under way; more are refused (429)."""
     max_body_bytes_in_flight: int | None = None
     """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
     max_connections: int | None = None
@@ -239,6 +246,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.no_auth and self.asks_for_keys:
             raise ConfigError("no_auth is true, and API keys are given: one or the other is meant")
 
+    def image_limits(self) -> ImageLimits:
+        """Limits of a prompt's images, which travel in one message to a worker."""
+        return ImageLimits(self.max_image_pixels, self.max_images_per_prompt, MAX_IMAGE_BYTES)
+
     def _verify_bytes(self) -> None:
         """Raises: ConfigError."""
         if (limit := self.max_request_bytes) is not None and not _LEAST_REQUEST_BYTES <= limit <= MAX_MESSAGE_BYTES:
@@ -247,6 +258,11 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if self.max_prompt_embeds_bytes < 1:
             raise ConfigError(f"max_prompt_embeds_bytes is {self.max_prompt_embeds_bytes}, at least 1 is needed")
+        for name, most in (("max_image_pixels", 1 << 28), ("max_images_per_prompt", MAX_IMAGES)):
+            if not 0 < getattr(self, name) <= most:
+                raise ConfigError(f"{name} is {getattr(self, name)}, 1 to {most} are possible")
+        if self.max_held_image_bytes < 0:
+            raise ConfigError(f"max_held_image_bytes is {self.max_held_image_bytes}, at least 0 is needed")
         in_flight, least = self.max_body_bytes_in_flight, self.max_request_bytes or _LEAST_REQUEST_BYTES
         if in_flight is not None and in_flight < least:
             raise ConfigError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.settings.worker_settings import WorkerSettings
@@ -118,7 +119,7 @@ class LoadedModel:
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             num_labels=self.num_labels,
-            image_token_id=None if self.encoder is None else self.encoder.image_token_id,
+            images=None if self.encoder is None else ImageProcessorConfig.read(self.folder),
         )
 
     @property

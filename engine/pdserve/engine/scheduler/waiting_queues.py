@@ -142,11 +142,14 @@ class WaitingQueues:
         if self._loads.is_loading(in_host):
             return Refusal.LOADING
         uncached = request.num_tokens - cached - len(in_host) * self._config.block_size
-        if self._too_long_for_here(request, uncached):
+        lacks_pixels = request.lacks_pixels(request.num_tokens - uncached)
+        if lacks_pixels or self._too_long_for_here(request, uncached):
             if request.status is RequestStatus.WAITING:
                 refusal = NeedsPrefill(f"{uncached} tokens of the prompt are not cached here")
                 refusal.uncached_tokens = uncached
                 return refusal
+            if lacks_pixels:
+                return Evicted("images of the prompt would have to be encoded again, and their pixels are not here")
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
         encoded = running.encoder.plan(request, cached, self._config.chunk(uncached, budget))
@@ -236,6 +239,8 @@ class WaitingQueues:
         computed, _, in_host = self._cached(request)
         cached = (len(computed) + len(in_host)) * self._config.block_size
         uncached = request.num_given_tokens - cached
+        if request.lacks_pixels(cached):
+            return False
         return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
     def _may_run_ahead(self, request: Request, room: int, running: RunningBatch) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.multimodal import without_pixels
 from pdserve.common.request.protocol_3 import LAST_VERSION, request_to_version_3, turn_to_version_3
 from pdserve.common.request.request_bytes import encode_request
 from pdserve.router.workers.worker import Worker
@@ -21,11 +22,14 @@ class OutgoingRequest:
         self.request = request
 
     def for_receiver(self) -> OutgoingRequest:
-        """For a worker that gets the prompt's KV: without the numbers of embeddings."""
-        embeds = self.request.prompt_embeds
-        if embeds is None:
+        """For a worker that gets the prompt's KV: without the numbers of embeddings and the pixels of images."""
+        embeds, features = self.request.prompt_embeds, self.request.mm_features
+        if embeds is None and not features:
             return self
-        return OutgoingRequest(msgspec.structs.replace(self.request, prompt_embeds=embeds.without_data()))
+        without = None if embeds is None else embeds.without_data()
+        return OutgoingRequest(
+            msgspec.structs.replace(self.request, prompt_embeds=without, mm_features=without_pixels(features))
+        )
 
     @functools.cached_property
     def _data(self) -> bytes:

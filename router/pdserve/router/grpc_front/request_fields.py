@@ -101,9 +101,12 @@ def _message(message: inference_pb2.ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _part(part: inference_pb2.ContentPart, where: str) -> dict[str, str]:
-    if part.WhichOneof("part") is None:
-        raise InvalidRequest(f"{where} is empty, text is needed", "messages")
-    return {"type": "text", "text": part.text}
+    match part.WhichOneof("part"):
+        case "text":
+            return {"type": "text", "text": part.text}
+        case "image_url":
+            return {"type": "image_url", "image_url": part.image_url}
+    raise InvalidRequest(f"{where} is empty, text or image_url is needed", "messages")
 
 
 def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:

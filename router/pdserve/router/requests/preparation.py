@@ -13,15 +13,18 @@ from pdserve.common.block_hash import BlockHasher, placement_hash, request_extra
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
+from pdserve.common.request.multimodal import hashed_spans, images_extras
 from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
+from pdserve.router.requests.held_images import HeldImages
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
 from pdserve.router.workers.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
+from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.prompt import (
     ChatInput,
     EmbedsInput,
@@ -140,8 +143,18 @@ class HashedRequest(NamedTuple):
 class Preparation:
     """Holds the tokenizer and its threads; `close` it."""
 
-    def __init__(self, tokenizer: Tokenizer, deployment_key: DeploymentKey, model_len: int) -> None:
-        """model_len: the model's length in tokens, which bounds texts before a worker is known."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        deployment_key: DeploymentKey,
+        model_len: int,
+        images: ImageProcessor | None = None,
+        max_held_image_bytes: int = 0,
+    ) -> None:
+        """model_len: the model's length in tokens, which bounds texts before a worker is known. images: of a model with images;
+        max_held_image_bytes: see `RouterSettings`."""
+        self._images = images
+        self.held_images = HeldImages(max_held_image_bytes)
         self.tokenizer = tokenizer
         self._model_len = model_len
         self._key = deployment_key
@@ -169,22 +182,28 @@ class Preparation:
         return await self._aside.run(client.tenant, call)
 
     async def tokenize(self, request: ClientRequest, limits: Limits | None = None, num_before: int = 0) -> list[int]:
-        """The prompt's token ids. Raises: InvalidRequest, at once for a text that cannot fit into `limits`.
+        """The prompt's token ids; its images become the request's `mm_features`.
 
-        num_before: as in `complete`.
+        num_before: as in `complete`. Raises: InvalidRequest, at once for a text that cannot fit into `limits`; Overloaded when
+        images of other requests have the room.
         """
         if isinstance(request.prompt, TokenInput | EmbedsInput):
-            return encode_prompt(self.tokenizer, request.prompt, request.field).token_ids
+            return encode_prompt(self.tokenizer, request.prompt, request.field, images=self._images).token_ids
         max_model_len = limits.max_model_len if limits is not None else self._model_len
         rule = LengthRule(max_model_len, num_before, has_output=request.pooling_params is None)
         prompt, field = request.prompt, request.field
         truncates = request.truncation is not None
+        images = self._images if request.pooling_params is None else None
         # a client's template takes a process and seconds, for which other prompts do not wait
         is_own = isinstance(prompt, ChatInput) and prompt.chat_template is not None
         threads = self._templates if is_own else self._threads
         encoded = await threads.run(
-            request.client.tenant, lambda: encode_prompt(self.tokenizer, prompt, field, rule, truncates=truncates)
+            request.client.tenant,
+            lambda: encode_prompt(self.tokenizer, prompt, field, rule, truncates=truncates, images=images),
         )
+        if encoded.features:
+            request.mm_features = list(encoded.features)
+            self.held_images.add(request)
         return encoded.token_ids
 
     async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
@@ -215,6 +234,9 @@ class Preparation:
                 )
             if limits.hidden_size:
                 request.prompt_embeds.verify_shape(len(token_ids), limits.hidden_size)
+        if request.mm_features and (num_before or request.beams is not None):
+            kind = "a beam search" if request.beams is not None else "a session"
+            raise InvalidRequest(f"{request.field} has images, and the prompt of {kind} has none", request.field)
         if request.truncation is not None:
             rule = LengthRule(limits.max_model_len, num_before)
             token_ids = request.truncation.apply(token_ids, rule, request.max_tokens)
@@ -289,8 +311,8 @@ class Preparation:
         else:
             root, last, placed = prompt.request.hash_root, prompt.last_hash, prompt.placement_hashes
         token_ids = request.given_token_ids[len(placed) * layout.block_size :]
-        hashes = hasher.extend(last, token_ids)
-        extras = request_extras(request.lora_fingerprint, request.embeds_digest)
+        hashes = hasher.extend(last, token_ids, hashed_spans(request.mm_features, len(placed) * layout.block_size))
+        extras = request_extras(request.lora_fingerprint, request.embeds_digest) + images_extras(request.mm_features)
         digest = hasher.request_digest(last, hashes, token_ids, extras)
         return HashedRequest(
             msgspec.structs.replace(request, hash_root=root, request_digest=digest),

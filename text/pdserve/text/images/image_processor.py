@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.image_processor_config import ImageProcessorConfig
+from pdserve.common.image_processor_config import ImageLimits, ImageProcessorConfig
+from pdserve.common.json_file import read_json_object
+from pdserve.text.images.chat_images import ImageSource
+from pdserve.text.images.image_url import open_image_url
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FIELD = "multi_modal_data"
-MAX_SOURCE_PIXELS = 1 << 27
-"""Limit of an image before it is resized; decoded, it has 3 or 4 bytes per pixel."""
-_DIGEST_BYTES = 16
+_NO_LIMITS = ImageLimits()
 
 
 class ProcessedImage(NamedTuple):
@@ -34,43 +36,68 @@ class ProcessedImage(NamedTuple):
 class ImageProcessor:
     """Safe from any thread."""
 
-    def __init__(self, config: ImageProcessorConfig) -> None:
+    def __init__(self, config: ImageProcessorConfig, image_token_id: int, limits: ImageLimits = _NO_LIMITS) -> None:
+        """image_token_id: stands once per image in a prompt."""
         self._config = config
+        self._limits = limits
+        self.image_token_id = image_token_id
 
-    def process(self, image: object, where: str) -> ProcessedImage:
-        """image: a `PIL.Image.Image`, or an array `[H, W, 3]` of uint8. where: the caller's name of it.
+    @classmethod
+    def from_folder(cls, folder: Path, limits: ImageLimits = _NO_LIMITS) -> ImageProcessor | None:
+        """None for a model without images. Raises: ConfigError, UnsupportedModel."""
+        config = read_json_object(folder / "config.json")
+        image_token_id = config.get("image_token_id")
+        if "vision_config" not in config or not isinstance(image_token_id, int):
+            return None
+        return cls(ImageProcessorConfig.read(folder), image_token_id, limits)
+
+    def process_all(self, sources: Sequence[ImageSource], field: str) -> list[ProcessedImage]:
+        """Images of a prompt. field: the caller's name of them. Raises: InvalidRequest."""
+        most, max_bytes = self._limits.max_images, self._limits.max_bytes
+        if most is not None and len(sources) > most:
+            raise InvalidRequest(f"{field} has {len(sources)} images, at most {most} are allowed", field)
+        found: list[ProcessedImage] = []
+        num_bytes = 0
+        for source in sources:
+            image = source.image
+            if source.url is not None:
+                image = open_image_url(source.url, source.where, field, self._limits.max_pixels)
+            found.append(self.process(image, source.where, field))
+            num_bytes += len(found[-1].data)
+            if max_bytes is not None and num_bytes > max_bytes:
+                raise InvalidRequest(
+                    f"{source.where}: with it, images have {num_bytes} bytes after they are resized, at most {max_bytes} "
+                    "are allowed in a prompt",
+                    field,
+                )
+        return found
+
+    def process(self, image: object, where: str, field: str = FIELD) -> ProcessedImage:
+        """image: a `PIL.Image.Image`, or an array `[H, W, 3]` of uint8. where: the caller's name of it, in `field`.
 
         Raises: InvalidRequest for another value, a size beyond the limits, or a file that cannot be decoded.
         """
-        pixels = _pillow_image(image, where)
+        pixels = _pillow_image(image, where, field)
         width, height = pixels.size
-        if not 0 < width * height <= MAX_SOURCE_PIXELS:
-            raise InvalidRequest(f"{where} has {width} x {height} pixels, at most {MAX_SOURCE_PIXELS} are read", FIELD)
+        if not 0 < width * height <= self._limits.max_pixels:
+            raise InvalidRequest(
+                f"{where} has {width} x {height} pixels, at most {self._limits.max_pixels} are read", field
+            )
         try:
             new_height, new_width = self._config.resized(height, width)
         except ValueError as error:
-            raise InvalidRequest(f"{where} {error}", FIELD) from error
+            raise InvalidRequest(f"{where} {error}", field) from error
         try:
             resized = _on_white(pixels).resize((new_width, new_height), resample=self._config.resample)
         except Exception as error:  # Pillow's decoders raise whatever their formats do
-            raise InvalidRequest(f"{where} cannot be decoded: {error!s:.200}", FIELD) from error
-        data = resized.tobytes()
-        config = self._config
-        return ProcessedImage(
-            data=data,
-            grid_thw=(1, new_height // config.patch_size, new_width // config.patch_size),
-            num_tokens=new_height * new_width // config.factor**2,
-            identifier=self._identifier(data, new_height, new_width),
-        )
-
-    def _identifier(self, data: bytes, height: int, width: int) -> str:
-        digest = hashlib.blake2b(self._config.digest, digest_size=_DIGEST_BYTES, person=b"image")
-        digest.update(height.to_bytes(4, "little") + width.to_bytes(4, "little"))
-        digest.update(data)
-        return digest.hexdigest()
+            raise InvalidRequest(f"{where} cannot be decoded: {error!s:.200}", field) from error
+        data, config = resized.tobytes(), self._config
+        grid_thw = (1, new_height // config.patch_size, new_width // config.patch_size)
+        num_tokens = new_height * new_width // config.factor**2
+        return ProcessedImage(data, grid_thw, num_tokens, config.identifier(data, grid_thw))
 
 
-def _pillow_image(image: object, where: str) -> Image:
+def _pillow_image(image: object, where: str, field: str) -> Image:
     import PIL.Image  # a process without images does not import it
 
     if isinstance(image, PIL.Image.Image):
@@ -78,10 +105,10 @@ def _pillow_image(image: object, where: str) -> Image:
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
             raise InvalidRequest(
-                f"{where} is an array {list(image.shape)} of {image.dtype}, [H, W, 3] of uint8 is needed", FIELD
+                f"{where} is an array {list(image.shape)} of {image.dtype}, [H, W, 3] of uint8 is needed", field
             )
         return PIL.Image.fromarray(np.ascontiguousarray(image))
-    raise InvalidRequest(f"{where} is of type {type(image).__name__}; a PIL.Image.Image or an array is needed", FIELD)
+    raise InvalidRequest(f"{where} is of type {type(image).__name__}; a PIL.Image.Image or an array is needed", field)
 
 
 def _on_white(image: Image) -> Image:

@@ -18,17 +18,23 @@ class PromptWithImages(NamedTuple):
 
 
 def with_images(
-    token_ids: Sequence[int], images: Sequence[ProcessedImage], image_token_id: int, field: str
+    token_ids: Sequence[int],
+    images: Sequence[ProcessedImage],
+    image_token_id: int,
+    field: str,
+    images_field: str = FIELD,
 ) -> PromptWithImages:
     """Repeat the n-th image token once per token of the n-th image.
 
-    field: the caller's name of the prompt. Raises: InvalidRequest unless there is one image token per image.
+    field: the caller's name of the prompt. images_field: of the images. Raises: InvalidRequest
+    unless there is one image token per image.
     """
     places = [place for place, token_id in enumerate(token_ids) if token_id == image_token_id]
     if len(places) != len(images):
         raise InvalidRequest(
-            f"{FIELD} has {len(images)} images, and {field} has {len(places)} places for them (token {image_token_id})",
-            FIELD,
+            f"{images_field} has {len(images)} images, and {field} has {len(places)} places for them "
+            f"(token {image_token_id})",
+            images_field,
         )
     expanded: list[int] = []
     features = []

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from pdserve.common.errors import ConfigError, InvalidRequest
+from pdserve.text.images.chat_images import ImagePart
 from pdserve.text.templates.template_budget import MAX_VALUE_CHARS, BudgetedEnvironment, TemplateTooCostly, rendering
 from pdserve.text.templates.tool_prompt import as_plain_text, with_parsed_calls
 from pdserve.text.tokenization.literal_specials import hidden_in
@@ -80,6 +81,10 @@ class ChatTemplate:
             plain, tools = hidden_in(plain, hide), hidden_in(tools, hide)
             named = {name: hidden_in(value, hide) for name, value in named.items()}
         mark = secrets.token_hex(_MARK_BYTES) if continue_final_message and plain else ""
+        if mark and not isinstance(plain[-1]["content"], str):
+            raise InvalidRequest(
+                "continue_final_message is true, and the last message has images", "continue_final_message"
+            )
         if mark:
             plain[-1]["content"] += mark
         given = {
@@ -133,7 +138,8 @@ def _until_mark(text: str, mark: str) -> str:
 def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """One message in plain JSON types, its content flattened to one string, as text-only templates expect.
 
-    Text parts are joined by newlines (as vLLM does); absent content becomes empty. Other fields pass through.
+    Text parts are joined by newlines (as vLLM does); absent content becomes empty. Other fields pass through. A message with images
+    (`chat_images.py`) remains a list of parts.
     Raises: InvalidRequest naming the part type that is not text, or the malformed field.
     """
     where = f"{FIELD}[{place}]"
@@ -143,8 +149,20 @@ def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{where}.role must be a non-empty string, not {role!r:.80}", FIELD)
     plain: dict[str, Any] = _plain(message, where)
-    plain["content"] = _flatten(plain.get("content"), f"{where}.content")
+    given = message.get("content")
+    if isinstance(given, list) and any(isinstance(part, ImagePart) for part in given):
+        plain["content"] = _parts(given, f"{where}.content")
+    else:
+        plain["content"] = _flatten(plain.get("content"), f"{where}.content")
     return plain
+
+
+def _parts(content: list[Any], where: str) -> list[dict[str, str]]:
+    """Parts of a message with images, as templates of models with images expect them."""
+    return [
+        dict(part) if isinstance(part, ImagePart) else {"type": "text", "text": _part_text(part, f"{where}[{place}]")}
+        for place, part in enumerate(content)
+    ]
 
 
 def _flatten(content: Any, where: str) -> str:

@@ -93,7 +93,8 @@ class PromptTask:
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 self._record.deadline = deadline
-                await self._serve()
+                with self._services.preparation.held_images.ending(self._request):
+                    await self._serve()
             self._stream.end_run()
         except TimeoutError:
             self._fail(self.too_late() if deadline.expired() else InternalError("something timed out in the router"))
@@ -220,10 +221,8 @@ class PromptTask:
                 retry_state.num_evictions += 1
             else:
                 retry_state.num_counted += 1
-            log.info(
-                "request %s: attempt %d failed after %d tokens: %s",
-                self.request_id, number, processor.num_output_tokens, failure,
-            )  # fmt: skip
+            told = self.request_id, number, processor.num_output_tokens, failure
+            log.info("request %s: attempt %d failed after %d tokens: %s", *told)
             retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted)
             retry_state.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
             if resumed is request and not processor.num_output_tokens and isinstance(failure.error, AdapterUnavailable):
