@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.llm import LLM
+from pdserve.llm import LLM, PoolingParams
 from tests.support.any_family import make_any_family
 from tests.support.checkpoints import save_tokenizer
 from tests.support.llm_requests import core_of, greedy, prompts_of, sampled
@@ -51,6 +52,23 @@ def test_i5_a_seeded_answer_is_the_same_alone_and_in_a_batch(starcoder2: Path) -
     params = [sampled(seed=seed, logprobs=2) for seed in range(3)]
     together = ask(starcoder2, prompts, params)
     assert together == [ask(starcoder2, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+
+
+def test_embeddings_are_the_hidden_states_of_transformers(starcoder2: Path) -> None:
+    oracle = Oracle(starcoder2)
+    with LLM(starcoder2, **OPTIONS) as llm:
+        for output in llm.embed(prompts_of([3, 70]), PoolingParams(normalize=False), use_tqdm=False):
+            expected = oracle.hidden_states(output.prompt_token_ids)[-1]
+            assert float((torch.tensor(output.outputs.embedding) - expected).abs().max()) < 1e-4
+        core_of(llm).scheduler.check(idle=True)
+
+
+def test_drafts_change_no_answer(starcoder2: Path) -> None:
+    prompts, oracle = [[5, 6, 7, 8] * 10, *prompts_of([30])], Oracle(starcoder2)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    answers = ask(starcoder2, prompts, greedy(max_tokens=20), speculative_config=drafts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.check(prompt, answer)
 
 
 def test_a_native_family_answers_alike_by_both(tiny_checkpoints: Callable[..., Path]) -> None:

