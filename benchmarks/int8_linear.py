@@ -19,6 +19,7 @@ import torch
 from conditions import conditions
 from torch import Tensor
 
+from pdserve.kernels import int8_linear
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix
 from pdserve.kernels.linear import make_linear
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
@@ -34,6 +35,8 @@ Layer = Callable[[Tensor], Tensor]
 def make_layers(num_layers: int) -> dict[str, list[Layer]]:
     """Name -> all matrices in order."""
     library = load_library()
+    # oneDNN then computes all rows
+    int8_linear.native_library = lambda: None
     found: dict[str, list[Layer]] = {"bfloat16": [], "oneDNN": [], **{level: [] for level in library.int8_levels}}
     for _ in range(num_layers):
         for shape in SHAPES:
@@ -41,9 +44,7 @@ def make_layers(num_layers: int) -> dict[str, list[Layer]]:
             matrix = Int8Matrix.quantized(weight)
             values = BlockedValues.of_tensor(matrix.values)
             found["bfloat16"].append(make_linear(weight))
-            in_onednn = Int8Linear(matrix, None)
-            in_onednn._native = None
-            found["oneDNN"].append(in_onednn)
+            found["oneDNN"].append(Int8Linear(matrix, None))
             for level in library.int8_levels:
                 found[level].append(NativeInt8Rows(values, matrix.values, matrix.scales, None, library, level))
     return found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import int8_linear
-from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, has_fast_int8
+from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, has_fast_int8, quantize_rows
 from pdserve.kernels.native import native_int8
 from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
@@ -64,6 +64,20 @@ def test_every_instruction_set_has_the_same_bits(
             assert (held[:, 1 + outputs :] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_rounded_as_in_torch(built: NativeLibrary, dtype: torch.dtype) -> None:
+    """More than a million numbers: a factor that differs in its last bit changes one in some hundred thousand."""
+    identity = Int8Matrix(torch.eye(64, dtype=torch.int8), torch.ones(64))
+    x = torch.randn(30_000, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    values, scales = quantize_rows(x)
+    expected = ((values.float() - 128) * scales).to(dtype)
+    for level in built.int8_levels:
+        layer = NativeInt8Rows(
+            BlockedValues.of_tensor(identity.values), identity.values, identity.scales, None, built, level
+        )
+        assert torch.equal(layer(x), expected), level
+
+
 def test_any_number_of_threads_has_the_same_bits(built: NativeLibrary) -> None:
     matrix = Int8Matrix.quantized(torch.randn(700, 300))
     layer = NativeInt8Rows(BlockedValues.of_tensor(matrix.values), matrix.values, matrix.scales, None, built)
@@ -84,6 +98,7 @@ def test_any_number_of_threads_has_the_same_bits(built: NativeLibrary) -> None:
 def test_another_layout_of_onednn_is_left_to_it(built: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = Int8Matrix.quantized(torch.randn(70, 90)), torch.randn(3, 90)
     monkeypatch.setattr(int8_linear, "native_library", lambda: built)
+    monkeypatch.setattr(int8_linear, "has_amx", lambda: True)
     both = Int8Linear(matrix, None)
     assert both._native is not None
     native_int8._is_onednn_blocked.cache_clear()

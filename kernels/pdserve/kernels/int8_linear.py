@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,8 +26,10 @@ _ZERO = 128
 """The number for 0 in a row of the input: oneDNN's fast kernels take its first operand unsigned."""
 _SMALLEST_RANGE = 1e-30
 """A row of zeros has this range, so that nothing is divided by 0."""
+_EXACT_PRODUCTS = 1024
+"""Number of products of int8 numbers whose sum is at most 2^24."""
 _NATIVE_ROWS = 8
-"""Number of rows up to which C++ is faster than oneDNN's kernels."""
+"""Number of rows up to which C++ computes although oneDNN has AMX: the weights' bytes decide there. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +83,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x `[T, in]` -> uint8 `[T, in]`, 128 for 0, and float32 scales `[T, 1]`, not finite if a number of the row is not."""
     ranges = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32).clamp_min_(_SMALLEST_RANGE)
     # cut, not rounded: half is added to numbers that are positive then
-    values = x.mul(LARGEST / ranges).add_(_ZERO + 0.5).to(torch.uint8)
+    values = x.mul(ranges.reciprocal().mul_(LARGEST)).add_(_ZERO + 0.5).to(torch.uint8)
     return values, ranges.div_(LARGEST)
 
 
 class Int8Linear:
     """A `Linear` over an `Int8Matrix`, in a layout for the processor where there is a fast one. One copy is kept.
 
-    oneDNN computes where its kernels are exact and fast, but up to `_NATIVE_ROWS` rows: C++ multiplies these, in oneDNN's layout.
-    On other processors C++ computes all rows, and torch where C++ is not built. All have the same bits.
+    C++ computes where it is built. With AMX, which it does not use, oneDNN computes more than `_NATIVE_ROWS` rows, and both read
+    oneDNN's layout. Without C++ oneDNN computes where its kernels are exact and fast, else torch. All have the same bits.
     """
 
     def __init__(self, matrix: Int8Matrix, bias: Tensor | None) -> None:
@@ -100,7 +103,7 @@ class Int8Linear:
         if not matrix.values.is_cpu:
             return
         library, blocks = native_library(), None
-        if has_fast_int8():
+        if has_fast_int8() and (library is None or has_amx()):
             self._packed: Tensor = torch.ops.onednn.qlinear_prepack(matrix.values, None)
             self._zeros = torch.zeros(len(matrix.scales), dtype=torch.int64)
             self._values = None
@@ -143,7 +146,27 @@ class Int8Linear:
             )  # fmt: skip
             return y
         signed = rows.view(torch.int8).bitwise_xor(-_ZERO)
-        return torch._int_mm(signed, self._values.t()).float().mul_(self._scales)
+        if has_exact_int_mm():
+            return torch._int_mm(signed, self._values.t()).float().mul_(self._scales)
+        return sums_in_pieces(signed, self._values).float().mul_(self._scales)
+
+
+def sums_in_pieces(rows: Tensor, values: Tensor) -> Tensor:
+    """int8 `[T, in]` and `[out, in]` -> int32 `[T, out]`: sums of `_EXACT_PRODUCTS` in float32, which are exact."""
+    sums = torch.zeros(len(rows), len(values), dtype=torch.int32)
+    for start in range(0, rows.shape[1], _EXACT_PRODUCTS):
+        piece = slice(start, start + _EXACT_PRODUCTS)
+        sums += (rows[:, piece].float() @ values[:, piece].t().float()).to(torch.int32)
+    return sums
+
+
+@cache
+def has_exact_int_mm() -> bool:
+    """Say if torch's products of int8 matrices are exact here: oneDNN's for AVX2 saturate at 16 bits on the way."""
+    ends = torch.tensor([127, -127, -128], dtype=torch.int8).repeat_interleave(11)
+    rows, columns = ends[:, None].expand(33, 64).contiguous(), ends[:, None].expand(33, 64).contiguous().t()
+    expected = 64 * ends.int()[:, None] * ends.int()
+    return all(torch.equal(torch._int_mm(rows[::step], columns), expected[::step]) for step in (1, 11))
 
 
 def native_library() -> NativeLibrary | None:
@@ -154,6 +177,15 @@ def native_library() -> NativeLibrary | None:
         return None
 
 
+def has_amx() -> bool:
+    """Say if this processor multiplies int8 tiles, and this process may."""
+    is_there: bool = torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
+    return is_there
+
+
+@cache
 def has_fast_int8() -> bool:
-    """Say if this processor multiplies int8 numbers into int32 without saturation on the way, as VNNI does."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]
+    """Say if oneDNN multiplies int8 numbers into int32 here without saturation on the way, as VNNI does."""
+    is_there = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]
+    # the variable ONEDNN_MAX_CPU_ISA may withhold it
+    return is_there and has_exact_int_mm()

@@ -85,7 +85,7 @@ void quantize(const Int8Call& call, int64_t row) {
     largest = magnitude > largest ? magnitude : largest;
   }
   const float found = of_bits(static_cast<uint32_t>(largest)), range = found < 1e-30f ? 1e-30f : found;
-  const float factor = 127.0f / range;
+  const float factor = 1.0f / range * 127.0f;  // two roundings, as in torch
   for (int64_t i = 0; i < call.num_inputs; ++i) {
     const float scaled = wide(x[i]) * factor, place = scaled + 128.5f;
     to[i] = static_cast<uint8_t>(static_cast<int32_t>(place == place ? place : 0.0f));

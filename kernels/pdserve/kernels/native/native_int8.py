@@ -54,8 +54,9 @@ def _padded(count: int, unit: int) -> int:
 def blocked(values: Tensor) -> Tensor:
     """`[out, in]` int8 -> `[blocks, padded / 4, 64, 4]`: 4 inputs of each of 64 channels side by side, zeros behind the matrix."""
     num_outputs, num_inputs = values.shape
-    whole = F.pad(values, (0, -num_inputs % _INPUT_UNIT, 0, -num_outputs % _CHANNELS))
-    return whole.view(-1, _CHANNELS, whole.shape[1] // _QUAD, _QUAD).transpose(1, 2).contiguous()
+    whole = F.pad(values, (0, -num_inputs % _INPUT_UNIT, 0, -num_outputs % _CHANNELS)).contiguous()
+    quads = whole.view(torch.int32).view(-1, _CHANNELS, whole.shape[1] // _QUAD)
+    return quads.transpose(1, 2).contiguous().unsqueeze(-1).view(torch.int8)
 
 
 @cache
