@@ -179,7 +179,7 @@ def native_library() -> NativeLibrary | None:
 
 def has_amx() -> bool:
     """Say if this processor multiplies int8 tiles, and this process may."""
-    is_there: bool = torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
+    is_there: bool = torch.cpu._is_amx_tile_supported()
     return is_there
 
 
