@@ -21,7 +21,7 @@ ARCHITECTURES = (
     pytest.param("mistral", marks=pytest.mark.slow),
     pytest.param("mistral sliding_window=45", marks=pytest.mark.slow),
     pytest.param("qwen2", marks=pytest.mark.slow),
-    "qwen3",
+    pytest.param("qwen3", marks=pytest.mark.slow),
     pytest.param("llama engine_process", marks=pytest.mark.slow),
 )
 """The way through the services is the same for all; `tests/models` has every architecture in `make test`."""

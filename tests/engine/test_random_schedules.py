@@ -313,7 +313,7 @@ def live(make_engine: MakeEngine, seed: int, num_requests: int, window: int | No
     return life
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Harness], part: int) -> None:
     num_preemptions = num_early_kv = num_evictions = num_accepted = num_loads = num_form_drafts = 0
     for seed in range(part * 50, part * 50 + 50):

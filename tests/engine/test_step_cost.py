@@ -44,14 +44,14 @@ def run_two(engine: Harness) -> None:
     ("kind", "policy"),
     [
         ("no place", "fcfs"),
-        ("no place", "priority"),
-        ("no blocks", "fcfs"),
+        pytest.param("no place", "priority", marks=pytest.mark.slow),
+        pytest.param("no blocks", "fcfs", marks=pytest.mark.slow),
         ("no blocks", "priority"),
         ("unreserved", "priority"),
         ("parked", "fcfs"),
         ("ready", "priority"),
         ("no grammar", "fcfs"),
-        ("no grammar", "priority"),
+        pytest.param("no grammar", "priority", marks=pytest.mark.slow),
         ("KV, but no grammar", "priority"),
     ],
 )

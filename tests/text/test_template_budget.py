@@ -73,9 +73,15 @@ TOO_COSTLY = {
 }
 
 
-@pytest.mark.parametrize("source", TOO_COSTLY.values(), ids=TOO_COSTLY)
-def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(source: str) -> None:
-    template = ChatTemplate(source, {}, "test")
+AT_THE_LIMIT = {"loops", "join"}
+"""Under the product's own limit of processor time; the others have a quarter of it, which they take whole."""
+
+
+@pytest.mark.parametrize("name", TOO_COSTLY)
+def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    max_cpu_s = MAX_CPU_S if name in AT_THE_LIMIT else MAX_CPU_S / 4
+    monkeypatch.setattr(template_budget, "MAX_CPU_S", max_cpu_s)
+    template = ChatTemplate(TOO_COSTLY[name], {}, "test")
     tracemalloc.start()
     since = time.thread_time()
     try:
@@ -88,7 +94,7 @@ def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(source: str) ->
     finally:
         tracemalloc.stop()
     assert caught.value.field == "messages"
-    assert cpu_s < 2 * MAX_CPU_S
+    assert cpu_s < max_cpu_s + MAX_CPU_S
     assert peak_bytes < 2 * MAX_WORK_CHARS
 
 
