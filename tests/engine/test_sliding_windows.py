@@ -34,7 +34,10 @@ def most_in_use(engine: Harness, limit: int = 2000) -> int:
     return most
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(1, 8), (4, 8), (13, 8), (13, 1), (16, 5), (13, 64)])
+@pytest.mark.parametrize(
+    ("window", "chunk"),
+    [(1, 8), (13, 64), (16, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 8), (13, 8), (13, 1)))],
+)
 def test_a_long_sequence_holds_its_window_and_a_step(make_engine: MakeEngine, window: int, chunk: int) -> None:
     """Without the window it holds all its blocks, 50."""
     engine = make_engine(sliding_window=window, max_num_batched_tokens=chunk, max_model_len=256)
