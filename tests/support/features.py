@@ -1,0 +1,56 @@
+"""Features of workers by their settings, the pairs of them that are refused, and the sets in which all other pairs run together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from types import MappingProxyType
+from typing import Any
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "TLS": {},
+        "`engine_process`": {"engine_process": True},
+        "NIXL": {"connector": "nixl"},
+        "`tensor_parallel_size`": {"tensor_parallel_size": 2},
+        "`kv_cache_dtype`": {"kv_cache_dtype": "int8"},
+        "`quantization`": {"quantization": "int8"},
+        "`enable_lora`": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+        "`speculative_config`": {"speculative_config": DRAFTS},
+        "`kv_host_mib`": {"kv_host_mib": 4},
+    }
+)
+"""Feature, as in `docs/features.md` -> settings of prefill and decode workers that switch it on. TLS has files."""
+REFUSED: Mapping[frozenset[str], str] = MappingProxyType(
+    {
+        frozenset(("TLS", "NIXL")): "connector is 'nixl', which encrypts nothing, and TLS is configured",
+        frozenset(
+            ("`tensor_parallel_size`", "`speculative_config`")
+        ): "tensor_parallel_size is 2 and speculative_config is set",
+        frozenset(("`tensor_parallel_size`", "`kv_host_mib`")): "tensor_parallel_size is 2 and kv_host_mib is 4",
+    }
+)
+"""Two features -> how the error begins with which a worker refuses them at its start."""
+NOT_TOGETHER = frozenset(frozenset(("`engine_process`", other)) for other in ("`kv_cache_dtype`", "`quantization`"))
+"""Pairs that settings accept, and no cluster here has."""
+IN_ONE_PROCESS = ("`enable_lora`", "`speculative_config`", "`kv_host_mib`")
+TOGETHER: Sequence[tuple[str, ...]] = (
+    ("TLS", "`engine_process`", *IN_ONE_PROCESS),
+    ("NIXL", "`engine_process`", *IN_ONE_PROCESS),
+    ("NIXL", "`kv_cache_dtype`", "`quantization`", *IN_ONE_PROCESS),
+    ("TLS", "`engine_process`", "`tensor_parallel_size`", "`enable_lora`"),
+    ("TLS", "`tensor_parallel_size`", "`kv_cache_dtype`", "`quantization`"),
+    ("NIXL", "`engine_process`", "`tensor_parallel_size`"),
+)
+"""Sets of features that `tests/cluster/test_features_together.py` switches on at once."""
+
+
+def pairs() -> list[frozenset[str]]:
+    """All pairs of features."""
+    return [frozenset(pair) for pair in combinations(SETTINGS, 2)]
+
+
+def settings_of(features: Sequence[str]) -> dict[str, Any]:
+    """Settings of workers with these features, without the files of TLS."""
+    return {name: value for feature in features for name, value in SETTINGS[feature].items()}
