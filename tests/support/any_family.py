@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,8 +43,17 @@ _SIZES: Mapping[tuple[str, ...], Any] = {
     ("use_cache", "return_dict", "scale_attn_weights", "is_decoder"): True,
 }  # fmt: skip
 """Fields of configurations -> their values, in every class that has a field of this name with a value of this kind."""
-OWN: Mapping[str, Mapping[str, Any]] = {}
-"""`model_type` -> values of its own; None leaves the class's default."""
+_COMPASS = {kind: {"rope_type": "default", "rope_theta": 5000.0} for kind in ("full_attention", "sliding_attention")}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": _COMPASS},
+    "ctrl": {"dff": 96},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+}
+"""`model_type` -> values of its own."""
 
 
 def causal_families() -> Iterator[tuple[str, str]]:
@@ -66,10 +74,12 @@ def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
         for name in names:
             if name in usual and (usual[name] is not None or name.endswith("_token_id")):
                 given[name] = value
-    if "layer_types" in usual:
-        given.pop("layer_types", None)
+    if "qk_rope_head_dim" in usual:  # multi-head latent attention
+        given |= {name: size for name, size in (("head_dim", 8), ("num_key_value_heads", 4)) if name in usual}
+    if "time_step_limit" in usual:
+        given["time_step_limit"] = (0.0, 0.1)  # JSON has no infinity
     given |= {**OWN.get(model_type, {}), **fields}
-    return config_class(**{name: value for name, value in given.items() if value is not ...})
+    return config_class(**given)
 
 
 def refusal(folder: Path, model_type: str, architecture: str) -> str | None:
@@ -111,12 +121,19 @@ def float32_logits(folder: Path, model_type: str, model_impl: ModelImpl = "trans
         text = model.generate(
             torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True
         )[0].tolist()
-        theirs = torch.cat([model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other)])
+        theirs = torch.cat([_whole(model, tokens) for tokens in (text, other)])
         best = [int(row.argmax()) for row in theirs[47:59]]
     assert best == text[48:], f"{model_type}: transformers differs from itself with its cache"
     run = PagedRun(load_model_decoder(folder, model_impl=model_impl), block_size=8)
     found = _logits(run, text, other)
     return Logits(found, theirs)
+
+
+def _whole(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """With positions from 0 on, as in `generate`; without them a few families count from another."""
+    positions = torch.arange(len(tokens)).unsqueeze(0)
+    logits: Tensor = model(torch.tensor([tokens]), position_ids=positions, use_cache=False).logits[0].float()
+    return logits
 
 
 def _logits(run: PagedRun, text: list[int], other: list[int]) -> Tensor:
@@ -135,13 +152,8 @@ def bfloat16_errors(folder: Path, model_type: str, **fields: Any) -> tuple[float
     model = make_any_family(folder, model_type, "bfloat16", **fields)
     tokens = random.Random(3).choices(range(VOCAB_SIZE), k=100)
     with torch.inference_mode():
-        theirs = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        truth = model.float()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        theirs = _whole(model, tokens).log_softmax(-1)
+        truth = _whole(model.float(), tokens).log_softmax(-1)
     decoder = load_model_decoder(folder, model_impl="transformers")
     ours = PagedRun(decoder).step({}, {"a": tokens})["a"].log_softmax(-1)
     return float((ours - truth).abs().mean()), float((theirs - truth).abs().mean())
-
-
-def stored_config(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return values

@@ -24,13 +24,15 @@ from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.json_object import MAX_INTEGER, JsonObject
 from pdserve.models.transformers.attention_interface import IMPLEMENTATION
 from pdserve.models.transformers.fixed_rope import fix_rope, original_positions
-from pdserve.models.transformers.traced_model import TracedModel, trace
+from pdserve.models.transformers.traced_model import NO_INTERFACE, TracedModel, trace
 from pdserve.models.transformers.transformers_config import TransformersConfig, TransformersFamily
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MAX_LAYERS = 4096
 _MAX_VOCAB = 1 << 24
 _MAX_POSITIONS = 1 << 26
+_MAX_EXPERTS = 1 << 16
+"""Limits that no known model reaches; the modules of larger ones would take minutes to make."""
 _DROPPED = words(
     """
     auto_map quantization_config torch_dtype dtype return_dict use_return_dict output_hidden_states output_attentions
@@ -141,11 +143,17 @@ def _refusal(hf: PreTrainedConfig, model_class: type[PreTrainedModel]) -> str | 
         return f"it has parts beside a text model: {', '.join(sorted(hf.sub_configs))}"
     if model_class._is_stateful:
         return "it keeps another state than keys and values"
+    if not model_class._can_set_attn_implementation():
+        return NO_INTERFACE
     if getattr(hf, "add_cross_attention", False):
         return "it has cross attention"
     num_layers, vocab_size = hf.num_hidden_layers, hf.vocab_size
     if not 0 < num_layers <= _MAX_LAYERS or not 0 < vocab_size <= _MAX_VOCAB:
         return f"it has {num_layers} layers (1 to {_MAX_LAYERS}) and {vocab_size} tokens (1 to {_MAX_VOCAB})"
+    experts = {name: value for name, value in vars(hf).items() if "expert" in name and isinstance(value, int)}
+    for name, value in experts.items():
+        if value > _MAX_EXPERTS:
+            return f"{name} is {value}, at most {_MAX_EXPERTS} are possible"
     other = set(getattr(hf, "layer_types", None) or ()) - _LAYER_TYPES
     if other:
         return f"layer_types has {', '.join(sorted(map(str, other)))}"

@@ -30,6 +30,7 @@ from pdserve.models.transformers.attention_interface import (
     attention_step,
 )
 
+NO_INTERFACE = "its layers do not use the attention interface of transformers"
 _FAR = 1 << 20
 """A position that no short context has."""
 _WITHOUT_EFFECT = words(
@@ -75,8 +76,10 @@ def trace(model: PreTrainedModel, num_layers: int, num_tokens: int) -> TracedMod
         raise UnsupportedModel(f"its code does not run without weights ({_line(error)})") from error
     specs = step.specs(num_layers)
     name, module, output = body.found()
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise UnsupportedModel("its code takes no positions of tokens")
+    arguments = inspect.signature(module.forward).parameters
+    missing = [name for name in ("position_ids", "inputs_embeds") if name not in arguments]
+    if missing:
+        raise UnsupportedModel(f"its code takes no {' and no '.join(missing)}")
     hidden = output.last_hidden_state[0]
     width = model.get_input_embeddings().weight.shape[-1]
     if width != hidden.shape[-1]:
@@ -160,7 +163,7 @@ class _TracedStep:
         """Raises: UnsupportedModel."""
         found = self._specs
         if not found:
-            raise UnsupportedModel("its layers do not use the attention interface of transformers")
+            raise UnsupportedModel(NO_INTERFACE)
         if len(found) != num_layers:
             raise UnsupportedModel(f"{len(found)} of its {num_layers} layers keep keys and values")
         kinds = sorted({(spec.num_kv_heads, spec.head_dim) for spec in found})
