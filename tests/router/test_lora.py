@@ -142,6 +142,23 @@ async def test_a_request_without_output_takes_the_content_that_came_meanwhile(cl
     assert [sent(call).lora_fingerprint for call in decode.calls] == [ONE, OTHER]
 
 
+async def test_a_refusal_may_overtake_the_report_of_other_content(cluster):
+    await fleet(cluster, ("decode", {"sql": ONE}))
+    [decode] = cluster.workers
+    well = decode.script
+
+    async def replaced(worker, call):
+        worker.adapters = {"sql": OTHER}
+        worker.script = well
+        asyncio.get_running_loop().call_later(0.2, worker.report)
+        raise AdapterUnavailable("it has other content now")
+        yield
+
+    decode.script = replaced
+    assert await cluster.text(model="sql") == said(5)
+    assert [sent(call).lora_fingerprint for call in decode.calls] == [ONE, OTHER]
+
+
 async def test_a_lost_worker_does_not_make_its_adapters_unknown(cluster):
     await fleet(cluster, ("decode", {"sql": ONE}), ("decode", {}))
     first, _ = cluster.workers

@@ -235,11 +235,12 @@ async def test_a_call_that_reaches_another_life_is_tried_again_there_and_is_no_d
     cluster, monkeypatch
 ):
     """The worker came back at its address before the router's watch noticed: its calls are for the life that is over."""
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.3)
     await cluster.start(prefill=0, decode=1)
     worker = cluster.of("decode")
     worker.epoch += 1  # its server refuses what is meant for the epoch before
-    assert (await cluster.complete(max_tokens=3)).status_code in (200, 503)
+    with monkeypatch.context() as patched:
+        patched.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.3)
+        assert (await cluster.complete(max_tokens=3)).status_code in (200, 503)
     assert not worker.calls
     await worker.kill()
     await worker.start()

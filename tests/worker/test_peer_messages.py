@@ -17,7 +17,7 @@ from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
-from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import MOST_SEQUENCES, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
@@ -124,7 +124,11 @@ async def test_a_compressed_message_is_not_inflated(pair: Pair) -> None:
 
 
 REFUSED = {
-    "sequences": (END_SEQUENCES, decode_pb2.EndSequencesRequest(request_id="r", indexes=[0] * 17), "indexes"),
+    "sequences": (
+        END_SEQUENCES,
+        decode_pb2.EndSequencesRequest(request_id="r", indexes=[0] * (MOST_SEQUENCES + 1)),
+        "indexes",
+    ),
     "no id": (END_SEQUENCES, decode_pb2.EndSequencesRequest(indexes=[0]), "request_id"),
     "long id": (END_SEQUENCES, decode_pb2.EndSequencesRequest(request_id=LONG), "request_id"),
     "peer": (MEET, worker_pb2.MeetRequest(worker_id=LONG, epoch=1, address="127.0.0.1:1"), "worker_id"),

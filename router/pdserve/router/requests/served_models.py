@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from pdserve.common.errors import NotFound, WorkerLost
+from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.tenants.client import ANYBODY, Client
@@ -17,6 +18,8 @@ from pdserve.router.workers.worker import Worker
 _SHOWN_NAMES = 32
 """Names in the error for an unknown one, at most."""
 _MAX_SEEN = 4096
+REPORT_S = 1.0
+"""A worker reports a changed adapter at once; its refusal of a request may overtake the report."""
 
 
 class ServedModels:
@@ -86,6 +89,22 @@ class ServedModels:
         if fingerprint is None:
             raise self.unknown(name)
         return msgspec.structs.replace(request, lora_fingerprint=fingerprint)
+
+    async def after_refusal(
+        self, request: GenerationRequest, refused_by: Collection[WorkerKey], timeout_s: float
+    ) -> GenerationRequest:
+        """The request with the content that its adapter has now, after `refused_by` had lost the one that they offered.
+
+        Waits `REPORT_S` for their reports, unless another worker offers the same content. Raises: as `with_adapter`.
+        """
+
+        def is_current() -> bool | None:
+            name, content = request.lora_name, request.lora_fingerprint
+            offering = [worker.key for worker in self._workers() if worker.adapters.get(name) == content]
+            return True if not offering or any(key not in refused_by for key in offering) else None
+
+        await self._fleet.wait_for(is_current, REPORT_S)
+        return await self.with_adapter(request, timeout_s)
 
     def fingerprint(self, lora_name: str, roles: Sequence[WorkerRole] = tuple(WorkerRole)) -> str | None:
         """The content that a new request with this adapter gets; None while no live worker of these roles offers it.

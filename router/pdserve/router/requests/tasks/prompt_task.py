@@ -226,7 +226,8 @@ class PromptTask:
             retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted)
             retry_state.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
             if resumed is request and not processor.num_output_tokens and isinstance(failure.error, AdapterUnavailable):
-                request, self._prepared = await self._services.models.with_adapter(request, WAIT_FOR_WORKER_S), {}
+                refused_by, self._prepared = retry_state.blamed, {}
+                request = await self._services.models.after_refusal(request, refused_by, WAIT_FOR_WORKER_S)
             await asyncio.sleep(backoff_s(retry_state.num_counted + retry_state.num_evictions))
             if self.num_sequences > 1 and retry_state.index is None and processor.num_output_tokens:
                 await self._go_on_apart(request, processor, retry_state)
