@@ -94,7 +94,7 @@ async def test_more_bytes_than_the_router_keeps_are_refused_as_overload(cluster:
     refused = await complete(cluster, prompt_embeds=[written()] * 3)
     assert refused.status_code == 429
     for worker in cluster.workers:
-        worker.script = type(worker)("prefill", "x").script
+        worker.script = type(worker)(worker.role, "x").script
     assert (await complete(cluster)).status_code == 200
 
 
@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_embeds": "%"}, "prompt_embeds", "is not base64"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", "has 3 bytes, which is no safetensors file"),
     (
-        {"prompt_embeds": [written(), written(ROWS[:, :7])]},
+        {"prompt_embeds": written(ROWS[:, :7])},
         "prompt_embeds",
         "rows of 7 numbers, the model's hidden size is 8",
     ),
@@ -151,6 +151,9 @@ async def test_bad_bodies(cluster: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="a session's prompt is token ids"):
         await anext(aiter(session))
     assert not any(worker.calls for worker in cluster.workers)
+    # the prompt beside a refused one may be computed before that is known
+    _, told = await refusal(cluster, prompt_embeds=[written(), written(ROWS[:, :7])])
+    assert "rows of 7 numbers" in told
 
 
 async def test_a_worker_of_an_older_version_gets_none(cluster: Any) -> None:

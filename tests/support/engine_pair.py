@@ -105,10 +105,21 @@ class Pair:
                 attempts.append(f"{attempts[0]}#{len(attempts)}")
                 self._place(transfer.prompt, attempts[-1], transfer.fields)
 
+    def _cancel_failed(self) -> None:
+        """Cancel the prefill of requests that failed at D before they had blocks there, as the router does."""
+        for attempts in self.attempts.values():
+            last = attempts[-1]
+            transfer = self.transfers[last]
+            failed = self.d.answers.get(self._key(last, 0), Answer()).error_code not in ("", "evicted")
+            if failed and transfer.room is None and not transfer.over:
+                self.p.core.abort_request(last)
+                self._end_source(transfer)
+
     def round(self) -> None:
         """One turn of everything, in this order or, with a seed, only some of it."""
         self.d.collect()
         self._place_evicted()
+        self._cancel_failed()
         for turn in (self._step_p, self._step_d, self._move, self._deliver):
             if self.steady or self.random.random() < 0.7:
                 turn()

@@ -139,8 +139,8 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
         SeededError(DECODE, "k, v = load_tile(keys, table, at, first, end,",
                     "k, v = load_tile(keys, table, at, first, tl.cdiv(end, BS) * BS,"), DECODES, WRONG),
     "a slot behind a chunk's last token": (
-        SeededError(PREFILL, "k, v = load_tile(keys, tables, at, 0, last_key,",
-                    "k, v = load_tile(keys, tables, at, 0, tl.cdiv(last_key, BS) * BS,"), CHUNKS, WRONG),
+        SeededError(PREFILL, "k, v = load_tile(keys, tables, at, first_key, last_key,",
+                    "k, v = load_tile(keys, tables, at, first_key, tl.cdiv(last_key, BS) * BS,"), CHUNKS, WRONG),
     "a masked load without other": (
         SeededError("rotate_and_store.py", "given = tl.load(row, mask=here, other=0.0)", "given = tl.load(row, mask=here)"),
         ROTATED, WRONG),
