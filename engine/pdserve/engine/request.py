@@ -156,8 +156,8 @@ class Request:
         return any(not feature.data and feature.mm_position.end > num_computed for feature in features)
 
     @property
-    def decodes_plainly(self) -> bool:
-        """True if one token is to be computed, without grammar, drafts or images: as in most steps."""
+    def computes_one_token(self) -> bool:
+        """True if its last token alone is to be computed, without grammar, drafts or images: as in most steps."""
         if len(self.token_ids) - self.num_computed_tokens != 1 or self.grammar is not None:
             return False
         return not self.spec_token_ids and not self.core.mm_features

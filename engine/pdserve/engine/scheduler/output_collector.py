@@ -30,23 +30,25 @@ class OutputCollector:
             )
         )
 
-    def next_token(self, request: Request, token_id: int, new_logprobs: LogprobsLists | None) -> None:
-        """A further token of a sequence that continues: `tokens` without the fields of first and last outputs."""
-        self._outputs.append(
-            EngineCoreOutput(
-                request_id=request.core.request_id,
-                index=request.index,
-                new_token_ids=[token_id],
-                first_position=request.num_output_tokens - 1,
-                num_cached_tokens=max(0, request.num_cached_tokens),
-                new_logprobs=new_logprobs,
-                first_prompt_position=max(1, request.num_tokens_before),
-                num_preemptions=request.num_preemptions,
-                num_draft_tokens=request.num_draft_tokens,
-                num_accepted_tokens=request.num_accepted_tokens,
-                events=request.take_events() if request.events else [],
-            )
+    def next_tokens(
+        self, request: Request, new_token_ids: list[int], new_logprobs: LogprobsLists | None
+    ) -> EngineCoreOutput:
+        """Further tokens of a sequence that goes on; returns the output, which may be completed."""
+        output = EngineCoreOutput(
+            request_id=request.core.request_id,
+            index=request.index,
+            new_token_ids=new_token_ids,
+            first_position=request.num_output_tokens - len(new_token_ids),
+            num_cached_tokens=max(0, request.num_cached_tokens),
+            new_logprobs=new_logprobs,
+            first_prompt_position=max(1, request.num_tokens_before),
+            num_preemptions=request.num_preemptions,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
+            events=request.take_events() if request.events else [],
         )
+        self._outputs.append(output)
+        return output
 
     def tokens(
         self,
@@ -61,32 +63,20 @@ class OutputCollector:
         """New tokens of a sequence, its end, or both. status: final status of the sequence or its turn; None while it continues."""
         if status is not None:
             request.mark("finished")
-        first_or_last = status is not None or not request.has_emitted
+        output = self.next_tokens(request, new_token_ids, new_logprobs)
+        if status is not None or not request.has_emitted:
+            output.moments = dict(request.moments)
+            output.prefill_chunks = request.prefill_chunks
         request.has_emitted = True
-        self._outputs.append(
-            EngineCoreOutput(
-                request_id=request.core.request_id,
-                index=request.index,
-                new_token_ids=new_token_ids,
-                first_position=request.num_output_tokens - len(new_token_ids),
-                finish_reason=None if status is None else FINISH_REASONS[status],
-                awaits_input=awaits_input,
-                stop_reason=request.stop_reason,
-                num_cached_tokens=max(0, request.num_cached_tokens),
-                transfer_unwanted=request.is_unwanted_source,
-                error_code=cause.code if cause is not None else "",
-                error_message=cause.message if cause is not None else "",
-                moments=dict(request.moments) if first_or_last else {},
-                prefill_chunks=request.prefill_chunks if first_or_last else [],
-                new_logprobs=new_logprobs,
-                prompt_logprobs=request.take_prompt_logprobs() if new_token_ids else None,
-                first_prompt_position=max(1, request.num_tokens_before),
-                num_preemptions=request.num_preemptions,
-                num_draft_tokens=request.num_draft_tokens,
-                num_accepted_tokens=request.num_accepted_tokens,
-                events=request.take_events() if request.events else [],
-                pooling_output=pooling_output,
-                error_field=(cause.field or "") if isinstance(cause, InvalidRequest) else "",
-                uncached_tokens=cause.uncached_tokens if isinstance(cause, NeedsPrefill) else 0,
-            )
-        )
+        output.finish_reason = None if status is None else FINISH_REASONS[status]
+        output.awaits_input = awaits_input
+        output.stop_reason = request.stop_reason
+        output.transfer_unwanted = request.is_unwanted_source
+        output.prompt_logprobs = request.take_prompt_logprobs() if new_token_ids else None
+        output.pooling_output = pooling_output
+        if cause is not None:
+            output.error_code, output.error_message = cause.code, cause.message
+        if isinstance(cause, InvalidRequest):
+            output.error_field = cause.field or ""
+        if isinstance(cause, NeedsPrefill):
+            output.uncached_tokens = cause.uncached_tokens

@@ -279,7 +279,7 @@ class Scheduler:
             num_tokens = self.config.chunk(request.num_uncomputed_tokens, step.budget)
             if num_tokens <= 0 or request.status is not RequestStatus.RUNNING:
                 continue
-            if request.decodes_plainly and self.kv.has_room(request, request.num_tokens):
+            if request.computes_one_token and self.kv.has_room(request, request.num_tokens):
                 step.put(request, 1)
                 continue
             if request.grammar is not None and not request.grammar.is_prompt:

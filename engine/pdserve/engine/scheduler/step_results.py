@@ -173,7 +173,7 @@ class StepResults:
             return False
         ended_with = request.append_output(token_ids[0], self._group.max_model_len)
         if ended_with is None:
-            self._outputs.next_token(request, token_ids[0], computed.logprobs.get(place))
+            self._outputs.next_tokens(request, token_ids, computed.logprobs.get(place))
         else:
             self._report(request, request, token_ids, ended_with, computed.logprobs.get(place))
         return True
