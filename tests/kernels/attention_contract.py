@@ -100,6 +100,21 @@ class AttentionContract(abc.ABC):
         )
 
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("window", [None, 13])
+    @pytest.mark.parametrize("decodes", [[40, 40], [1, 37, 16, 5], [0, 900]], ids=str)
+    def test_sinks(self, dtype: torch.dtype, window: int | None, decodes: list[int]) -> None:
+        """Some heads give most of their weight to the sink; a row of 900 keys is one of several pieces."""
+        for softcap in (None, 2.0):
+            self.check(
+                decodes=decodes,
+                prefills=[(0, 40), (37, 33)],
+                heads=(6, 2, 16),
+                block_size=16,
+                dtype=dtype,
+                options={"sinks": True, "window": window, "softcap": softcap},
+            )
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     def test_without_causality_a_token_sees_its_whole_sequence(self, dtype: torch.dtype) -> None:
         for softcap in (None, 2.0):
             self.check(

@@ -20,8 +20,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.make_attention import AttentionBackendError, check_specs, make_attention
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.pretend_device import pretended_device
@@ -144,19 +143,3 @@ print([name for name in kernels if name in sys.modules])
     command = [sys.executable, "-c", program]
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=100)
     assert found.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", ["triton", "sdpa"])
-def test_sinks_are_refused_where_they_are_not_computed(name: str) -> None:
-    specs = [AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, sinks=sinks) for sinks in (False, True)]
-    check_specs(name, torch.device("cpu"), specs[:1])
-    with pytest.raises(
-        AttentionBackendError, match=f"attention_backend is '{name}', whose kernels do not compute the att"
-    ):
-        check_specs(name, torch.device("cpu"), specs)
-
-
-@pytest.mark.parametrize("name", ["torch", "auto"])
-def test_sinks_are_computed_on_a_processor(name: str) -> None:
-    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, sinks=True)
-    check_specs(name, torch.device("cpu"), [spec])

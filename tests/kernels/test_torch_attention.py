@@ -16,28 +16,13 @@ from pdserve.kernels.kv_pages import KvPages
 from pdserve.kernels.prefill_attention import PrefillChunk, plan_prefill
 from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
-from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
+from tests.support.attention_cases import check_step, make_case, make_spec, run_step
 from tests.support.pretend_device import PretendTensor, host_copy, pretended_device
 
 
 class TestTorchAttention(AttentionContract):
     def make_backend(self, kv_cache: Tensor) -> TorchAttentionBackend:
         return TorchAttentionBackend(kv_cache)
-
-    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-    @pytest.mark.parametrize("window", [None, 13])
-    @pytest.mark.parametrize("decodes", [[40, 40], [1, 37, 16, 5]], ids=str)
-    def test_sinks(self, dtype: torch.dtype, window: int | None, decodes: list[int]) -> None:
-        """Triton's kernels refuse them: `tests/kernels/test_make_attention.py`."""
-        for softcap in (None, 2.0):
-            self.check(
-                decodes=decodes,
-                prefills=[(0, 40), (37, 33)],
-                heads=(6, 2, 16),
-                block_size=16,
-                dtype=dtype,
-                options={"sinks": True, "window": window, "softcap": softcap},
-            )
 
 
 def test_large_batches_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

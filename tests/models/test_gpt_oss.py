@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.engine.runner.loaded_model import load_model
 from pdserve.models.loading import load_decoder
 from pdserve.models.weights.mxfp4 import unpacked
 from tests.support.checkpoints import edit_json
@@ -87,14 +85,3 @@ def test_the_default_rotary_embedding_is_that_of_the_family(tmp_path: Path) -> N
     assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_type"] == "yarn"
     edit_json(tmp_path / "config.json", rope_parameters=...)
     assert load_decoder(tmp_path).config == given
-
-
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_a_back_end_without_sinks_is_refused_before_a_weight_is_read(backend: str, tmp_path: Path) -> None:
-    make_family(tmp_path, "gpt_oss", FIELDS)
-    (tmp_path / "model.safetensors").unlink()
-    settings = PrefillSettings(num_blocks=4, attention_backend=backend)
-    with pytest.raises(
-        ConfigError, match=f"attention_backend is '{backend}', whose kernels do not compute the attention"
-    ):
-        load_model(tmp_path, settings)

@@ -7,7 +7,7 @@ an `AttentionBackend`. An entry point is imported only if the setting names it, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, unsupported
 from pdserve.kernels.native.native_library import NativeLibraryError, load_library
 from pdserve.kernels.quantized_pages import is_quantized
@@ -126,20 +125,6 @@ def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None
             f"attention_backend {name!r} ({point.value}) cannot be made: {type(error).__name__}: {error}"
         ) from error
     return backend
-
-
-def check_specs(name: str, device: torch.device, specs: Iterable[AttentionSpec]) -> None:
-    """Check that the back end called `name` computes these specs, before any weight is read.
-
-    Raises: AttentionBackendError naming the setting, its value, and what is not computed.
-    """
-    is_triton = name in ("triton", "sdpa") or (
-        name == AUTO and device.type == "cuda" and find_spec("triton") is not None
-    )
-    if is_triton and any(spec.sinks for spec in specs):
-        raise AttentionBackendError(
-            f"attention_backend is {name!r}, whose kernels do not compute the attention sinks of this model; torch does"
-        )
 
 
 def _installed() -> dict[str, list[EntryPoint]]:

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] 
     "heads of 80": ((10, 2, 80), torch.float16, 32, {}),
     "one KV head": ((71, 1, 64), BF16, 16, {}),
     "float32": ((32, 8, 128), torch.float32, 16, {}),
+    "20b with sinks": ((64, 8, 64), BF16, 16, {"window": 128, "sinks": True}),
     "an encoder": ((12, 12, 64), torch.float16, 16, {"causal": False}),
 }
 """(Hq, Hkv, D), dtype, bs, and options of the spec."""
@@ -45,11 +46,19 @@ SELECTED = {
 """The part of `make compiled`: a case for each of `KERNELS`; products only in half precision, whose operation is asserted."""
 FLOAT32 = {("sm_90", "float32", "attend_pieces"), ("sm_90", "float32", "attend_tiles")}
 """Also of `make compiled`: sums of as many registers as there are."""
-COMPILED = FLOAT32 | {
-    (architecture, case, name)
-    for architecture, cases in SELECTED.items()
-    for case, name in zip(cases, KERNELS, strict=True)
+SINKS = {(architecture, "20b with sinks", "attend_tiles") for architecture in ("sm_90", "sm_100")} | {
+    ("sm_90", "20b with sinks", "join_pieces")
 }
+"""Likewise: the kernels that compute sinks; on sm_100 windows over heads of 64 are the first to spill."""
+COMPILED = (
+    FLOAT32
+    | SINKS
+    | {
+        (architecture, case, name)
+        for architecture, cases in SELECTED.items()
+        for case, name in zip(cases, KERNELS, strict=True)
+    }
+)
 
 
 def launch_of(name: str, architecture: str, case: str) -> Launch:
@@ -71,9 +80,12 @@ def launch_of(name: str, architecture: str, case: str) -> Launch:
         made(1, dtype=torch.float32),
         made(1, dtype=torch.float32),
     )
+    sinks = made(num_heads, dtype=dtype) if spec.sinks else None
     with recorded_launches() as launches:
-        decode_attention(q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs)
-        prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs)
+        decode_attention(
+            q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs, sinks
+        )
+        prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs, sinks)
         # as the fused kernels of CUDA lay it out
         lse = made(num_heads, 64, dtype=torch.float32).t()
         add_context(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, lse, configs)

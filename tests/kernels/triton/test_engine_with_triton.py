@@ -116,13 +116,13 @@ def test_bfloat16_is_near_transformers_in_float32(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in OPTIONS if family not in (*FAMILIES, "gpt_oss")])
+@pytest.mark.parametrize("family", [family for family in OPTIONS if family not in FAMILIES])
 def test_families_of_odd_layers_equal_transformers(
     make_real_engine: MakeRealEngine,  # noqa: F811
     tmp_path: Path,
     family: str,
 ) -> None:
-    """Soft caps, windows in some layers, unrotated numbers and norms around 0, in all kernels. gpt-oss is refused at start."""
+    """Soft caps, sinks, windows in some layers, unrotated numbers and norms around 0, in all kernels."""
     make_family(tmp_path, family, cases(family)[0])
     engine = make_real_engine(tmp_path, DEVICE, max_num_batched_tokens=21, attention_backend="triton", kernels="triton")
     oracle, prompts = Oracle(tmp_path), [prompt_of(size) for size in (3, 30)]

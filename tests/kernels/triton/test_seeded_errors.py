@@ -86,6 +86,7 @@ DECODES = attention(decodes=[1, 37, 300])
 CHUNKS = attention(prefills=[(17, 30), (0, 21)])
 WINDOWS = attention(decodes=[60], prefills=[(17, 30)], window=13)
 CAPPED = attention(prefills=[(17, 30)], softcap=2.0)
+SUNK = attention(decodes=[1, 300], prefills=[(17, 30)], sinks=True)
 SEVEN = attention(heads=(7, 1, 8), prefills=[(3, 11)])
 TWO_PARTS = attention(prefill="sdpa", prefills=[(17, 30), (0, 21), (4, 9)])
 HALF = attention(prefills=[(17, 30)], dtype=torch.bfloat16)
@@ -97,8 +98,8 @@ MOVED = layer_ops(lambda contract: contract.test_blocks_are_moved_whole(torch.bf
 DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_processor(1016))
 ADAPTED = lora(lambda contract: contract.test_sizes(torch.float32, 100, (70, 33), (9, 16)))
 CHECKS = {
-    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "seven": SEVEN, "two parts": TWO_PARTS,
-    "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
+    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "sunk": SUNK, "seven": SEVEN,
+    "two parts": TWO_PARTS, "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
     "adapted": ADAPTED,
 }  # fmt: skip
@@ -169,6 +170,10 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "a chunk that counts for one key": (
         SeededError(PREFILL, "total = tl.full([BLOCK_M], 1.0, tl.float32)", "total = tl.full([BLOCK_M], 2.0, tl.float32)"),
         TWO_PARTS, WRONG),
+    "a sink of another base": (
+        SeededError(PREFILL, "(sinks + heads).to(tl.float32) * LOG2E", "(sinks + heads).to(tl.float32)"), SUNK, WRONG),
+    "a sink that a decode row lacks": (
+        SeededError(DECODE, "total += tl.exp2(sink - highest)", "total += 0.0"), SUNK, WRONG),
     "a soft cap of a base too small": (
         SeededError(TILE, "1.0 - 2.0 / (tl.exp2(scores) + 1.0)", "1.0 - 2.0 / (tl.exp(scores) + 1.0)"), CAPPED, WRONG),
     "products of float32 in tf32": (

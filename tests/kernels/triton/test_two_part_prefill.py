@@ -59,6 +59,7 @@ def test_a_step_of_one_full_chunk_alone(options: dict[str, Any], context: int) -
         ({}, [(9, FULL), (0, FULL), (9, FULL + 1), (0, 2)], [(False, 2), (True, 1)]),
         ({"window": 8 + FULL}, [(9, FULL), (7, FULL)], [(False, 1), (True, 1)]),
         ({"softcap": 3.0}, [(9, FULL), (0, FULL)], [(False, 2)]),
+        ({"sinks": True}, [(9, FULL), (0, FULL)], [(False, 2)]),
     ],
 )
 def test_which_chunks_take_two_parts(
@@ -124,6 +125,7 @@ class PretendedCache:
         ({}, {"cudnn"}, {"flash"}, None),
         ({"head_dim": 20}, {"cudnn", "flash"}, {"cudnn", "flash"}, None),
         ({"softcap": 1.0}, {"cudnn", "flash"}, {"cudnn", "flash"}, None),
+        ({"sinks": True}, {"cudnn", "flash"}, {"cudnn", "flash"}, None),
     ],
 )
 def test_the_first_kernel_of_a_gpu_that_is_supported_and_enabled(

@@ -26,7 +26,7 @@ from pdserve.engine.runner.image_encoder import image_encoder, verify_image_mode
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
-from pdserve.kernels.make_attention import AttentionBackendError, check_specs, make_attention
+from pdserve.kernels.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
@@ -210,7 +210,6 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     draft_folder = DraftModelFolder.of(settings, folder, config)
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
     device = rank_device(settings.device, shard.rank, shard.size)
-    _check_attention(settings, torch.device(device), config)
     decoder = load_model_decoder(
         folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
         load_format=settings.load_format, quantization=settings.quantization, shard=shard, progress=progress,
@@ -270,15 +269,6 @@ def verify_classifier(settings: WorkerSettings, folder: Path, model: ModelConfig
         raise ConfigError(f"{told}: prefill workers alone serve it")
     if settings.speculative_config is not None and settings.section != "prefill":
         raise ConfigError(f"speculative_config is set, and {told}")
-
-
-def _check_attention(settings: WorkerSettings, device: torch.device, config: ModelConfig) -> None:
-    """Raises: ConfigError for a model whose layers the attention back end does not compute."""
-    try:
-        specs = [config.attention_spec(layer) for layer in range(config.num_layers)]
-        check_specs(settings.attention_backend, device, specs)
-    except AttentionBackendError as error:
-        raise ConfigError(str(error)) from error
 
 
 def host_slots(settings: WorkerSettings, block_bytes: int) -> int:

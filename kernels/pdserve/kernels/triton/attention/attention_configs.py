@@ -37,7 +37,7 @@ class AttentionConfigs:
     """See `register_limit`; for decode, and for prefill in float32."""
     prefill_registers: int | None = None
     """Likewise, for prefill in half precision. A limit where a multiprocessor has shared memory for one program over heads of 128
-    alone: fewer registers per thread would admit no second one."""
+    alone: fewer registers per thread would admit no second one; on sm_100 also because windows over heads of 64 would spill."""
     fused: tuple[str, ...] = ("flash",)
     """Kernels of `fused_attention`, the preferred one first."""
 
@@ -50,7 +50,7 @@ _TABLE = {
     "sm_80": _AMPERE,
     "sm_86": replace(_AMPERE, decode_programs=2 * 142, prefill_registers=255),
     "sm_90": _HOPPER,
-    "sm_100": replace(_HOPPER, decode_programs=2 * 148),
+    "sm_100": replace(_HOPPER, decode_programs=2 * 148, prefill_registers=255),
     "sm_120": replace(_AMPERE, decode_programs=2 * 170, prefill_registers=255),
     "gfx942": replace(_AMPERE, decode_programs=2 * 304, decode_stages=2, prefill_keys=32, max_registers=None),
     # a few programs, and tiles so small that short tests have several

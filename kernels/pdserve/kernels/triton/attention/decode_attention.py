@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +14,8 @@ from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_s
 from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES
 from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
 from pdserve.kernels.triton.launch_configs import register_limit
+
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 # a specialised layer number would be compiled once for 0, once for 1 and once for multiples of 16
@@ -59,11 +63,13 @@ def attend_pieces(
 
 @triton.jit
 def join_pieces(
-    part, lse, first_piece, out, HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
-):
+    part, lse, first_piece, sinks, out,
+    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """`out[r] = sum_s 2^(lse_s - m) part_s / sum_s 2^(lse_s - m)` over the pieces s of row r, for one head; m is the highest lse.
 
-    first_piece `[B + 1]` -> out `[B, Hq, D]`; 0 in a row without pieces.
+    With SINKS the head's sink is one more term of the denominator. first_piece `[B + 1]`, sinks `[Hq]` -> out `[B, Hq, D]`; 0 in a
+    row without pieces.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -74,9 +80,15 @@ def join_pieces(
     at = (first + s).to(tl.int64) * HQ + head
     logs = tl.load(lse + at, mask=mask, other=float("-inf"))
     highest = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(highest > float("-inf"), highest, 0.0))
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    highest = tl.where(highest > float("-inf"), highest, 0.0)
+    weights = tl.exp2(logs - highest)
     values = tl.load(part + at[:, None] * D + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
     total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink - highest)
     result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
     tl.store(out + (row.to(tl.int64) * HQ + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
@@ -94,11 +106,13 @@ def decode_attention(
     spec: AttentionSpec,
     out: Tensor,
     configs: AttentionConfigs,
+    sinks: Tensor | None = None,
 ) -> None:
     """Two launches that depend on B alone.
 
     q `[B, Hq, D]`, rows may be strided; tables `[B, N]` int32; pieces `[>= n, 4]`, count `[1]` and first_piece `[B + 1]` int32, of
-    `cut_into_pieces`; part `[>= n * Hq * D]` and lse `[>= n * Hq]` float32, overwritten -> out `[B, Hq, D]`, contiguous.
+    `cut_into_pieces`; part `[>= n * Hq * D]` and lse `[>= n * Hq]` float32, overwritten; sinks `[Hq]`, contiguous, of a spec that
+    has them -> out `[B, Hq, D]`, contiguous.
     """
     num_rows, num_heads, head_dim = q.shape
     tile = head_tile(spec, kv_cache, configs)
@@ -113,6 +127,7 @@ def decode_attention(
         **register_limit(configs.max_registers),
     )  # fmt: skip
     join_pieces[(num_rows, num_heads)](
-        part, lse, first_piece, out, HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, BLOCK_S=MAX_PIECES,
+        part, lse, first_piece, lse if sinks is None else sinks, out,
+        HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, BLOCK_S=MAX_PIECES, SINKS=sinks is not None,
         num_warps=configs.join_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -40,17 +40,18 @@ def add_tiles(
 
 @triton.jit(do_not_specialize=["layer"])
 def attend_tiles(
-    q, pages, tables, tiles, out, lse, layer, scale, softcap,
+    q, pages, tables, tiles, out, lse, sinks, layer, scale, softcap,
     q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride, lse_token_stride, lse_head_stride,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`softmax(cap(scale q k^T) + mask) v` of one tile: BLOCK_M // G tokens with the G query heads of one KV head each.
 
     So keys are read once for G heads. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the tiles at the
     edges of what the rows see need a mask. WINDOW 0: none. With JOIN, out `[T, Hq, D]` already has the result over other keys,
-    with the natural logarithm of its denominators in lse, and becomes the result over both. Reference: `attend_prefill`.
+    with the natural logarithm of its denominators in lse, and becomes the result over both. With SINKS and without JOIN, a head's
+    number in sinks `[Hq]` is one more score, whose weight goes to no value. Reference: `attend_prefill`.
     """
     tile = tiles + tl.program_id(0) * 5
     head = tl.program_id(1)
@@ -95,6 +96,9 @@ def attend_tiles(
     else:
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:
+            best = tl.load(sinks + heads).to(tl.float32) * LOG2E
+            total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOW > 0:
         best, total, acc = add_tiles(
@@ -123,12 +127,15 @@ def prefill_attention(
     spec: AttentionSpec,
     out: Tensor,
     configs: AttentionConfigs,
+    sinks: Tensor | None = None,
 ) -> None:
     """One launch. q `[T, Hq, D]`, rows may be strided; tables `[B, N]` int32; tiles `[n, 5]` int32, of `cut_into_tiles` with
-    `head_tile(...).prefill_tokens` -> rows of these tiles in out `[T, Hq, D]`, contiguous."""
+    `head_tile(...).prefill_tokens`; sinks `[Hq]`, contiguous, of a spec that has them -> rows of these tiles in out `[T, Hq, D]`,
+    contiguous."""
     _launch(
-        q, kv_cache, layer, tables, tiles, spec, out, configs, window=spec.window or 0, causal=spec.causal, lse=None
-    )
+        q, kv_cache, layer, tables, tiles, spec, out, configs,
+        window=spec.window or 0, causal=spec.causal, lse=None, sinks=sinks,
+    )  # fmt: skip
 
 
 def add_context(
@@ -146,9 +153,9 @@ def add_context(
 
     As `prefill_attention`, but tiles list the sequences' keys before the chunk as all their tokens; out `[T, Hq, D]`, contiguous,
     has the result over other keys and becomes the one over both; lse `[T, Hq]` float32, strided: the natural logarithm of its
-    denominators.
+    denominators. No spec with sinks comes here.
     """
-    _launch(q, kv_cache, layer, tables, tiles, spec, out, configs, window=0, causal=False, lse=lse)
+    _launch(q, kv_cache, layer, tables, tiles, spec, out, configs, window=0, causal=False, lse=lse, sinks=None)
 
 
 def _launch(
@@ -164,15 +171,16 @@ def _launch(
     window: int,
     causal: bool,
     lse: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     tile = head_tile(spec, kv_cache, configs)
     scale, softcap = softmax_scales(spec)
     attend_tiles[(tiles.shape[0], spec.num_kv_heads)](
-        q, kv_cache, tables, tiles, out, out if lse is None else lse, layer, scale, softcap,
+        q, kv_cache, tables, tiles, out, out if lse is None else lse, out if sinks is None else sinks, layer, scale, softcap,
         q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0), *((0, 0) if lse is None else lse.stride()),
         HKV=spec.num_kv_heads, G=tile.group, D=spec.head_dim, BS=kv_cache.shape[4],
         BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
-        CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, PRECISION=tile.precision,
+        CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, SINKS=sinks is not None, PRECISION=tile.precision,
         num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,
         **register_limit(tile.prefill_registers),
     )  # fmt: skip

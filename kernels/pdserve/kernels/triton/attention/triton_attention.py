@@ -53,8 +53,6 @@ class TritonAttentionBackend:
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TritonAttentionPlan:
         check_spec(self.kv_cache, spec)
-        if spec.sinks:
-            raise ValueError(f"sinks are not computed by Triton's kernels: {spec}")
         if self._step is None or self._step.batch is not batch:
             batch.verify(self.kv_cache.shape[4])
             self._step = _Step(batch, self._buffers)
@@ -160,10 +158,10 @@ class TritonAttentionPlan:
         if num_rows:
             decode_attention(
                 q[:num_rows], self.kv_cache, layer, self._tables, self._pieces, self._count, self._first_piece,
-                self._part, self._lse, self._spec, out, self._configs,
+                self._part, self._lse, self._spec, out, self._configs, sinks,
             )  # fmt: skip
         if self._tiles is not None:
-            prefill_attention(q, self.kv_cache, layer, self._tables, self._tiles, self._spec, out, self._configs)
+            prefill_attention(q, self.kv_cache, layer, self._tables, self._tiles, self._spec, out, self._configs, sinks)
         for chunk in self._full_chunks:
             self._attend_full_chunk(chunk, layer, q, k, v, out[chunk.start : chunk.stop])
         return out.view(len(q), -1)
