@@ -54,6 +54,8 @@ def full(model: str, batch: int, context: int, num_steps: int) -> dict[str, floa
     num_blocks = batch * (-(-(context + num_steps + 2) // BLOCK_SIZE) + 1)
     settings = WorkerSettings(max_num_seqs=batch, num_blocks=num_blocks, enable_prefix_caching=False)
     core = LoadedEngine(model_folder(model), settings).make_core()
+    if context + num_steps + 2 > core.scheduler.config.max_model_len:
+        raise ValueError(f"context {context}: the model has {core.scheduler.config.max_model_len} positions")
     core.warm_up()
     for number in range(batch):
         core.add_request(request(str(number), context, num_steps + 2))

@@ -1,10 +1,12 @@
-"""pdserve beside a vLLM prefill/decode pair that is already running: interleaved rounds, medians, ratios.
+"""pdserve beside vLLM's prefill and decode servers: rounds in turns, the idle side stopped, medians, ratios.
 
-The vLLM servers are started by hand, one core each, with NIXL between them (KV connector `NixlConnector`). Whole process
-trees are pinned: theirs by hand, `taskset -acp 0 PID` for prefill and `taskset -acp 1 PID` for decode, ours by this
-script, the router beside prefill. The client is not pinned.
+Both systems have one core for prefill and one for decode, whole processes pinned; pdserve's router is beside prefill. The client is
+not pinned. vLLM's workers spin when idle, so all its processes are stopped (SIGSTOP) while pdserve is measured. pdserve's idle
+processes wait; the share of a core that they used is reported. A measurement beside which other processes were busy is repeated.
+`vllm_peer.py` says how its environment is made. A shape is CONCURRENCYxPROMPT+OUTPUT[:REQUESTS], with 4 requests per stream, and at
+least 6, unless REQUESTS is given.
 
-Usage: python benchmarks/side_by_side.py --model DIR --vllm-prefill http://127.0.0.1:8100 --vllm-decode http://127.0.0.1:8200
+Usage: python benchmarks/side_by_side.py --model DIR --vllm-python ENVIRONMENT/bin/python [--rounds 7] [--shapes 1x256+64 16x256+64]
 """
 
 from __future__ import annotations
@@ -12,69 +14,111 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
+import signal
 import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
+import psutil
 from cluster_of_processes import serving
 from conditions import conditions
 from load import LoadResult, LoadShape, PdServe, Target, VllmPrefillDecode, run_load
+from process_trees import running, send
+from quiet_rounds import quiet
+from vllm_peer import prefill_decode
 
 FIGURES = ("requests_per_s", "ttft_p50_s", "tpot_p50_s")
+IDLE_S = 5.0
+SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+)(?::(\d+))?")
 
 
-async def interleave(targets: list[Target], shape: LoadShape, rounds: int) -> dict[str, list[LoadResult]]:
+def shape_of(text: str, vocabulary: int, seed: int) -> LoadShape:
+    match = SHAPE.fullmatch(text)
+    if match is None:
+        raise SystemExit(f"--shapes: {text!r} is not CONCURRENCYxPROMPT+OUTPUT[:REQUESTS]")
+    concurrency, prompt, output = (int(number) for number in match.groups()[:3])
+    requests = int(match[4]) if match[4] else max(6, 4 * concurrency)
+    return LoadShape(requests, concurrency, prompt, output, vocabulary, seed)
+
+
+def interleave(
+    targets: Mapping[str, tuple[Target, Sequence[int]]], text: str, vocabulary: int, rounds: int
+) -> dict[str, list[LoadResult]]:
     """One target after the other, again and again: a drift of the machine hits both."""
-    results: dict[str, list[LoadResult]] = {target.name: [] for target in targets}
+    results: dict[str, list[LoadResult]] = {name: [] for name in targets}
+    seeds = count()
     for number in range(rounds):
-        for target in targets:
-            result = await run_load(target, LoadShape(**{**_fields(shape), "seed": number}))
-            results[target.name].append(result)
-            print(f"  {shape.concurrency:2d} at once, round {number + 1}: {target.name:<10} {result}", flush=True)
+        names = list(targets) if number % 2 else list(targets)[::-1]
+        for name in names:
+            target, pids = targets[name]
+            with running(pids):
+                result = quiet(lambda: asyncio.run(run_load(target, shape_of(text, vocabulary, next(seeds)))))  # noqa: B023
+            results[name].append(result)
+            print(f"  {text}, round {number + 1}: {name:<10} {result}", flush=True)
     return results
 
 
-def _fields(shape: LoadShape) -> dict[str, int]:
-    return {name: getattr(shape, name) for name in LoadShape.__slots__}
+def idle_share(parent: int, others: Sequence[int]) -> float:
+    """Processor time per second of all descendants that run, but for the trees of `others`."""
+    stopped = {process.pid for pid in others for process in psutil.Process(pid).children(recursive=True)} | set(others)
+    processes = [process for process in psutil.Process(parent).children(recursive=True) if process.pid not in stopped]
+    before = sum(sum(process.cpu_times()[:2]) for process in processes)
+    time.sleep(IDLE_S)
+    return (sum(sum(process.cpu_times()[:2]) for process in processes) - before) / IDLE_S
 
 
-def medians(results: list[LoadResult]) -> dict[str, float]:
-    return {figure: statistics.median(getattr(result, figure) for result in results) for figure in FIGURES}
+def summary(results: Mapping[str, list[LoadResult]], ours: str, peer: str) -> dict[str, object]:
+    """Medians of each side; ratios of the medians, with the lowest and highest ratio of a round."""
+    middle = {
+        name: {figure: statistics.median(getattr(result, figure) for result in rounds) for figure in FIGURES}
+        for name, rounds in results.items()
+    }
+    ratios = {}
+    for figure in FIGURES:
+        per_round = [getattr(a, figure) / getattr(b, figure) for a, b in zip(results[ours], results[peer], strict=True)]
+        ratios[figure] = [middle[ours][figure] / middle[peer][figure], min(per_round), max(per_round)]
+    raw = {
+        name: [{figure: getattr(result, figure) for figure in FIGURES} for result in rounds]
+        for name, rounds in results.items()
+    }
+    return {"medians": middle, "pdserve / vLLM, lowest, highest": ratios, "rounds": raw}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--vllm-prefill", required=True)
-    parser.add_argument("--vllm-decode", required=True)
-    parser.add_argument("--peer", default="", help="what runs there, for the conditions: version, settings, cores")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--vllm-python", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shapes", nargs="+", default=["1x256+64", "16x256+64"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
-    peer = VllmPrefillDecode(f"{options.vllm_prefill}/v1/completions", f"{options.vllm_decode}/v1/completions")
     report: dict[str, object] = {
-        "conditions": conditions() | {"model": options.model.name, "rounds": str(options.rounds), "peer": options.peer}
+        "conditions": conditions()
+        | {"model": options.model.name, "rounds": str(options.rounds), "idle side": "stopped"}
     }
-    with serving(options.model, pinned=True) as url:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        prefill_decode(options.vllm_python, options.model, Path(scratch)) as (prefill, decode, vllm),
+        serving(options.model, pinned=True) as url,
+    ):
         ours = PdServe(f"{url}/v1/completions", options.model.name)
-        for concurrency, num_requests in ((1, 8), (16, 64)):
-            shape = LoadShape(num_requests, concurrency, 256, 64, vocabulary)
-            results = asyncio.run(interleave([ours, peer], shape, options.rounds))
-            middle = {name: medians(rounds) for name, rounds in results.items()}
-            ratio = {figure: middle[ours.name][figure] / middle[peer.name][figure] for figure in FIGURES}
-            raw = {
-                name: [{figure: getattr(result, figure) for figure in FIGURES} for result in rounds]
-                for name, rounds in results.items()
-            }
-            report[f"{concurrency} at once, 256+64 tokens"] = {
-                "medians": middle,
-                "pdserve / vLLM": ratio,
-                "rounds": raw,
-            }
-            print(f"{concurrency} at once: pdserve / vLLM {ratio}")
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        peer = VllmPrefillDecode(f"{prefill}/v1/completions", f"{decode}/v1/completions")
+        targets: dict[str, tuple[Target, Sequence[int]]] = {ours.name: (ours, []), peer.name: (peer, vllm)}
+        send(vllm, signal.SIGSTOP)
+        report["share of a core of idle pdserve"] = idle_share(os.getpid(), vllm)
+        for text in options.shapes:
+            told = summary(interleave(targets, text, vocabulary, options.rounds), ours.name, peer.name)
+            report[text] = told
+            print(f"{text}: pdserve / vLLM {json.dumps(told['pdserve / vLLM, lowest, highest'])}", flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""Stop and continue whole process trees, so that in a comparison only the measured side runs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to processes and all their descendants; those that have ended are left out."""
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+
+@contextmanager
+def running(pids: Iterable[int]) -> Iterator[None]:
+    """Trees that are stopped outside this block. vLLM's idle workers spin and would take half of each core."""
+    pids = list(pids)
+    send(pids, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        send(pids, signal.SIGSTOP)
+
+
+def end(pids: Iterable[int]) -> None:
+    """Kill trees, stopped or not."""
+    send(pids, signal.SIGKILL)
