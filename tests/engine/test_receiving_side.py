@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdserve.common.errors import DigestMismatch, TransferFailed
+from pdserve.common.errors import DigestMismatch, InvalidRequest, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler.kv_messages import (
@@ -311,3 +312,19 @@ def test_room_that_does_not_come_back_is_not_waited_for_without_end(
     answers = engine.run()
     assert answers["one"].token_ids == greedy_answer(list(range(6)), 20)
     assert answers["two"].token_ids == greedy_answer(list(range(7)), 20)
+
+
+@pytest.mark.parametrize("field", ["remote_prefill", "transfer_source"])
+def test_an_engine_without_transfers_refuses_the_request_alone(make_engine: MakeEngine, field: str) -> None:
+    engine = make_engine(has_transfers=False)
+    good = engine.add(PROMPT)
+    plain = engine.request(PROMPT, "bad")
+    bad = msgspec.structs.replace(plain, **{field: True})
+    with pytest.raises(InvalidRequest, match=f"{field} is true, and this engine has no transfers") as caught:
+        engine.core.verify(bad)
+    assert caught.value.field == field
+    engine.submit(bad)  # by a caller that has not called `verify`
+    answers = engine.run()
+    assert (answers["bad"].error_code, answers["bad"].token_ids) == ("invalid_request", [])
+    assert answers["bad"].error_message == caught.value.message
+    assert answers[good].token_ids == greedy_answer(PROMPT, 4)

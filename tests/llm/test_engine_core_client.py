@@ -148,11 +148,13 @@ def test_a_bad_request_ends_alone_and_names_its_field(make_client: MakeClient, o
         "logits_processors": request(
             "logits_processors", good, logits_processors=(NamedLogitsProcessor(name="nobody"),)
         ),
+        "remote_prefill": msgspec.structs.replace(request("remote_prefill", good), remote_prefill=True),
+        "transfer_source": msgspec.structs.replace(request("transfer_source", good), transfer_source=True),
     }
     client.add_request(request("good", good))
     for one in bad.values():
         client.add_request(one)
-    answers = read(client, 5)
+    answers = read(client, 1 + len(bad))
     for field in bad:
         error = answers.error(field)
         assert isinstance(error, InvalidRequest)

@@ -103,6 +103,7 @@ class Harness:
         lora: Any = None,
         ranks: OtherRanks | None = None,
         draft_model: DraftModel | None = None,
+        has_transfers: bool = True,
     ) -> None:
         self.config = config
         self.model = model
@@ -120,7 +121,7 @@ class Harness:
             [kv_cache],
             self.hasher,
             vocab_size,
-            self.outbox,
+            self.outbox if has_transfers else None,
             grammars,
             processors,
             attention,
@@ -271,6 +272,7 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
         grammars: GrammarCompiler | None = None,
         model: HashModel | None = None,
         window: int | None = None,
+        has_transfers: bool = True,
         **fields: Any,
     ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
@@ -278,7 +280,7 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
         config = EngineConfig(**fields)
         cache = make_hash_cache(config.num_blocks, config.block_size)
         model = model or HashModel(window or config.sliding_window)
-        harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors)
+        harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
         harnesses.append(harness)
         return harness
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -89,6 +89,7 @@ class EngineCore:
             logits_processors=logits_processors or LogitsProcessors(),
             encoder=config.encoder,
             knows_adapter=None if adapters is None else adapters.has,
+            has_transfers=connector is not None,
         )
         self._ahead: StepInFlight | None = None
         """A step that was launched while the one before was awaited."""
@@ -100,34 +101,31 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add a request that `verify` accepted.
 
-        Token ids are checked again, and that the model generates: an id outside the vocabulary would fail the whole step and end
-        the engine, so a caller that did not call `verify` loses only this request.
+        Token ids are checked again, that the model generates, and that there are transfers where the request needs them: each would
+        fail the whole step and end the engine, so a caller that did not call `verify` loses only this request.
         """
-        refusal = self._refusal(request.prompt_token_ids, request.output_token_ids)
-        if refusal is None and request.pooling_params is None:
-            refusal = self._generation_refusal()
+        refusal = _refusal(lambda: self._verify_entry(request))
+        if not self.verifier.has_transfers:
+            # no message about the request may reach a connector that does not exist
+            request = msgspec.structs.replace(request, remote_prefill=False, transfer_source=False)
         if any(token_id >= self.vocab_size for token_id in request.eos_token_ids):
             # the model cannot sample other ids, and a grammar with such an EOS id does not compile
             known = tuple(token_id for token_id in request.eos_token_ids if token_id < self.vocab_size)
             request = msgspec.structs.replace(request, eos_token_ids=known)
         self.scheduler.add_request(request, refusal)
 
-    def _refusal(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()) -> InvalidRequest | None:
-        """The error for ids outside the vocabulary; None without any."""
-        try:
-            verify_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
-            verify_token_ids("output_token_ids", output_token_ids, self.vocab_size)
-        except InvalidRequest as error:
-            return error
-        return None
-
-    def _generation_refusal(self) -> InvalidRequest | None:
-        """The error for a model without a language-model head, whose steps cannot sample."""
-        try:
+    def _verify_entry(self, request: EngineCoreRequest) -> None:
+        """Raises: InvalidRequest for what would fail a step."""
+        self._verify_ids(request.prompt_token_ids, request.output_token_ids)
+        if request.pooling_params is None:
             verify_generates(self.config.num_labels)
-        except InvalidRequest as error:
-            return error
-        return None
+        if not self.verifier.has_transfers:
+            request.verify_without_transfers()
+
+    def _verify_ids(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()) -> None:
+        """Raises: InvalidRequest for ids outside the vocabulary."""
+        verify_token_ids("prompt_token_ids", prompt_token_ids, self.vocab_size)
+        verify_token_ids("output_token_ids", output_token_ids, self.vocab_size)
 
     def verify_update(self, update: StreamingUpdate) -> None:
         """As `RequestVerifier.verify_update`."""
@@ -135,7 +133,8 @@ class EngineCore:
 
     def resume_request(self, update: StreamingUpdate) -> None:
         """Begin the next turn of a session, after `verify_update`. Ids are checked as in `add_request`."""
-        self.scheduler.session_commands.resume_request(update, self._refusal(update.prompt_token_ids))
+        refusal = _refusal(lambda: self._verify_ids(update.prompt_token_ids))
+        self.scheduler.session_commands.resume_request(update, refusal)
 
     def fail_request(self, request_id: str, cause: PdServeError) -> None:
         """End a request with an error. No effect if it has ended."""
@@ -311,3 +310,12 @@ class EngineCore:
         self.scheduler.forget_history()
         self.profile.forget()
         self.scheduler.pool.take_changes()
+
+
+def _refusal(check: Callable[[], None]) -> InvalidRequest | None:
+    """The error that `check` raises; None if it passes."""
+    try:
+        check()
+    except InvalidRequest as error:
+        return error
+    return None

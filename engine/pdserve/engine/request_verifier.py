@@ -38,10 +38,14 @@ class RequestVerifier:
     """None for a model without images."""
     knows_adapter: Callable[[str], bool] | None = None
     """True for the fingerprint of an adapter that requests may name; None without `enable_lora`."""
+    has_transfers: bool
+    """False for an engine without services: requests whose blocks another worker sends or reads are refused."""
 
     def verify(self, request: EngineCoreRequest) -> None:
         """Raise `InvalidRequest` naming the field, its value and the limit."""
         request.verify_supported()
+        if not self.has_transfers:
+            request.verify_without_transfers()
         num_tokens = len(request.prompt_token_ids)
         num_to_come = 0 if request.pooling_params is not None else 1
         if request.pooling_params is not None:

@@ -75,6 +75,14 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
         if self.resumable and self.n > 1:
             raise InvalidRequest(f"n is {self.n}, but a session has one sequence", "n")
 
+    def verify_without_transfers(self) -> None:
+        """Refuse what only an engine with transfers serves. Raises: InvalidRequest naming the field."""
+        for field in ("remote_prefill", "transfer_source"):
+            if getattr(self, field):
+                raise InvalidRequest(
+                    f"{field} is true, and this engine has no transfers: only workers have them", field
+                )
+
 
 class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """Input of a session's next turn, with its parameters."""

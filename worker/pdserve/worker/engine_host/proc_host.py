@@ -161,6 +161,7 @@ class ProcHost:
             has_grammars=self._info.has_grammars,
             logits_processors=verifies,
             knows_adapter=(lambda known: known in self._adapters.values()) if settings.enable_lora else None,
+            has_transfers=True,
         )
 
     @property
