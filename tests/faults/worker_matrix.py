@@ -142,8 +142,8 @@ async def hurt(
         if way == RANK:
             target = rank_1_of(victim)
         os.kill(target, signal.SIGKILL if way == RANK else WAYS[way])
-        if way == "SIGKILL":
-            await asyncio.to_thread(victim.process.wait, HANG_S)
+        if way in ("SIGKILL", RANK):  # no longer than that: the worker that pauses must not be missed, too
+            await eventually(lambda: _has_ended(target), "the end of what was killed")
         matrix.pauses.go_on()
         answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         answered_s = time.monotonic() - since
@@ -169,6 +169,13 @@ async def hurt(
         assert f"{victim.name} " in warnings[0]
         assert "is lost: its " in warnings[0]
     cluster.check_pools()
+
+
+def _has_ended(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def _attempts(matrix: Matrix, known: set[str]) -> int:

@@ -27,6 +27,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 KEY = "a key for tests, of no worth at all"
 PROGRAM = ("-m", "pdserve.cli.main")
+_TOO_LATE = "the watch began without a proof of the deployment key"
 _METRICS = re.compile(r"metrics (http://\S+)/metrics")
 _ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
 
@@ -141,7 +142,11 @@ class Cluster:
         return float(found[1])
 
     def load(self, service: Service) -> worker_pb2.Load:
-        """A worker's state now."""
+        """A worker's state now. A worker gives up a handshake after 5 s, which a busy machine may need: then another one begins."""
+        return wait_until(lambda: self._load(service), f"{service.name} reports its load")
+
+    def _load(self, service: Service) -> worker_pb2.Load | None:
+        """None after a handshake that took too long."""
         with self._channel(service) as channel:
             challenge = WatchChallenge(DeploymentKey(KEY.encode()), blocks=False)
             requests: queue.SimpleQueue[worker_pb2.WatchRequest | None] = queue.SimpleQueue()
@@ -149,12 +154,17 @@ class Cluster:
             watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(
                 iter(requests.get, None), timeout=HANG_S, wait_for_ready=True
             )
-            challenge.read(next(watch))
-            requests.put(challenge.answer)
-            load = next(event.load for event in watch if event.HasField("load"))
-            watch.cancel()
-            requests.put(None)
-            return load
+            try:
+                challenge.read(next(watch))
+                requests.put(challenge.answer)
+                return next(event.load for event in watch if event.HasField("load"))
+            except grpc.RpcError:
+                if watch.details() != _TOO_LATE:
+                    raise
+                return None
+            finally:
+                watch.cancel()
+                requests.put(None)
 
     def _channel(self, service: Service) -> grpc.Channel:
         if self.tls is None:
