@@ -7,78 +7,129 @@ that comes back, a cache that others filled, a transfer that goes on elsewhere.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.lora_adapters import adapter_flags
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
-from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of
+from .worker_faults import (
+    ENGINE_PROCESS,
+    PART_KILLED,
+    PART_STOPPED,
+    WAYS,
+    WORKERS,
+    check_whole,
+    hurt,
+    parts_of,
+    role_of,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
-NUM_ROUNDS = 15
 PIECES = {"decode-2": ("--set", "stream_interval=3")}
 """An answer that goes on elsewhere may come in pieces of another size."""
-
-
-HOST_TIER = ("--set", "num_blocks=60", "--set", "kv_host_mib=16")
+HOST_TIER = ("num_blocks=60", "kv_host_mib=16")
 """Pools of a few sequences, and behind them room for all blocks."""
+DRAFTS = {"num_speculative_tokens": 3, "disable_by_batch_size": 6}
+"""None while many sequences run; they are of the model itself, and so nearly always right."""
+LOADED = "pdserve_kv_host_blocks_loaded_total"
+ACCEPTED = "pdserve_spec_decode_num_accepted_tokens_total"
+OF_PARTS = (*WAYS, PART_KILLED, PART_STOPPED)
 
 
-@pytest.mark.parametrize(
-    ("connector", "at_once", "placement", "memory", "seed", "adapters"),
-    [
-        ("tcp", 1, (), (), 1, ()),
-        ("nixl", 1, ALL_REMOTE, (), 2, ()),
-        ("tcp", 2, ALL_REMOTE, (), 3, ()),
-        ("nixl", 2, (), (), 4, ()),
-        ("tcp", 1, ALL_REMOTE, HOST_TIER, 5, ()),
-        ("tcp", 1, (), (), 5, ("one", "two", "three")),
-        ("tcp", 2, ALL_REMOTE, (), 6, ("one", "two", "three")),
-    ],
-    ids=["tcp", "nixl-remote", "tcp-remote-two", "nixl-two", "tcp-remote-tier", "adapters", "adapters-remote-two"],
-)
+@dataclass(frozen=True)
+class Run:
+    """A cluster, and its faults."""
+
+    seed: int
+    connector: str = "tcp"
+    at_once: int = 1
+    placement: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    """Given to all workers."""
+    adapters: Sequence[str] = ()
+    drafts: bool = False
+    parts: frozenset[str] = frozenset()
+    """Programs of the processes that each worker has beside its first one."""
+    num_rounds: int = 10
+    used: Sequence[str] = ()
+    """Counters of workers that show that the feature was in use."""
+
+    def flags(self, model: Path) -> list[str]:
+        settings = [f"connector={self.connector}", *self.settings]
+        if self.drafts:
+            settings.append(f"speculative_config={json.dumps(DRAFTS | {'model': str(model)})}")
+        return [word for setting in settings for word in ("--set", setting)]
+
+
+_NAMES = ("one", "two", "three")
+_PROCESS, _RANKS = frozenset({ENGINE_PROCESS}), frozenset({WORKER_RANK})
+# a worker whose engine has processes of its own starts in seconds, so there are fewer rounds
+RUNS = {
+    "tcp": Run(1, num_rounds=15),
+    "nixl-remote": Run(2, "nixl", placement=ALL_REMOTE, num_rounds=15),
+    "tcp-remote-two": Run(3, at_once=2, placement=ALL_REMOTE, num_rounds=15),
+    "nixl-two": Run(4, "nixl", at_once=2, num_rounds=15),
+    "tcp-remote-tier": Run(5, placement=ALL_REMOTE, settings=HOST_TIER, num_rounds=15, used=(LOADED,)),
+    "adapters": Run(5, adapters=_NAMES, num_rounds=15),
+    "adapters-remote-two": Run(6, at_once=2, placement=ALL_REMOTE, adapters=_NAMES, num_rounds=15),
+    "drafts": Run(7, drafts=True, used=(ACCEPTED,)),
+    "drafts-nixl-two": Run(8, "nixl", at_once=2, placement=ALL_REMOTE, drafts=True, used=(ACCEPTED,)),
+    "ranks": Run(9, settings=("tensor_parallel_size=2",), parts=_RANKS, num_rounds=6),
+    "engine-process": Run(10, settings=("engine_process=true",), parts=_PROCESS, num_rounds=6),
+    "engine-process-nixl-two": Run(
+        11, "nixl", at_once=2, placement=ALL_REMOTE, settings=("engine_process=true",), parts=_PROCESS, num_rounds=6
+    ),
+    "int8-weights": Run(12, settings=("quantization=int8",)),
+    "int8-cache": Run(13, settings=("kv_cache_dtype=int8",)),
+    "int8-remote-two": Run(14, at_once=2, placement=ALL_REMOTE, settings=("quantization=int8", "kv_cache_dtype=int8")),
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 async def test_i4_faults_at_random_moments_change_no_answer(
-    tiny_checkpoints: Callable[..., Path],
-    tmp_path: Path,
-    connector: str,
-    at_once: int,
-    placement: Sequence[str],
-    memory: Sequence[str],
-    seed: int,
-    adapters: Sequence[str],
+    tiny_checkpoints: Callable[..., Path], tmp_path: Path, run: Run
 ) -> None:
+    if run.connector == "nixl":
+        pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     base = tiny_checkpoints("llama", num_hidden_layers=4)
-    model, draw = str(base), random.Random(seed)
-    lora = adapter_flags(tmp_path / "adapters", base, *adapters) if adapters else ()
+    model, draw = str(base), random.Random(run.seed)
+    lora = adapter_flags(tmp_path / "adapters", base, *run.adapters) if run.adapters else ()
+    ways = OF_PARTS if run.parts else WAYS
     with running_cluster(tmp_path) as cluster:
+        for name in WORKERS:
+            flags = ["--model", model, *FLAGS, *run.flags(base), *PIECES.get(name, ()), *lora]
+            cluster.launch_worker(role_of(name), *flags, name=name)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
         for name in WORKERS:
-            flags = ["--model", model, *FLAGS, "--set", f"connector={connector}", *memory, *PIECES.get(name, ()), *lora]
-            addresses[role_of(name)].append(cluster.start_worker(role_of(name), *flags, name=name).address)
-        cluster.start_router("--model", model, *placement, **addresses)
+            cluster.wait_for_worker(cluster.services[name])
+            addresses[role_of(name)].append(cluster.services[name].address)
+            assert run.parts == set(parts_of(cluster.services[name]).values())
+        cluster.start_router("--model", model, *run.placement, **addresses)
         async with InferenceClient(cluster.router.address) as client:
-            load = Load(client, seed, sessions=placement != ALL_REMOTE, models=("", *adapters))
+            load = Load(client, run.seed, sessions=run.placement != ALL_REMOTE, models=("", *run.adapters))
             await load.learn()
             load.begin()
-            for _ in range(NUM_ROUNDS):
+            for _ in range(run.num_rounds):
                 await asyncio.sleep(draw.uniform(0.0, 0.6))
                 victims = [draw.choice(WORKERS[:2]), draw.choice(WORKERS[2:])]  # never all of a role
-                faults = [(cluster.services[name], draw.choice(WAYS)) for name in draw.sample(victims, at_once)]
+                faults = [(cluster.services[name], draw.choice(ways)) for name in draw.sample(victims, run.at_once)]
                 with load.sessions_may_be_lost(any(victim.role == "decode" for victim, _ in faults)):
                     await asyncio.gather(*(hurt(cluster, victim, way, draw) for victim, way in faults))
                     await load.answered()
             await load.end()
-        assert load.num_answers > 10 * NUM_ROUNDS
-        assert load.num_sessions or placement == ALL_REMOTE
-        if memory:
-            name = "pdserve_kv_host_blocks_loaded_total"
-            assert sum(cluster.metric(cluster.services[worker], name) for worker in WORKERS) > 0
+        assert load.num_answers > 10 * run.num_rounds
+        assert load.num_sessions or run.placement == ALL_REMOTE
+        for name in run.used:
+            assert sum(cluster.metric(cluster.services[worker], name) for worker in WORKERS) > 0, name
         check_whole(cluster)

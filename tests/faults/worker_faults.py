@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
+from contextlib import suppress
 
+import psutil
+
+from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import Cluster, Service
 from tests.support.waiting import HANG_S
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 WAYS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+PART_KILLED, PART_STOPPED = "SIGKILL of a part", "SIGSTOP of a part"
+"""Kill or stop a process of a worker's engine, or of its rank 1, alone; a worker that loses one ends by itself."""
+ENGINE_PROCESS = "pdserve.worker.engine_host.host_process"
+_PARTS = (ENGINE_PROCESS, WORKER_RANK)
 
 
 def role_of(worker: str) -> str:
     return worker.partition("-")[0]
 
 
+def parts_of(worker: Service) -> dict[int, str]:
+    """Process id -> program, of the worker's processes beside the first that belong to its engine."""
+    found = {}
+    for child in psutil.Process(worker.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # processes of grammars come and go
+            command = child.cmdline()
+            if program := next((program for program in _PARTS if program in command), None):
+                found[child.pid] = program
+    return found
+
+
 async def hurt(cluster: Cluster, victim: Service, way: str, draw: random.Random) -> None:
     """One fault, until the victim serves again."""
-    if way == "SIGSTOP":
-        victim.signal(signal.SIGSTOP)
+    target = draw.choice(sorted(parts_of(victim))) if way in (PART_KILLED, PART_STOPPED) else victim.process.pid
+    if way in ("SIGSTOP", PART_STOPPED):
+        os.kill(target, signal.SIGSTOP)
         await asyncio.sleep(draw.choice((0.02, 0.3, 1.2, 3.0)))
-        victim.signal(signal.SIGCONT)
+        os.kill(target, signal.SIGCONT)
         return
-    victim.signal(signal.SIGKILL if way == "SIGKILL" else signal.SIGTERM)
+    os.kill(target, signal.SIGTERM if way == "SIGTERM" else signal.SIGKILL)
     code = await asyncio.to_thread(victim.process.wait, HANG_S)
-    assert code == (-signal.SIGKILL if way == "SIGKILL" else 0), victim.read_log()
+    assert code == {"SIGKILL": -signal.SIGKILL, PART_KILLED: 1}.get(way, 0), victim.read_log()
     await asyncio.to_thread(cluster.restart, victim.name)
 
 
