@@ -17,8 +17,10 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.ranks.rank_messages import SampleTokens
 from pdserve.engine.scheduler_output import GrammarOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_messages import mask_bytes
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.support.drafters import drafter_of, speculation, use_drafter
 from tests.support.engine_harness import Answer, Harness
 from tests.support.oracle import Oracle
 from tests.support.rank_threads import RankThreads
@@ -98,11 +100,13 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
+MIXED_PROMPTS = {f"r{number}": PROMPTS[number % len(PROMPTS)] + [number] for number in range(2 * len(MIXED))}
+
+
 def run_mixed(engine: Harness) -> dict[str, Answer]:
     """Requests of every kind; a new one arrives in each step."""
-    for number, fields in enumerate(MIXED * 2):
-        prompt = PROMPTS[number % len(PROMPTS)] + [number]
-        engine.add(prompt, f"r{number}", **fields)
+    for (name, prompt), fields in zip(MIXED_PROMPTS.items(), MIXED * 2, strict=True):
+        engine.add(prompt, name, **fields)
         engine.step()
     return engine.run()
 
@@ -125,6 +129,77 @@ def test_requests_of_every_kind_get_the_answers_of_one_rank(
         assert_close(answer, expected[name])
     assert two.scheduler.num_preemptions == one.scheduler.num_preemptions
     assert bool(two.scheduler.num_preemptions) == ("max_model_len" in fields)
+
+
+def draft_from(engine: Harness, prompts: dict[str, list[int]], expected: dict[str, Answer]) -> None:
+    """Draft the expected texts; a fifth of the tokens is wrong."""
+    texts = [prompts[name.partition("/")[0]] + answer.token_ids for name, answer in expected.items()]
+    use_drafter(engine, drafter_of(texts, 0.8, VOCAB_SIZE))
+
+
+def num_accepted(engine: Harness) -> int:
+    stats = engine.scheduler.drafts.stats
+    return 0 if stats is None else stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"async_scheduling": True, "num_blocks": 16, "max_model_len": 64}], ids=["", "preempted"]
+)
+def test_i5_two_ranks_with_drafts_give_the_answers_of_one_rank_without(
+    fields: dict[str, Any],
+    tiny_checkpoints: Callable[..., Path],
+    make_ranked: Make,
+    make_real_engine: Callable[..., Harness],
+) -> None:
+    folder = tiny_checkpoints("qwen3")
+    given = {"block_size": 4, "num_blocks": 96, "max_model_len": 128, "max_num_batched_tokens": 40} | fields
+    one, two = make_real_engine(folder, **given), make_ranked(folder, speculative_config=speculation(3), **given)
+    expected = run_mixed(one)
+    draft_from(two, MIXED_PROMPTS, expected)
+    answers = run_mixed(two)
+    assert answers.keys() == expected.keys()
+    for name, answer in answers.items():
+        assert_close(answer, expected[name])
+    assert num_accepted(two) > 20
+    assert bool(two.scheduler.num_preemptions) == ("max_model_len" in fields)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_i5_random_lives_of_two_ranks_with_drafts(
+    seed: int, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
+) -> None:
+    """Requests come and are aborted at random, in a pool that is too small: the texts are those of one rank, one at a time."""
+    draw, folder = random.Random(seed), tiny_checkpoints("llama")
+    given = {"block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 6}
+    one = make_real_engine(folder, num_blocks=64, **given)
+    two = make_ranked(
+        folder, num_blocks=18, async_scheduling=bool(seed % 2), speculative_config=speculation(2 + seed), **given
+    )
+    prompts: dict[str, list[int]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for number in range(24):
+        name = f"r{number}"
+        prompts[name] = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 40))]
+        kinds[name] = draw.choice([*MIXED, *[{"params": {"max_tokens": 20, "ignore_eos": True}}] * 4])
+        one.add(prompts[name], name, **kinds[name])
+        one.run()
+    draft_from(two, prompts, one.answers)
+    aborted, added = set(), []
+    for name, prompt in prompts.items():
+        added.append(two.add(prompt, name, **kinds[name]))
+        if draw.random() < 0.2:
+            aborted.add(gone := draw.choice(added))
+            two.core.abort_request(gone)
+        for _ in range(draw.randrange(4)):
+            two.step()
+    answers = two.run()
+    for name, answer in answers.items():
+        if name.partition("/")[0] in aborted:
+            assert answer.token_ids == one.answers[name].token_ids[: len(answer.token_ids)]
+        else:
+            assert_close(answer, one.answers[name])
+    assert num_accepted(two) > 20
+    assert two.scheduler.num_preemptions > 0
 
 
 def test_four_ranks_with_two_kv_heads_have_each_head_twice(
@@ -171,11 +246,13 @@ def test_a_grammar_holds_on_rank_0_alone(tiny_checkpoints: Callable[..., Path], 
         compiler.close()
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
-    tiny_checkpoints: Callable[..., Path], make_ranked: Make
+    num_drafts: int, tiny_checkpoints: Callable[..., Path], make_ranked: Make
 ) -> None:
-    """The mask of a sequence is late in some steps: its last token is computed again, on every rank."""
-    engine = make_ranked(tiny_checkpoints("llama"))
+    """The mask of a sequence is late in some steps: its last token is computed again, on every rank. In others the masks behind its
+    drafts are late: they do not stand on any rank, though they are right."""
+    engine = make_ranked(tiny_checkpoints("llama"), speculative_config=speculation(num_drafts) if num_drafts else None)
     executor, sent = engine.core.executor, []
     send = engine.ranks.send
 
@@ -184,19 +261,26 @@ def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
         send(message)
 
     engine.ranks.send = watch  # type: ignore[method-assign]
-    expected = engine.ask(PROMPTS[2]).token_ids
+    expected = engine.ask(PROMPTS[2], params={"max_tokens": 20}).token_ids
+    if num_drafts:
+        use_drafter(engine, drafter_of([PROMPTS[2] + expected], vocab_size=VOCAB_SIZE))
     sample, calls = executor.sample_tokens, 0
 
     def late(grammar: GrammarOutput | None) -> Any:
         nonlocal calls
         calls += 1
-        if calls % 2 and grammar is None:
-            grammar = GrammarOutput(late_req_ids=list(engine.runner.batch.rows))
+        [name] = engine.runner.batch.rows
+        if calls % 4 == 1:
+            grammar = GrammarOutput(late_req_ids=[name])
+        if calls % 4 == 3 and engine.runner.batch.num_drafts.any():
+            allows_all = b"\xff" * mask_bytes(VOCAB_SIZE)
+            grammar = GrammarOutput(structured_output_request_ids=[name], grammar_bitmask=[allows_all])
         return sample(grammar)
 
     executor.sample_tokens = late  # type: ignore[method-assign]
     engine.scheduler.pool.forget_cached()
-    assert engine.ask(PROMPTS[2]).token_ids == expected
+    assert engine.ask(PROMPTS[2], params={"max_tokens": 20}).token_ids == expected
+    assert num_accepted(engine) > 0 or not num_drafts
     assert any(isinstance(message, SampleTokens) and message.late_req_ids for message in sent)
 
 

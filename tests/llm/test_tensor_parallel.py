@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, NotFound, WorkerLost
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.lora.adapter_store import AdapterStore
@@ -62,6 +63,25 @@ def test_i1_answers_are_those_of_transformers_and_of_one_rank(
     for one, other in zip(*answers, strict=True):
         assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
     core_of(shared).scheduler.check(idle=True)
+
+
+def test_i5_drafts_of_a_model_change_no_answer_of_ranks(
+    folder: Path, make_llm: Callable[..., LLM], oracle: Oracle
+) -> None:
+    """The model drafts for itself, at rank 0 alone: nearly every draft stands."""
+    drafts = {"model": str(folder), "num_speculative_tokens": 3}
+    prompts = prompts_of([3, 40, 17])
+    params = [greedy(ignore_eos=True), sampled(seed=1), greedy(n=2, temperature=0.9, seed=4)]
+    with LLM(folder, tensor_parallel_size=2, speculative_config=drafts, **TINY) as llm:
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        core = core_of(llm)
+        core.scheduler.check(idle=True)
+        stats = core.scheduler.drafts.stats
+        assert stats is not None
+        assert stats.num_accepted_tokens > 5
+    oracle.check(prompts[0], answers[0].outputs[0].token_ids)
+    for one, other in zip(answers, make_llm().generate(prompts, params, use_tqdm=False), strict=True):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
 
 
 def compute_on(work: Callable[[], object]) -> None:
@@ -152,6 +172,12 @@ def test_a_workers_memory_is_that_of_all_its_ranks(folder: Path) -> None:
     assert 2 * two.pool == one.pool
     assert one.weights < 2 * two.weights < 1.1 * one.weights, "norms and small tensors alone are on both"
     assert two.host == 2 * (two.process + two.weights + two.pool + two.step)
+    drafts = SpeculativeConfig(model=str(folder), num_speculative_tokens=3)
+    drafted = memory_needs(
+        folder, DecodeSettings(dtype="float32", num_blocks=8, tensor_parallel_size=2, speculative_config=drafts)
+    )
+    assert drafted.draft_model > one.weights
+    assert drafted.host == 2 * (drafted.process + two.weights + two.pool + drafted.step) + drafted.draft_model
     with pytest.raises(ConfigError, match="tensor_parallel_size is 3"):
         memory_needs(folder, DecodeSettings(tensor_parallel_size=3))
 

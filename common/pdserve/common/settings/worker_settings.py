@@ -224,11 +224,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return f"{self.section}-{port}" if is_loopback(host) else f"{self.section}-{host.replace(':', '-')}-{port}"
 
     def _verify_ranks(self) -> None:
-        if self.tensor_parallel_size > 1 and self.speculative_config is not None:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and speculative_config is set: steps of several ranks "
-                "have no drafts yet"
-            )
         if self.tensor_parallel_size > 1 and self.kv_host_mib:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size} and kv_host_mib is {self.kv_host_mib}: blocks of "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdserve.common.errors import PeerError
-from pdserve.engine.executor.executor import StepResult
-from pdserve.engine.ranks.rank_messages import ExecuteModel, NewEngine, SampleTokens, ToRank, WarmUp
-from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.ranks.rank_messages import ExecuteModel, NewEngine, ReadRuns, SampleTokens, ToRank, WarmUp
+from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.scheduler_output import GrammarOutput
 
 
@@ -18,7 +17,7 @@ class RankLoop:
         """make_runner: a runner with an empty batch over the rank's pool."""
         self._make_runner = make_runner
         self.runner = make_runner()
-        self._unread: StepResult | None = None
+        self._unread: PendingOutput | None = None
 
     def serve(self, message: ToRank) -> None:
         """Raises: the error of a step, after which rank 0 cannot go on."""
@@ -31,6 +30,8 @@ class RankLoop:
                 self._read()
                 grammar = None if late_req_ids is None else GrammarOutput(late_req_ids=late_req_ids)
                 self._unread = self.runner.sample_tokens(grammar)
+            case ReadRuns(num_tokens):
+                self._read(num_tokens)
             case WarmUp():
                 self._read()
                 self.runner.capture_graphs()
@@ -40,7 +41,8 @@ class RankLoop:
             case _:
                 raise PeerError(f"{type(message).__name__} is no message to a rank that has started")
 
-    def _read(self) -> None:
+    def _read(self, num_tokens: Mapping[str, int] | None = None) -> None:
+        """num_tokens: `ReadRuns.num_tokens`."""
         unread, self._unread = self._unread, None
         if unread is not None:
-            unread.result()
+            unread.result(num_tokens)

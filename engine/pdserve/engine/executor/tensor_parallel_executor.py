@@ -14,7 +14,15 @@ import msgspec
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.engine.executor.executor import StepResult
-from pdserve.engine.ranks.rank_messages import ExecuteModel, NewEngine, SampleTokens, ToRank, WarmUp, without_sampling
+from pdserve.engine.ranks.rank_messages import (
+    ExecuteModel,
+    NewEngine,
+    ReadRuns,
+    SampleTokens,
+    ToRank,
+    WarmUp,
+    without_sampling,
+)
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
@@ -48,6 +56,8 @@ class TensorParallelExecutor:
         self._ranks = ranks
         self._is_unread = False
         """True if the result of the last sampled step was not waited for."""
+        self._has_drafts = False
+        """True if the last step that `execute_model` began has drafts."""
         with suppress(PdServeError):  # `check_health` raises it
             ranks.send(NewEngine())
 
@@ -67,6 +77,7 @@ class TensorParallelExecutor:
         sent = without_sampling(scheduled)
         if scheduled.lora_loads and self.runner.lora is not None:
             sent = msgspec.structs.replace(sent, lora_loads=self.runner.lora.with_folders(scheduled.lora_loads))
+        self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         message = ExecuteModel(sent, reads_first=not self._is_unread)
         self._together(message, lambda: self.runner.execute_model(scheduled))
 
@@ -74,13 +85,16 @@ class TensorParallelExecutor:
         message = SampleTokens(None if grammar is None else grammar.late_req_ids)
         pending = self._together(message, lambda: self.runner.sample_tokens(grammar))
         self._is_unread = True
-        return _RankZeroResult(self, pending)
+        return _RankZeroResult(self, pending, self._has_drafts)
 
-    def read(self, pending: StepResult) -> ModelRunnerOutput:
-        """Wait for a step."""
+    def read(self, pending: StepResult, *, has_drafts: bool) -> ModelRunnerOutput:
+        """Wait for a step. What of its drafts stands depends on rules and errors that are known here alone."""
         with _without_interrupts():
             output = self._ranks.attempt(pending.result)
             self._is_unread = False
+            if has_drafts:
+                added = zip(output.req_ids, output.sampled_token_ids, strict=True)
+                self._ranks.send(ReadRuns({req_id: len(token_ids) for req_id, token_ids in added}))
         return output
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
@@ -102,12 +116,13 @@ class TensorParallelExecutor:
 
 
 class _RankZeroResult:
-    def __init__(self, executor: TensorParallelExecutor, pending: StepResult) -> None:
+    def __init__(self, executor: TensorParallelExecutor, pending: StepResult, has_drafts: bool) -> None:
         self._executor = executor
         self._pending = pending
+        self._has_drafts = has_drafts
 
     def result(self) -> ModelRunnerOutput:
-        return self._executor.read(self._pending)
+        return self._executor.read(self._pending, has_drafts=self._has_drafts)
 
 
 @contextmanager

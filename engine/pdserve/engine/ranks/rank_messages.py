@@ -1,6 +1,7 @@
 """Messages from rank 0 to the processes of the other ranks, and one back, as msgpack values.
 
-rank 0 -> rank   `StartRank`, once; then per engine `NewEngine`, `WarmUp`, and per step `ExecuteModel` and `SampleTokens`
+rank 0 -> rank   `StartRank`, once; then per engine `NewEngine`, `WarmUp`, and per step `ExecuteModel`, `SampleTokens`
+                 and, with drafts, `ReadRuns`
 rank -> rank 0   `RankFailed`, last
 
 No step is answered: the ranks meet in the operations of a `RankGroup`, and results come from rank 0. The end of the socket is the
@@ -51,6 +52,13 @@ class SampleTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`GrammarOutput.late_req_ids`; None without a grammar."""
 
 
+class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read the tokens of a step with drafts, of which rank 0 has found out how many stand."""
+
+    num_tokens: dict[str, int]
+    """req_id -> tokens that the step added to the sequence."""
+
+
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Prepare what later steps replay."""
 
@@ -61,7 +69,7 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: RequestFailure
 
 
-ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | WarmUp
+ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | ReadRuns | WarmUp
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(RankFailed).decode
 encode = msgspec.msgpack.Encoder().encode

@@ -68,7 +68,7 @@ class LoadedModel:
     group: RankGroup | None = None
     """The ranks that share the model; None for one."""
     draft_model: DraftModel | None = None
-    """The draft model of `speculative_config`; None if it names none, and on prefill workers."""
+    """The draft model of `speculative_config`; None if it names none, on prefill workers and on ranks above 0."""
     encoder: EncoderConfig | None = None
     """None for a model without images."""
 
@@ -225,14 +225,16 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     cache_dtype = settings.cache_dtype
     groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard, cache_dtype)
     block_bytes = sum(spec.layout.block_bytes for spec in groups)
-    draft_decoder = None if draft_folder is None else draft_folder.load(settings)
+    # ranks above 0 do not load it, but count its cache: all pools have equally many blocks
+    draft_decoder = None if draft_folder is None or shard.rank > 0 else draft_folder.load(settings)
     left_bytes, pool_block_bytes = None, block_bytes
     if settings.num_blocks is None and settings.pool_mib is None:
         place = torch.device(device)
         models: list[tuple[AnyDecoder, Sequence[KVCacheGroupSpec]]] = [(decoder, groups)]
-        if draft_folder is not None and draft_decoder is not None:
-            models.append((draft_decoder, draft_folder.groups))
+        if draft_folder is not None:
             pool_block_bytes += draft_folder.block_bytes  # its cache has no more blocks than the pool
+            if draft_decoder is not None:
+                models.append((draft_decoder, draft_folder.groups))
         budget = _budget(settings, models, place, CudaMemory(place))
         left_bytes = budget.pool_bytes(settings, pool_block_bytes)
         if group is not None:

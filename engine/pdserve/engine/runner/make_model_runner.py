@@ -45,7 +45,9 @@ def make_model_runner(
         if attention is None:
             attention = [make_attention(config.attention_backend, kv_cache, model.dtype) for kv_cache in kv_caches]
         ops = make_layer_ops(config.kernels, kv_caches[0].device)
-        drafter = make_drafter(config, draft_model, ops, before_layer)
+        # ranks above 0 compute the drafts of rank 0
+        is_first = group is None or group.rank == 0
+        drafter = make_drafter(config, draft_model, ops, before_layer) if is_first else None
     except (AttentionBackendError, LayerOpsError) as error:
         raise ConfigError(str(error)) from error
     sampler: TokenSampler = Sampler(ops.sample)

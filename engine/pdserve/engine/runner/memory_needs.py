@@ -44,21 +44,22 @@ class MemoryNeeds:
     ranks: int = 1
     """Processes that share the model on this machine; each has a GPU of its own."""
     draft_model: int = 0
-    """Weights and cache of the model that drafts."""
+    """Weights and cache of the model that drafts, which rank 0 alone has."""
 
     @property
     def host(self) -> int:
         """Bytes of main memory, of all ranks together."""
-        return self.ranks * (self.process + (self.transfers if self.on_gpu else self._of_models)) + self.host_tier
+        each = self.process + (self.transfers if self.on_gpu else self._of_model)
+        return self.ranks * each + (0 if self.on_gpu else self.draft_model) + self.host_tier
 
     @property
     def device(self) -> int:
-        """Bytes of GPU memory, of each rank's GPU."""
-        return self._of_models + self.transfers if self.on_gpu else 0
+        """Bytes of GPU memory, of the GPU of rank 0; the others need as much without the draft model."""
+        return self._of_model + self.draft_model + self.transfers if self.on_gpu else 0
 
     @property
-    def _of_models(self) -> int:
-        return self.weights + self.pool + self.step + self.draft_model
+    def _of_model(self) -> int:
+        return self.weights + self.pool + self.step
 
 
 def weight_bytes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,13 +76,13 @@ class PendingOutput:
         self._arrays = arrays
         self._times = times
 
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the step, at most once."""
+    def result(self, num_tokens: Mapping[str, int] | None = None) -> ModelRunnerOutput:
+        """Wait for the step, at most once. num_tokens: as of `ModelRunner.read`."""
         self._times.ended.synchronize()
         if self._sampled is not None and self._arrays is not None:
             plan, sampled = self._sampled
             is_finite, *arrays = self._arrays.wait()
-            self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output)
+            self._runner.read(plan, is_finite, sampled.on_host(arrays), self._output, num_tokens)
             self._runner.draft(self._output)
         self._output.compute_s = self._times.ended.seconds_since(self._times.started)
         self._output.stats = self._times.stats()
@@ -285,14 +285,19 @@ class ModelRunner:
         return metadata, inputs.placed
 
     def read(
-        self, plan: SampledPlan, is_finite: NDArray[np.bool_], sampled: SamplerOutput, result: ModelRunnerOutput
+        self,
+        plan: SampledPlan,
+        is_finite: NDArray[np.bool_],
+        sampled: SamplerOutput,
+        result: ModelRunnerOutput,
+        num_tokens: Mapping[str, int] | None = None,
     ) -> None:
         """Append the tokens of a step to the batch, and write them into `result`, without those of rows that are held back.
 
-        Rows that left the batch meanwhile are in the result, but not in the batch.
+        Rows that left the batch meanwhile are only in the result. num_tokens: on ranks above 0, `ReadRuns.num_tokens`.
         """
         if plan.runs is not None:
-            read_runs(self.batch, plan, is_finite, sampled, result, self._dtype)
+            read_runs(self.batch, plan, is_finite, sampled, result, self._dtype, num_tokens)
             return
         firsts, req_ids = plan.firsts, plan.req_ids
         is_held = np.isin(np.array(req_ids), result.held_back) if result.held_back else np.zeros(len(req_ids), np.bool_)

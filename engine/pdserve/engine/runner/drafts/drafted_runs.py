@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -37,18 +38,23 @@ def read_runs(
     sampled: SamplerOutput,
     result: ModelRunnerOutput,
     dtype: torch.dtype,
+    num_tokens: Mapping[str, int] | None = None,
 ) -> None:
     """Append the tokens of a step with drafts to the batch, and write them into `result`, as `ModelRunner.read` does.
 
-    A run ends before a position that has no token: a later step samples it again as its first.
+    A run ends before a position that has no token: a later step samples it again as its first. num_tokens: tokens of each run that
+    is not held back, where rank 0 has found them; None: what the drafts confirm.
     """
     if plan.runs is None:
         raise ValueError("no row has drafts")
     numbers = plan.firsts
     token_ids = sampled.sampled_token_ids[numbers]
-    has_failed = np.array([number in sampled.failed for number in numbers.tolist()])
-    is_usable = is_finite & (token_ids != NO_TOKEN) & ~has_failed
-    confirmed = confirmed_lengths(token_ids, plan.runs.drafts, is_usable, plan.runs.lengths)
+    if num_tokens is None:
+        has_failed = np.array([number in sampled.failed for number in numbers.tolist()])
+        is_usable = is_finite & (token_ids != NO_TOKEN) & ~has_failed
+        confirmed = confirmed_lengths(token_ids, plan.runs.drafts, is_usable, plan.runs.lengths)
+    else:
+        confirmed = np.array([num_tokens.get(plan.req_ids[first], 0) for first in plan.runs.firsts.tolist()])
     logprobs = {} if sampled.logprobs is None else sampled.logprobs.lists()
     all_ids: list[int] = sampled.sampled_token_ids.tolist()
     for first, length in zip(plan.runs.firsts.tolist(), confirmed.tolist(), strict=True):
