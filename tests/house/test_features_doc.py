@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
-from tests.support.features import NOT_TOGETHER, REFUSED, SETTINGS, TOGETHER, pairs, settings_of
+from tests.support.features import REFUSED, SETTINGS, TOGETHER, pairs, settings_of
 from tests.support.tls_authority import Authority
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +35,8 @@ def test_each_pair_is_accepted_or_refused_as_the_table_says(tmp_path: Path) -> N
     assert set(cells) == set(pairs())
     for pair, cell in cells.items():
         given = settings_of(sorted(pair)) | (files if "TLS" in pair else {})
-        if cell in ("works", "accepted"):
+        if cell == "works":
             assert pair not in REFUSED
-            assert (cell == "accepted") is (pair in NOT_TOGETHER)
             msgspec.convert(given, DecodeSettings).verify()
             continue
         assert cell == "refused", cell
@@ -50,7 +49,7 @@ def test_each_pair_is_accepted_or_refused_as_the_table_says(tmp_path: Path) -> N
 
 def test_each_pair_that_works_runs_in_a_cluster() -> None:
     covered = {frozenset(pair) for features in TOGETHER for pair in combinations(features, 2)}
-    assert covered == set(pairs()) - set(REFUSED) - NOT_TOGETHER
+    assert covered == set(pairs()) - set(REFUSED)
 
 
 def test_each_feature_is_tested_under_faults() -> None:
@@ -64,5 +63,5 @@ def test_each_feature_is_tested_under_faults() -> None:
     for _, lives, matrix, runs in rows[2:]:
         for cell in (lives, matrix):
             assert (ROOT / cell.strip("`")).is_file(), cell
-        for run in runs.split(", ") if runs != "none yet" else ():
+        for run in runs.split(", "):
             assert run.replace("`", '"') in chaos, run

@@ -25,23 +25,18 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 REFUSED: Mapping[frozenset[str], str] = MappingProxyType(
     {
         frozenset(("TLS", "NIXL")): "connector is 'nixl', which encrypts nothing, and TLS is configured",
-        frozenset(
-            ("`tensor_parallel_size`", "`speculative_config`")
-        ): "tensor_parallel_size is 2 and speculative_config is set",
         frozenset(("`tensor_parallel_size`", "`kv_host_mib`")): "tensor_parallel_size is 2 and kv_host_mib is 4",
     }
 )
 """Two features -> how the error begins with which a worker refuses them at its start."""
-NOT_TOGETHER = frozenset(frozenset(("`engine_process`", other)) for other in ("`kv_cache_dtype`", "`quantization`"))
-"""Pairs that settings accept, and no cluster here has."""
 IN_ONE_PROCESS = ("`enable_lora`", "`speculative_config`", "`kv_host_mib`")
 TOGETHER: Sequence[tuple[str, ...]] = (
     ("TLS", "`engine_process`", *IN_ONE_PROCESS),
     ("NIXL", "`engine_process`", *IN_ONE_PROCESS),
-    ("NIXL", "`kv_cache_dtype`", "`quantization`", *IN_ONE_PROCESS),
+    ("NIXL", "`engine_process`", "`kv_cache_dtype`", "`quantization`", *IN_ONE_PROCESS),
     ("TLS", "`engine_process`", "`tensor_parallel_size`", "`enable_lora`"),
     ("TLS", "`tensor_parallel_size`", "`kv_cache_dtype`", "`quantization`"),
-    ("NIXL", "`engine_process`", "`tensor_parallel_size`"),
+    ("NIXL", "`engine_process`", "`tensor_parallel_size`", "`speculative_config`"),
 )
 """Sets of features that `tests/cluster/test_features_together.py` switches on at once."""
 
