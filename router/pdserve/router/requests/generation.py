@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission.admission import Admission
-from pdserve.router.admission.embeds_budget import EmbedsHold
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.tasks.prompt_task import PromptTask
@@ -32,10 +32,11 @@ class Generation(RequestScope[PromptTask]):
         admission: Admission,
         record: RequestTrace,
         client: Client = ANYBODY,
-        embeds: EmbedsHold | None = None,
+        embeds: AbstractContextManager[None] | None = None,
     ) -> None:
-        """embeds: bytes of prompt embeddings, held while it runs."""
+        """embeds: holds the bytes of prompt embeddings, while it runs."""
         self._embeds = embeds
+        self._held = ExitStack()
         super().__init__(request_id, runs, admission, record, client)
         self.stream = stream
         self.stalled = False
@@ -49,7 +50,7 @@ class Generation(RequestScope[PromptTask]):
     def _enter(self) -> None:
         try:
             if self._embeds is not None:
-                self._embeds.take()
+                self._held.enter_context(self._embeds)
         except PdServeError as error:
             self._record.abort(error)
             self._record.end()
@@ -57,16 +58,12 @@ class Generation(RequestScope[PromptTask]):
         try:
             super()._enter()
         except BaseException:
-            self._give_back()
+            self._held.close()
             raise
 
     def _leave(self) -> None:
         super()._leave()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        if self._embeds is not None:
-            self._embeds.give_back()
+        self._held.close()
 
     async def __aenter__(self) -> Generation:
         """Raises: Overloaded, Draining."""

@@ -14,7 +14,7 @@ from pdserve.common.request.pooling_params import PoolingParams, verify_generate
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
-from pdserve.router.admission.embeds_budget import EmbedsBudget, EmbedsHold
+from pdserve.router.admission.held_bytes import HeldBytes
 from pdserve.router.admission.place import Capacity
 from pdserve.router.admission.place import Limits as AdmissionLimits
 from pdserve.router.attempts.crash_guard import Company, DenyList
@@ -71,7 +71,11 @@ class Inference:
             self._capacity,
             num_tenants=lambda: self.keys.num_tenants,
         )
-        self.embeds_budget = EmbedsBudget(settings.max_prompt_embeds_bytes)
+        self._held_embeds = HeldBytes(
+            settings.max_prompt_embeds_bytes,
+            "prompt_embeds has {asked} bytes, and requests in the router keep {held} of at most {limit} "
+            "(max_prompt_embeds_bytes)",
+        )
         self._cache_groups = settings.cache_groups()
         fleet.listeners.append(self.admission.recheck)
         self.selector = WorkerSelector(fleet, index, settings)
@@ -222,7 +226,7 @@ class Inference:
         ]
         num_bytes = sum(len(request.prompt_embeds.data) for request in requests if request.prompt_embeds is not None)
         return Generation(
-            request_id, client_stream, runs, self.admission, record, client, EmbedsHold(self.embeds_budget, num_bytes)
+            request_id, client_stream, runs, self.admission, record, client, self._held_embeds.holding(num_bytes)
         )
 
     def _verify_numbers(self, request: ClientRequest) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -13,11 +14,11 @@ from pdserve.common.block_hash import BlockHasher, placement_hash, request_extra
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
-from pdserve.common.request.multimodal import hashed_spans, images_extras
+from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
 from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
-from pdserve.router.requests.held_images import HeldImages
+from pdserve.router.admission.held_bytes import HeldBytes
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
 from pdserve.router.workers.worker import Worker
@@ -154,7 +155,10 @@ class Preparation:
         """model_len: the model's length in tokens, which bounds texts before a worker is known. images: of a model with images;
         max_held_image_bytes: see `RouterSettings`."""
         self._images = images
-        self.held_images = HeldImages(max_held_image_bytes)
+        self._held_images = HeldBytes(
+            max_held_image_bytes,
+            "images of {asked} bytes, and those of other requests have {held} of {limit} bytes (max_held_image_bytes)",
+        )
         self.tokenizer = tokenizer
         self._model_len = model_len
         self._key = deployment_key
@@ -182,7 +186,7 @@ class Preparation:
         return await self._aside.run(client.tenant, call)
 
     async def tokenize(self, request: ClientRequest, limits: Limits | None = None, num_before: int = 0) -> list[int]:
-        """The prompt's token ids; its images become the request's `mm_features`.
+        """The prompt's token ids; its images become the request's `mm_features`, within `holding_images`.
 
         num_before: as in `complete`. Raises: InvalidRequest, at once for a text that cannot fit into `limits`; Overloaded when
         images of other requests have the room.
@@ -202,9 +206,18 @@ class Preparation:
             lambda: encode_prompt(self.tokenizer, prompt, field, rule, truncates=truncates, images=images),
         )
         if encoded.features:
+            self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)
-            self.held_images.add(request)
         return encoded.token_ids
+
+    @contextmanager
+    def holding_images(self, request: ClientRequest) -> Iterator[None]:
+        """Context of a request; at its end the images are dropped."""
+        try:
+            yield
+        finally:
+            self._held_images.give_back(_num_image_bytes(request.mm_features))
+            request.mm_features = []
 
     async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
         """Token sequences for the client's `bad_words`. Raises: InvalidRequest."""
@@ -319,3 +332,7 @@ class Preparation:
             [*placed, *map(placement_hash, hashes)],
             hashes[-1] if hashes else last,
         )
+
+
+def _num_image_bytes(features: Iterable[MultiModalFeatureSpec]) -> int:
+    return sum(len(feature.data) for feature in features)

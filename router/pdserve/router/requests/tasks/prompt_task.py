@@ -93,7 +93,7 @@ class PromptTask:
         try:
             async with asyncio.timeout(self._request.timeout_s) as deadline:
                 self._record.deadline = deadline
-                with self._services.preparation.held_images.ending(self._request):
+                with self._services.preparation.holding_images(self._request):
                     await self._serve()
             self._stream.end_run()
         except TimeoutError:
