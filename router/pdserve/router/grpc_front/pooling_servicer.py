@@ -17,6 +17,7 @@ from pdserve.router.grpc_front.embed_servicer import (
     moment_messages,
     usage_message,
 )
+from pdserve.router.requests.best_label import best_label
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.scoring import ScoredPairs
 from pdserve.v1 import inference_pb2
@@ -97,6 +98,5 @@ def _use_activation(request: inference_pb2.ClassifyRequest | inference_pb2.Score
 
 
 def _classification(probs: array[float], labels: Sequence[str]) -> inference_pb2.Classification:
-    best = max(range(len(probs)), key=probs.__getitem__)
-    label = labels[best] if best < len(labels) else f"LABEL_{best}"
-    return inference_pb2.Classification(index=best, label=label, probs=probs)
+    best = best_label(probs, labels)
+    return inference_pb2.Classification(index=best.index, label=best.label, probs=probs)

@@ -13,6 +13,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.requests.best_label import best_label
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.scoring import ScoredPairs, verify_num_texts
@@ -118,11 +119,10 @@ class AnswerHead(NamedTuple):
 
 
 def classify_parts(vectors: Sequence[array[float]], head: AnswerHead, labels: Sequence[str]) -> Iterator[bytes]:
-    """The body of the answer. labels: by id; an id without one has the name that transformers gives it."""
+    """The body of the answer. labels: see `best_label`."""
     data = []
     for index, probs in enumerate(vectors):
-        best = max(range(len(probs)), key=probs.__getitem__)
-        label = labels[best] if best < len(labels) else f"LABEL_{best}"
+        label = best_label(probs, labels).label
         data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
     yield _encode(head.fields("classify") | {"data": data})
 
