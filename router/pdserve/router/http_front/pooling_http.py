@@ -15,11 +15,11 @@ from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.embedding_response import EmbeddingResponse
 from pdserve.router.http_front.generation_response import call_fields
 from pdserve.router.http_front.tokenization_http import authenticated
+from pdserve.router.openai.answer_head import AnswerHead
 from pdserve.router.openai.embeddings import EmbeddingBody, embeddings_parts
 from pdserve.router.openai.pooling_bodies import (
     RERANK_PATHS,
     SCORE_PATHS,
-    AnswerHead,
     ClassifyBody,
     RerankBody,
     ScoreBody,
@@ -63,7 +63,9 @@ class PoolingHttp:
         return EmbeddingResponse(
             embedding,
             lambda vectors: embeddings_parts(
-                vectors, embedding.usage, requests[0].lora_name or inference.models.base, body.encoding_format
+                vectors,
+                AnswerHead(embedding.request_id, requests[0].lora_name or inference.models.base, embedding.usage),
+                body.encoding_format,
             ),
             inference.bodies,
         )

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.router.openai.answer_head import AnswerHead
 from pdserve.router.openai.caller_fields import verify_caller
-from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
+from pdserve.router.openai.pooled_inputs import PooledInputs
 from pdserve.router.requests.best_label import best_label
-from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.scoring import ScoredPairs, verify_num_texts
-from pdserve.router.requests.usage import Usage
-from pdserve.text.prompt import Truncation
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
 _encode = msgspec.json.Encoder().encode
 
 
-class ClassifyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    input: OpenAIPrompts
-    model: str | None = None
-    user: str | None = None
+class ClassifyBody(PooledInputs, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
-    cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
 
     def requests(self, call: CallFields) -> list[ClientRequest]:
         """One request per input. Raises: InvalidRequest."""
-        verify_caller(self)
-        num_prompts(self.input, "input", MAX_EMBEDDING_INPUTS)
-        prompts = as_prompts(self.input, "input", add_special_tokens=self.add_special_tokens is not False)
         pooling = PoolingParams(task="classify", use_activation=self.use_activation is not False)
-        truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
-        return [
-            ClientRequest(
-                prompt=prompt,
-                field="input" if len(prompts) == 1 else f"input[{place}]",
-                pooling_params=pooling,
-                cache_salt=self.cache_salt or None,
-                truncation=truncation,
-                **call._asdict(),
-            )
-            for place, prompt in enumerate(prompts)
-        ]
+        return self.pooled_by(pooling, call, add_special_tokens=self.add_special_tokens is not False)
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -98,24 +74,6 @@ class RerankBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def texts(self) -> list[str]:
         """The documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
-
-
-class AnswerHead(NamedTuple):
-    """Fields that all answers have."""
-
-    request_id: str
-    model: str
-    usage: Usage
-
-    def fields(self, kind: str, *, listed: bool = True) -> dict[str, Any]:
-        """kind: begins the answer's id. listed: True for an answer that is a list, in OpenAI's form."""
-        usage = {
-            "prompt_tokens": self.usage.prompt_tokens,
-            "total_tokens": self.usage.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.usage.cached_tokens},
-        }
-        head = {"id": f"{kind}-{self.request_id}", "model": self.model, "usage": usage}
-        return head | {"object": "list", "created": int(time.time())} if listed else head
 
 
 def classify_parts(vectors: Sequence[array[float]], head: AnswerHead, labels: Sequence[str]) -> Iterator[bytes]:
