@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 from array import array
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from typing import cast
+from typing import TypedDict, TypeVar, cast
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.method_handler import Context
@@ -25,6 +26,9 @@ from pdserve.text.prompt import TextInput, TokenInput, Truncation
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
+R = TypeVar("R", inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
+A = TypeVar("A", inference_pb2.EmbedResponse, inference_pb2.ClassifyResponse, inference_pb2.ScoreResponse)
+T = TypeVar("T")
 CALLER: ContextVar[Client] = ContextVar("caller")
 """The authenticated client of this task's call."""
 
@@ -54,6 +58,14 @@ def truncation_of(
     )
 
 
+class AnswerFields(TypedDict):
+    """Fields that all answers have."""
+
+    request_id: str
+    usage: inference_pb2.Usage
+    moments: list[request_pb2.Moment]
+
+
 class EmbedServicer(InferenceServiceServicer):
     """Serves `Embed`. A base class, since one servicer must serve all methods of the generated service; it shares `inference`."""
 
@@ -61,31 +73,44 @@ class EmbedServicer(InferenceServiceServicer):
         self.inference = inference
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        def build(call: CallFields) -> tuple[list[ClientRequest], None]:
+            return input_requests(request, call, pooling_from_wire(request.pooling)), None
+
+        def answer(vectors: list[array[float]], _: None, fields: AnswerFields) -> inference_pb2.EmbedResponse:
+            # the server sends bytes unchanged
+            return cast("inference_pb2.EmbedResponse", _serialized(vectors, inference_pb2.EmbedResponse(**fields)))
+
+        return await self.answered(request, context, "embeddings", "inputs", build, answer)
+
+    async def answered(
+        self,
+        request: R,
+        context: Context,
+        operation: str,
+        field: str,
+        build: Callable[[CallFields], tuple[list[ClientRequest], T]],
+        answer: Callable[[list[array[float]], T, AnswerFields], A],
+    ) -> A:
+        """build: the requests, and what `answer` gets beside their vectors. field: the client's name of the inputs."""
         inference = self.inference
         with inference.telemetry.count_rejections():
             client = caller()
             lora_name = inference.models.lora_name(request.model, client)
             call = call_fields(inference, context, request.client_request_id)._replace(lora_name=lora_name)
-            build = partial(_embedding_requests, request, call)
-            requests = await inference.bodies.in_background_pool(request.ByteSize(), build)
-            embedding = await inference.embedding(requests, field="inputs", client=client)
-        metadata = tuple(embedding.answer_headers.items())
+            requests, beside = await inference.bodies.in_background_pool(request.ByteSize(), partial(build, call))
+            pooled = await inference.embedding(requests, field=field, client=client, operation=operation)
+        metadata = tuple(pooled.answer_headers.items())
         context.set_trailing_metadata(metadata)
-        vectors = await embedding.results()
-        response = inference_pb2.EmbedResponse(
-            request_id=embedding.request_id,
-            usage=usage_message(embedding.usage),
-            moments=moment_messages(embedding.timeline),
-        )
+        vectors = await pooled.results()
+        fields: AnswerFields = {
+            "request_id": pooled.request_id,
+            "usage": usage_message(pooled.usage),
+            "moments": moment_messages(pooled.timeline),
+        }
         num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
-        data = await inference.bodies.in_background_pool(num_bytes, lambda: _serialized(vectors, response))
+        response = await inference.bodies.in_background_pool(num_bytes, lambda: answer(vectors, beside, fields))
         await context.send_initial_metadata(metadata)
-        # the server sends bytes unchanged
-        return cast("inference_pb2.EmbedResponse", data)
-
-
-def _embedding_requests(request: inference_pb2.EmbedRequest, call: CallFields) -> list[ClientRequest]:
-    return input_requests(request, call, pooling_from_wire(request.pooling))
+        return response
 
 
 def input_requests(

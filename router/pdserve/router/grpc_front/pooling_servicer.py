@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Sequence
 
 from pdserve.common.method_handler import Context
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.router.grpc_front.embed_servicer import (
-    EmbedServicer,
-    call_fields,
-    caller,
-    input_requests,
-    moment_messages,
-    usage_message,
-)
+from pdserve.router.grpc_front.embed_servicer import AnswerFields, EmbedServicer, input_requests
 from pdserve.router.requests.best_label import best_label
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.scoring import ScoredPairs
 from pdserve.v1 import inference_pb2
-
-R = TypeVar("R", inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
-A = TypeVar("A", inference_pb2.ClassifyResponse, inference_pb2.ScoreResponse)
-T = TypeVar("T")
-_NUMBER_BYTES = 8
-"""Bytes by which the time of an answer is estimated, per number in it."""
 
 
 class PoolingServicer(EmbedServicer):
@@ -40,11 +25,12 @@ class PoolingServicer(EmbedServicer):
         def build(call: CallFields) -> tuple[list[ClientRequest], None]:
             return input_requests(request, call, pooling), None
 
-        def answer(vectors: Sequence[array[float]], _: None) -> inference_pb2.ClassifyResponse:
+        def answer(vectors: Sequence[array[float]], _: None, fields: AnswerFields) -> inference_pb2.ClassifyResponse:
             labels = self.inference.tokenizer.labels
-            return inference_pb2.ClassifyResponse(classifications=[_classification(each, labels) for each in vectors])
+            classifications = [_classification(each, labels) for each in vectors]
+            return inference_pb2.ClassifyResponse(classifications=classifications, **fields)
 
-        return await self._answered(request, context, "classify", "inputs", build, answer)
+        return await self.answered(request, context, "classify", "inputs", build, answer)
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         by_head = await self.inference.scores_by_head()
@@ -55,42 +41,12 @@ class PoolingServicer(EmbedServicer):
             salt = request.cache_salt or None
             return pairs.requests(call, by_head=by_head, use_activation=use_activation, cache_salt=salt), pairs
 
-        def answer(vectors: Sequence[array[float]], pairs: ScoredPairs) -> inference_pb2.ScoreResponse:
-            return inference_pb2.ScoreResponse(scores=pairs.scores(vectors))
+        def answer(
+            vectors: Sequence[array[float]], pairs: ScoredPairs, fields: AnswerFields
+        ) -> inference_pb2.ScoreResponse:
+            return inference_pb2.ScoreResponse(scores=pairs.scores(vectors), **fields)
 
-        return await self._answered(request, context, "score", "text_2", build, answer)
-
-    async def _answered(
-        self,
-        request: R,
-        context: Context,
-        operation: str,
-        field: str,
-        build: Callable[[CallFields], tuple[list[ClientRequest], T]],
-        answer: Callable[[Sequence[array[float]], T], A],
-    ) -> A:
-        """build: the requests, and what `answer` gets beside their vectors. field: the client's name of the inputs."""
-        inference = self.inference
-        with inference.telemetry.count_rejections():
-            client = caller()
-            lora_name = inference.models.lora_name(request.model, client)
-            call = call_fields(inference, context, request.client_request_id)._replace(lora_name=lora_name)
-            requests, beside = await inference.bodies.in_background_pool(request.ByteSize(), partial(build, call))
-            pooled = await inference.embedding(requests, field=field, client=client, operation=operation)
-        metadata = tuple(pooled.answer_headers.items())
-        context.set_trailing_metadata(metadata)
-        vectors = await pooled.results()
-        num_bytes = _NUMBER_BYTES * sum(map(len, vectors))
-        response = await inference.bodies.in_background_pool(num_bytes, lambda: answer(vectors, beside))
-        response.MergeFrom(
-            type(response)(
-                request_id=pooled.request_id,
-                usage=usage_message(pooled.usage),
-                moments=moment_messages(pooled.timeline),
-            )
-        )
-        await context.send_initial_metadata(metadata)
-        return response
+        return await self.answered(request, context, "score", "text_2", build, answer)
 
 
 def _use_activation(request: inference_pb2.ClassifyRequest | inference_pb2.ScoreRequest) -> bool | None:

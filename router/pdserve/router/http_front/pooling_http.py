@@ -32,7 +32,7 @@ from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.scoring import ScoredPairs
 from pdserve.router.tenants.api_keys import ApiKeys
 
-B = TypeVar("B", ClassifyBody, ScoreBody, RerankBody)
+B = TypeVar("B", EmbeddingBody, ClassifyBody, ScoreBody, RerankBody)
 Parts = Callable[[Sequence["array[float]"], AnswerHead], Iterator[bytes]]
 
 
@@ -50,25 +50,10 @@ class PoolingHttp:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        inference = self._inference
-        with inference.telemetry.count_rejections():
-            client = await authenticated(self._keys, request)
-            call = call_fields(request, inference.settings.request_timeout_s)
+        def build(body: EmbeddingBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
+            return body.requests(fields), partial(embeddings_parts, encoding_format=body.encoding_format)
 
-            def build(body: EmbeddingBody) -> tuple[EmbeddingBody, list[ClientRequest]]:
-                return body, body.requests(call._replace(lora_name=inference.models.lora_name(body.model, client)))
-
-            body, requests = await read_body(request, EmbeddingBody, inference.bodies, build)
-            embedding = await inference.embedding(requests, field="input", client=client)
-        return EmbeddingResponse(
-            embedding,
-            lambda vectors: embeddings_parts(
-                vectors,
-                AnswerHead(embedding.request_id, requests[0].lora_name or inference.models.base, embedding.usage),
-                body.encoding_format,
-            ),
-            inference.bodies,
-        )
+        return await self._answer(request, EmbeddingBody, "embeddings", "input", build)
 
     async def classify(self, request: Request) -> Response:
         inference = self._inference
@@ -83,14 +68,14 @@ class PoolingHttp:
             pairs = body.pairs()
             return _scored(body, pairs, fields, by_head=by_head), partial(score_parts, pairs=pairs)
 
-        return await self._answer(request, ScoreBody, "score", "text_2", build)
+        return await self._answer(request, ScoreBody, "score", "text_2", build, is_scored=True)
 
     async def rerank(self, request: Request) -> Response:
         def build(body: RerankBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
             pairs = body.pairs()
             return _scored(body, pairs, fields, by_head=by_head), partial(rerank_parts, pairs=pairs, body=body)
 
-        return await self._answer(request, RerankBody, "rerank", "documents", build)
+        return await self._answer(request, RerankBody, "rerank", "documents", build, is_scored=True)
 
     async def _answer(
         self,
@@ -99,16 +84,18 @@ class PoolingHttp:
         operation: str,
         field: str,
         build: Callable[[B, CallFields, bool], tuple[list[ClientRequest], Parts]],
+        *,
+        is_scored: bool = False,
     ) -> Response:
         """field: the client's name of the inputs. build: the requests of a body, and what writes their answer.
 
-        Its last argument is True if scores are those of a classification head.
+        Its last argument is True if the answer is scores (`is_scored`) and those are of a classification head.
         """
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await authenticated(self._keys, request)
             call = call_fields(request, inference.settings.request_timeout_s)
-            by_head = await inference.scores_by_head()
+            by_head = is_scored and await inference.scores_by_head()
 
             def built(body: B) -> tuple[list[ClientRequest], Parts]:
                 return build(body, call._replace(lora_name=inference.models.lora_name(body.model, client)), by_head)
