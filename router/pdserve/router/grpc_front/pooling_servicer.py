@@ -54,5 +54,5 @@ def _use_activation(request: inference_pb2.ClassifyRequest | inference_pb2.Score
 
 
 def _classification(probs: array[float], labels: Sequence[str]) -> inference_pb2.Classification:
-    best = best_label(probs, labels)
-    return inference_pb2.Classification(index=best.index, label=best.label, probs=probs)
+    best, label = best_label(probs, labels)
+    return inference_pb2.Classification(index=best, label=label, probs=probs)

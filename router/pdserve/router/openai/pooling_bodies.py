@@ -80,7 +80,7 @@ def classify_parts(vectors: Sequence[array[float]], head: AnswerHead, labels: Se
     """The body of the answer. labels: see `best_label`."""
     data = []
     for index, probs in enumerate(vectors):
-        label = best_label(probs, labels).label
+        _, label = best_label(probs, labels)
         data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
     yield _encode(head.fields("classify") | {"data": data})
 
