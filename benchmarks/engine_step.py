@@ -40,6 +40,8 @@ from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.engine.scheduler_output import ModelRunnerOutput
 
 BLOCK_SIZE = 16
+LONG_BLOCK = 256
+"""One holds a whole sequence of `queue`: those that run take no further one, and the pool has none for others."""
 VOCABULARY = 500
 
 
@@ -94,15 +96,15 @@ class Queue:
 
     def __post_init__(self) -> None:
         context, ends_at = 128, 128 + self.num_steps + 40
-        num_blocks = self.batch * (-(-ends_at // BLOCK_SIZE))
+        assert ends_at <= LONG_BLOCK
         config = EngineConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
+            block_size=LONG_BLOCK,
+            num_blocks=2 * self.batch,  # one is kept free for each sequence that runs
             max_num_seqs=2 * self.batch if self.has_places else self.batch,
             max_num_batched_tokens=self.batch * context,
             max_model_len=ends_at,
         )
-        self.scheduler = Scheduler(config, BlockHasher(DeploymentKey(b"k" * 32), BLOCK_SIZE), NoTransfers(), None)
+        self.scheduler = Scheduler(config, BlockHasher(DeploymentKey(b"k" * 32), LONG_BLOCK), NoTransfers(), None)
         for number in range(self.batch):
             self.scheduler.add_request(request(f"r{number}", context, self.num_steps + 20))
         self.step()

@@ -97,3 +97,23 @@ def test_i10_a_step_costs_the_same_however_many_wait(make_engine: MakeEngine, ki
         costs.append(calls_in(engine, 5))
         empty(engine)
     assert costs[0] == costs[1]
+
+
+def test_a_step_without_free_blocks_makes_at_most_half_as_many_calls_again(make_engine: MakeEngine) -> None:
+    """A block holds a whole sequence, and one per running sequence stays free: there is none for those that wait."""
+    calls = {}
+    for places in (32, 64):
+        engine = make_engine(
+            block_size=128, num_blocks=64, max_num_seqs=places, max_num_batched_tokens=2048, max_model_len=120
+        )
+        for number in range(32):
+            engine.add([number] * 20, f"runs{number}", params={"max_tokens": 60})
+        engine.core.step()
+        engine.core.step()
+        add_many(engine, FEW, [3] * 110, spread=False)
+        engine.core.step()
+        assert len(engine.scheduler.running) == 32
+        assert len(engine.scheduler.waiting) == FEW
+        calls[places] = calls_in(engine, 5)
+        empty(engine)
+    assert calls[32] < calls[64] <= 1.5 * calls[32], calls

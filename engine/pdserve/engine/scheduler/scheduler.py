@@ -315,12 +315,10 @@ class Scheduler:
     def _schedule_waiting(self, step: BatchBuilder) -> None:
         if self._is_full(step):
             return
-        num_without_room = 0
-        for request in self.waiting.candidates(after_preemption=step.preempted):
+        candidates = self.waiting.candidates(after_preemption=step.preempted)
+        for request in candidates:
             if self._is_full(step):
                 return
-            if num_without_room > self.config.look_ahead and not self.waiting.is_ready(request):
-                continue
             admitted = self._try_admit(step, request)
             if (
                 admitted in (Refusal.NO_ROOM, Refusal.NO_LORA_SLOT, Refusal.NO_ENCODER_ROOM)
@@ -328,7 +326,7 @@ class Scheduler:
                 and self.preemption.give_way(step)
             ):
                 admitted = self._try_admit(step, request)
-            num_without_room += admitted is Refusal.NO_ROOM
+            candidates.num_without_room += admitted is Refusal.NO_ROOM
             if isinstance(admitted, PdServeError):
                 self.finisher.fail(request, admitted)
             elif not isinstance(admitted, Refusal):

@@ -13,6 +13,7 @@ from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
+from pdserve.engine.scheduler.admission_order import AdmissionOrder
 from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.running_batch import RunningBatch
@@ -60,10 +61,6 @@ class WaitingQueues:
         """Number of ready sequences and of those that wait for a load: they hold blocks and will need further ones."""
         return len(self._ready) + self._loads.num_parked
 
-    def is_ready(self, request: Request) -> bool:
-        """True if it holds blocks with its KV."""
-        return request in self._ready
-
     @property
     def num_preempted(self) -> int:
         """Number of preempted sequences."""
@@ -103,19 +100,18 @@ class WaitingQueues:
         self._num_tokens[request.request_id] = request.num_uncomputed_tokens
         self.num_waiting_tokens += request.num_uncomputed_tokens
 
-    def candidates(self, after_preemption: bool) -> list[Request]:
-        """Sequences that this step may try, in order; their number is bounded.
+    def candidates(self, after_preemption: bool) -> AdmissionOrder:
+        """Sequences that this step may try; their number is bounded.
 
         after_preemption: True if this step preempted a sequence; then only sequences that hold blocks may enter.
         """
-        limit = self._config.max_num_seqs + self._config.look_ahead
+        limit, look_ahead = self._config.max_num_seqs + self._config.look_ahead, self._config.look_ahead
         ready = self._ready.first(limit)
         if after_preemption:
-            return ready
+            return AdmissionOrder((ready,), ready, look_ahead)
         overdue = [request for request in self._starvation.overdue.first(1) if request.status is RequestStatus.WAITING]
-        new = [request for queue in (self._wanted, self._waiting, self._unwanted) for request in queue.first(limit)]
-        each_once = dict.fromkeys((*self._preempted.first(limit), *ready, *overdue, *new))
-        return sorted(each_once, key=lambda request: request.priority)
+        new = [queue.first(limit) for queue in (self._wanted, self._waiting, self._unwanted)]
+        return AdmissionOrder((self._preempted.first(limit), ready, overdue, *new), ready, look_ahead)
 
     def try_admit(
         self, request: Request, budget: int, running: RunningBatch, num_growing: int
