@@ -32,8 +32,8 @@ MAY_IMPORT = {
 }
 FLOORS = {
     "router": (
-        {"service"}, {"http_front"}, {"responses"}, {"grpc_front", "openai"}, {"requests"}, {"telemetry"}, {"attempts"},
-        {"placement"}, {"admission"}, {"bodies", "tenants", "workers"},
+        {"router_process"}, {"service"}, {"processes"}, {"http_front"}, {"responses"}, {"grpc_front", "openai"}, {"requests"},
+        {"telemetry"}, {"attempts"}, {"placement"}, {"admission"}, {"bodies", "process_link", "tenants", "workers"},
     ),
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
@@ -81,7 +81,7 @@ PLAIN_WITHOUT_TLS = {
 ENTRY_POINTS = {
     "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc",
     "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.text.templates.client_template_process", "pdserve.worker.engine_host.host_process",
+    "pdserve.router.router_process", "pdserve.text.templates.client_template_process", "pdserve.worker.engine_host.host_process",
     "pdserve.worker.ranks.worker_rank",
 }  # fmt: skip
 """Modules that a process starts with."""

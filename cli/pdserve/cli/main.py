@@ -36,6 +36,7 @@ from pdserve.cli.options import (
     Ray,
     RayTimeout,
     RedisUrl,
+    RouterProcesses,
     ServedModelName,
     Set,
     TensorParallelSize,
@@ -99,6 +100,7 @@ def up(
     lora_dir: LoraDir = None,
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
+    router_processes: RouterProcesses = None,
     redis: RedisUrl = None,
     ray: Ray = None,
     ray_timeout_s: RayTimeout = 30.0,
@@ -123,7 +125,7 @@ def up(
         "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
-        "tensor_parallel_size": tensor_parallel_size, "model_impl": model_impl,
+        "tensor_parallel_size": tensor_parallel_size, "model_impl": model_impl, "router_processes": router_processes,
         "enable_lora": enable_lora, "lora_modules": lora_modules, "lora_dir": lora_dir,
         "log_level": "info" if verbose else None,
     }  # fmt: skip
@@ -147,6 +149,7 @@ def router(
     served_model_name: ServedModelName = None,
     local_prefill: LocalPrefill = None,
     policy: Policy = None,
+    router_processes: RouterProcesses = None,
     redis: RedisUrl = None,
     otlp: Otlp = None,
     insecure: Insecure = None,
@@ -162,7 +165,7 @@ def router(
         "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
         "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
         "no_auth": no_auth, "deployment_key_file": deployment_key_file, "api_keys": api_key,
-        "api_keys_file": api_keys_file, "served_model_name": served_model_name,
+        "api_keys_file": api_keys_file, "served_model_name": served_model_name, "router_processes": router_processes,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value is not None}
     given = parse_assignments(set_ or []) | given

@@ -22,6 +22,10 @@ ApiKey = Annotated[
         help="API key for clients; may be repeated. Better given as PDSERVE_API_KEYS: others can read command lines."
     ),
 ]
+RouterProcesses = Annotated[
+    int | None,
+    typer.Option(help="Router processes behind the two ports; default: 1.", show_default=False),
+]
 ServedModelName = Annotated[
     list[str] | None,
     typer.Option(help="Name of the model for clients; may be repeated. Default: ORG/NAME, or the folder's name."),

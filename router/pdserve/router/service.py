@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.common.address.descriptors import default_max_connections
 from pdserve.common.address.host_address import host_and_port
+from pdserve.common.errors import ConfigError
 from pdserve.common.hub_name import is_hub_name
 from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
@@ -22,15 +23,20 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.tasks.first_done import first_done
-from pdserve.common.telemetry.metrics import metrics_server
+from pdserve.router.admission.admission import Admission
 from pdserve.router.bodies.client_bodies import ClientBodies, model_len_of
 from pdserve.router.grpc_front.front_grpc import GrpcFront
 from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.placement.prefix_index import PrefixIndex
+from pdserve.router.process_link import ProcessLink
+from pdserve.router.processes.router_parent import run_parent
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Preparation
+from pdserve.router.requests.router_views import OwnViews, RouterViews, SharedViews
 from pdserve.router.responses.redis_response_store import make_response_store
 from pdserve.router.responses.response_store import ResponseStore
+from pdserve.router.responses.shared_response_store import SharedResponseStore
+from pdserve.router.telemetry.serving_metrics import serving_metrics
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Directory, Fleet
 from pdserve.router.workers.redis_discovery import make_directory
@@ -60,7 +66,28 @@ async def run_router(
     place of Redis, which finds them if it is in the settings.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
-    log.info("settings: %s", describe(settings))
+    if settings.router_processes == 1:
+        log.info("settings: %s", describe(settings))
+        await serve_process(settings, model_folder=model_folder, ready=ready, shutdown=shutdown, addresses=addresses)
+        return
+    if addresses is not None:
+        raise ConfigError(
+            f"router_processes is {settings.router_processes}: the addresses of workers on a Ray cluster are known to one "
+            "process alone"
+        )
+    await run_parent(settings, model_folder=model_folder, ready=ready, shutdown=shutdown)
+
+
+async def serve_process(
+    settings: RouterSettings,
+    *,
+    model_folder: Path,
+    ready: Callable[[str, str], None] | None,
+    shutdown: Shutdown | None,
+    addresses: Directory | None = None,
+    parent: ProcessLink | None = None,
+) -> None:
+    """One router process, as `run_router`. parent: counts the requests of all processes, if there are several."""
     key, is_development_key = settings.key()
     if is_development_key:
         log.warning("no deployment key: using the public development key, which is safe only on this machine")
@@ -81,7 +108,7 @@ async def run_router(
             settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
             insecure=settings.insecure,
         ) as fleet:  # fmt: skip
-            inference = Inference(models, settings, fleet, preparation, index, bodies)
+            inference = Inference(models, settings, fleet, preparation, index, bodies, parent)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
@@ -90,17 +117,29 @@ async def run_router(
             renewal = TlsRenewal(settings, tls, front, settings.front_tls)
             renewal.log_expiry()
             inference.telemetry.watch_tls(renewal.expiries)
-            responses = make_response_store(settings, key)
             tasks = {
                 background_task("api_keys", inference.keys.follow),
                 background_task("certificates", renewal.run),
                 background_task("loop_lag", inference.telemetry.loop_lag.run),
             }
-            if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
+            responses: ResponseStore
+            if parent is not None and settings.redis is None:
+                responses = SharedResponseStore(parent, settings)
+            else:
+                responses = make_response_store(settings, key)
+            usage = None
+            if isinstance(inference.admission, Admission):
+                usage = make_fleet_usage(settings, key, inference.admission.tenants)
+            if usage is not None:
                 tasks.add(background_task("usage", usage.run))
+            own = OwnViews(inference)
             try:
-                async with _serving_metrics(inference):
-                    await _serve(inference, responses, front, ready, shutdown)
+                if parent is not None:
+                    parent.handlers |= own.handlers()
+                    await _serve(inference, responses, SharedViews(parent), front, ready, shutdown)
+                else:
+                    async with serving_metrics(settings, inference.telemetry.exposition):
+                        await _serve(inference, responses, own, front, ready, shutdown)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -118,25 +157,10 @@ def _model_names(settings: RouterSettings, model_folder: Path) -> tuple[str, ...
     return settings.served_model_name or (own_name,)
 
 
-@contextlib.asynccontextmanager
-async def _serving_metrics(inference: Inference) -> AsyncIterator[None]:
-    """Raises: ConfigError."""
-    settings = inference.settings
-    bound = listening_socket(settings.metrics_at, settings.metrics_port)
-    log.info("metrics http://%s/metrics", host_and_port(settings.metrics_at, bound.getsockname()[1]))
-    server = metrics_server(inference.telemetry.exposition)
-    task = asyncio.create_task(server.serve(sockets=[bound]))
-    await first_done(server.listening.wait(), asyncio.shield(task))
-    try:
-        yield
-    finally:
-        server.stop()
-        await task
-
-
 async def _serve(
     inference: Inference,
     responses: ResponseStore,
+    views: RouterViews,
     tls: ServerTls | None,
     ready: Callable[[str, str], None] | None,
     shutdown: Shutdown | None,
@@ -150,10 +174,11 @@ async def _serve(
     limits = ConnectionLimits(
         total=max_connections, per_address=settings.max_connections_per_address or max(1, max_connections // 2)
     )
-    with listening_socket(settings.host, settings.port) as http_socket:
-        grpc_front = GrpcFront(inference, max_connections)
+    shares_port = settings.router_processes > 1
+    with listening_socket(settings.host, settings.port, shared=shares_port) as http_socket:
+        grpc_front = GrpcFront(inference, max_connections, shares_port=shares_port)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)
-        http_server = HttpServer(HttpFront(inference, responses).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
+        http_server = HttpServer(HttpFront(inference, responses, views).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
         with signals:
             await grpc_front.start()
             http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))

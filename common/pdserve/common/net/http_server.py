@@ -146,9 +146,12 @@ class HttpServer(uvicorn.Server):
                 cast(GuardedConnection, connection).look(now)
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on host:port; port 0 draws a free one. Raises: ConfigError naming the address."""
-    bound = bound_socket(host, port)
+def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that listens on host:port; port 0 draws a free one. Raises: ConfigError naming the address.
+
+    shared: other processes of this user may listen on the same port; the kernel divides new connections among them.
+    """
+    bound = bound_socket(host, port, shared=shared)
     try:
         bound.listen(BACKLOG)
     except OSError as error:
@@ -158,10 +161,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A socket that is bound to host:port and does not listen; port 0 draws a free one.
 
-    Until it is closed the port is kept from all but servers that set SO_REUSEADDR, as ours do.
+    Until it is closed the port is kept from all but servers that set SO_REUSEADDR, as ours do. shared: as of `listening_socket`.
     Raises: ConfigError naming the address, also if another process listens there.
     """
     try:
@@ -171,6 +174,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
         bound.bind(address)
     except OSError as error:
         bound.close()

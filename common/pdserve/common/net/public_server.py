@@ -39,7 +39,7 @@ _CLIENT_KEEPALIVE = [
 ]
 
 
-def _options(max_request_bytes: int, max_connections: int) -> list[tuple[str, int]]:
+def _options(max_request_bytes: int, max_connections: int, *, shares_port: bool) -> list[tuple[str, int]]:
     return [
         *_CLIENT_KEEPALIVE,
         # half as much again is received, so that the refusal can carry our code; beyond that the channel refuses
@@ -55,7 +55,7 @@ def _options(max_request_bytes: int, max_connections: int) -> list[tuple[str, in
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.server_handshake_timeout_ms", 5000),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 
@@ -67,18 +67,20 @@ def make_public_server(
     max_request_bytes: int,
     max_connections: int,
     read_timeout_s: float,
+    shares_port: bool = False,
 ) -> grpc.aio.Server:
     """A server whose handlers may raise `PdServeError`.
 
     authenticate: called before any message of a call is read; not for health and reflection.
     decode: makes messages of bytes, in a thread where that takes long. budget: for messages being read.
     max_request_bytes: of a message. max_connections: more are closed at once. read_timeout_s: within which a call that
-    has one message must have sent it.
+    has one message must have sent it. shares_port: other processes of this user may listen on the same port; the kernel
+    divides new connections among them.
     """
     public = _PublicInterceptor(authenticate, decode, budget, max_request_bytes, read_timeout_s)
     return grpc.aio.server(
         interceptors=[ErrorInterceptor(), public],
-        options=_options(max_request_bytes, max_connections),
+        options=_options(max_request_bytes, max_connections, shares_port=shares_port),
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
     )
 

@@ -18,6 +18,8 @@ from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSe
 
 _LEAST_REQUEST_BYTES = 1024
 _MAX_NAME_CHARS = 256
+_MAX_PROCESSES = 64
+_MOST_SHARED_RESPONSE_BYTES = 48 << 20
 _REASONING_PARSER = re.compile(r"[a-z0-9_]{1,64}|<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 
@@ -30,6 +32,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     port: int = 8000
     """OpenAI HTTP."""
     grpc_port: int = 50051
+    router_processes: int = 1
+    """Processes that serve clients behind `port` and `grpc_port`; limits of tenants and of the queue hold over all of them, limits
+    of connections and bytes in each."""
     prefill: tuple[str, ...] = ()
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
@@ -194,6 +199,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(1, "max_running_requests", "max_requests_per_key")
         self._verify_least(1, "max_connections", "max_connections_per_address")
         self._verify_bytes()
+        self._verify_processes()
         self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
         self._verify_least(0, "max_stored_response_bytes")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
@@ -219,6 +225,17 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
+
+    def _verify_processes(self) -> None:
+        """Raises: ConfigError."""
+        if not 1 <= self.router_processes <= _MAX_PROCESSES:
+            raise ConfigError(f"router_processes is {self.router_processes}, 1 to {_MAX_PROCESSES} are possible")
+        most = self.max_stored_response_bytes
+        if self.router_processes > 1 and self.redis is None and most > _MOST_SHARED_RESPONSE_BYTES:
+            raise ConfigError(
+                f"max_stored_response_bytes is {most} and router_processes {self.router_processes}: without redis, a response "
+                f"of at most {_MOST_SHARED_RESPONSE_BYTES} bytes is stored for all processes"
+            )
 
     def _verify_names(self) -> None:
         """Raises: ConfigError."""

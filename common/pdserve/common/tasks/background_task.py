@@ -12,7 +12,17 @@ from typing import Any, Literal, get_args
 log = logging.getLogger(__name__)
 
 TaskName = Literal[
-    "watch", "ticks", "directory", "health", "publisher", "api_keys", "certificates", "loop_lag", "usage", "adapters"
+    "watch",
+    "ticks",
+    "directory",
+    "health",
+    "publisher",
+    "api_keys",
+    "certificates",
+    "loop_lag",
+    "usage",
+    "adapters",
+    "processes",
 ]
 """The bounded set of names that logs and metrics show."""
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)

@@ -15,11 +15,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
-from pdserve.common.errors import Draining, Overloaded
+from pdserve.common.errors import Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
-from pdserve.router.admission.place import Capacity, Cost, Limits, Place, Waiter, granted
+from pdserve.router.admission.open_requests import OpenRequests, leaving
+from pdserve.router.admission.place import Capacity, Cost, HeldPlace, Limits, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
 
@@ -38,7 +39,7 @@ _KEPT = 0.9
 """Weight of the old value in the decaying mean time for which a place is held."""
 
 
-class Admission:
+class Admission(OpenRequests):
     """Counts the requests in the router, and grants places in the queue's order."""
 
     def __init__(
@@ -53,16 +54,14 @@ class Admission:
 
         num_tenants: number of tenants with keys. clock: seconds, monotonic.
         """
+        super().__init__()
         self._limits = limits
         self._capacity = capacity
         self._num_tenants = num_tenants
         self._clock = clock
-        self._closing = asyncio.Event()
         self.tenants = TenantAccounts(limits.max_requests_per_key, clock)
-        self.num_requests = 0
-        """Prompts that entered and have not left."""
         self._num_sequences = 0
-        """Sequences of these prompts."""
+        """Sequences of the prompts that entered."""
         self.num_running = 0
         """Number of places that are held."""
         self.num_sessions = 0
@@ -74,14 +73,6 @@ class Admission:
         """Sum of the times at which running requests got their places, seconds."""
         self._mean_s: float | None = None
         self._queue = FairQueue[Waiter]()
-        self._emptied = asyncio.Event()
-        self._emptied.set()
-        self._expel: dict[Callable[[], None], None] = {}
-
-    @property
-    def closed(self) -> bool:
-        """True if no request may enter any more."""
-        return self._closing.is_set()
 
     @property
     def capacity(self) -> Capacity:
@@ -114,18 +105,28 @@ class Admission:
         have; Draining after `close`.
         """
         if self.closed:
-            raise _leaving()
+            raise leaving()
         sequences = num_requests if num_sequences is None else num_sequences
         self.tenants.check_sequences(client, sequences)
         self.tenants.check_tokens(client, 1.0)
         self._check_room(client, sequences, timeout_s)
-        self.num_requests += num_requests
+        self.count(num_requests, expel)
         self._num_sequences += sequences
         account = self.tenants[client.tenant]
         account.num_requests += num_requests
         account.num_sequences += sequences
-        self._expel[expel] = None
-        self._emptied.clear()
+
+    async def admit(
+        self,
+        num_requests: int,
+        expel: Callable[[], None],
+        *,
+        client: Client = ANYBODY,
+        num_sequences: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """As `enter`, which here waits for nothing."""
+        self.enter(num_requests, expel, client=client, num_sequences=num_sequences, timeout_s=timeout_s)
 
     def leave(
         self,
@@ -137,19 +138,20 @@ class Admission:
     ) -> None:
         """End requests. The arguments are those of `enter`."""
         sequences = num_requests if num_sequences is None else num_sequences
-        self.num_requests -= num_requests
         self._num_sequences -= sequences
         account = self.tenants[client.tenant]
         account.num_requests -= num_requests
         account.num_sequences -= sequences
-        self._expel.pop(expel, None)
-        if not self.num_requests:
-            self._emptied.set()
+        self.count_out(num_requests, expel)
+
+    async def begin_session(self, client: Client = ANYBODY) -> Callable[[], None]:
+        """As `open_session`, which here waits for nothing."""
+        return self.open_session(client)
 
     def open_session(self, client: Client = ANYBODY) -> Callable[[], None]:
         """Count a session until the returned function is called. Raises: Overloaded; Draining after `close`."""
         if self.closed:
-            raise _leaving()
+            raise leaving()
         self.tenants.check_sessions(
             client, self.num_sessions, self._capacity().num_sessions, is_shared=self._num_tenants() > 1
         )
@@ -182,6 +184,21 @@ class Admission:
         returns, and raises if no worker can serve the request.
         Raises: Overloaded after `queue_timeout_s`, or if the tenant has spent its tokens; exceptions of `raise_when_no_worker`.
         """
+        held = await self.hold(cost, priority, raise_when_no_worker, client=client)
+        try:
+            yield held.place
+        finally:
+            held.end()
+
+    async def hold(
+        self,
+        cost: Cost,
+        priority: int = 0,
+        raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        *,
+        client: Client = ANYBODY,
+    ) -> HeldPlace:
+        """As `place`, for a caller that ends what it holds."""
         account = self.tenants[client.tenant]
         expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
         self.tenants.check_tokens(client, expected)
@@ -196,13 +213,14 @@ class Admission:
             raise
         started_at = self._clock()
         self._running_since += started_at * cost.num_places
-        try:
-            yield place
-        finally:
+
+        def end() -> None:
             self._running_since -= started_at * cost.num_places
             self._learn(self._clock() - started_at)
             place.settle(has_run=True)
             self._give_back(waiter)
+
+        return HeldPlace(place, end)
 
     async def _granted(
         self, waiter: Waiter, raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None
@@ -293,24 +311,6 @@ class Admission:
         # unknown without a worker
         return num_ahead * mean_s / at_once if at_once else None
 
-    def close(self) -> None:
-        """Refuse all requests from now on."""
-        self._closing.set()
-
-    async def until_closed(self) -> NoReturn:
-        """Wait until `close`, for a front end that waits without a request. Raises: Draining."""
-        await self._closing.wait()
-        raise _leaving()
-
-    def expel(self) -> None:
-        """End all requests in the router."""
-        for expel in list(self._expel):
-            expel()
-
-    async def emptied(self) -> None:
-        """Returns when no request is in the router."""
-        await self._emptied.wait()
-
     def _check_room(self, client: Client, num_more: int, timeout_s: float | None) -> None:
         capacity = self._capacity().num_requests
         # requests that are being tokenized will wait, too
@@ -387,7 +387,3 @@ class Admission:
         self._running_blocks -= waiter.cost.num_blocks
         waiter.place.placed()
         self.recheck()
-
-
-def _leaving() -> Draining:
-    return Draining("this router is shutting down")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.tenants.tenant_account import TenantAccount
 
 
@@ -36,6 +37,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_requests_per_key: int | None = None
     """Most sequences of a tenant whose key has no own limit."""
 
+    @classmethod
+    def of(cls, settings: RouterSettings) -> Limits:
+        return cls(
+            max_queued_requests=settings.max_queued_requests,
+            queue_timeout_s=settings.queue_timeout_s,
+            max_requests_per_key=settings.max_requests_per_key,
+        )
+
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of a request that is known before it runs."""
@@ -48,6 +57,16 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of its prompt."""
     max_tokens: int = 0
     """Largest number of output tokens per sequence."""
+
+
+class RunningPlace(Protocol):
+    """Held by a running request, which reports its cost as it arises."""
+
+    def placed(self) -> None:
+        """A worker has the prompt, or none will. Later calls have no effect."""
+
+    def produced(self, num_tokens: int) -> None:
+        """Output tokens went to the client."""
 
 
 class Place:
@@ -93,6 +112,13 @@ class Place:
         self._charged_output += num_tokens
         self._account.spend(num_tokens)
         self._charge(num_tokens)
+
+
+class HeldPlace(NamedTuple):
+    """A place, and the call that gives it back; call it once."""
+
+    place: Place
+    end: Callable[[], None]
 
 
 class Waiter(msgspec.Struct, gc=False, eq=False):

@@ -41,6 +41,7 @@ from pdserve.router.requests.answer_reader import with_visible_markers
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_scope import REQUEST_ID_HEADER
+from pdserve.router.requests.router_views import OwnViews, RouterViews
 from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.tenants.client import Client
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -56,14 +57,15 @@ _HTTP_ERRORS = {
 class HttpFront:
     """OpenAI's endpoints over one `Inference`."""
 
-    def __init__(self, inference: Inference, responses: ResponseStore) -> None:
-        """responses: where those of `/v1/responses` are kept."""
+    def __init__(self, inference: Inference, responses: ResponseStore, views: RouterViews | None = None) -> None:
+        """responses: where those of `/v1/responses` are kept. views: over all processes of the router; default: this one's."""
         self._inference = inference
+        self._views = views = views or OwnViews(inference)
         self._keys = inference.keys
         self._started_at = int(time.time())
         described = OpenApi()
         routes = [
-            *DebugHttp(inference, self._keys).routes,
+            *DebugHttp(inference, self._keys, views).routes,
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"], name="ping"),
             Route("/ping", self.health, methods=["POST"], name="ping_by_post"),
@@ -97,7 +99,7 @@ class HttpFront:
         healthy = self._inference.healthy
         content = {
             "status": "ok" if healthy else "unavailable",
-            "requests": self._inference.admission.num_requests,
+            "requests": await self._views.num_requests(),
             "workers": self._inference.fleet.counts(),
         }
         return json_response(content, 200 if healthy else 503)
@@ -105,7 +107,7 @@ class HttpFront:
     async def load(self, request: Request) -> Response:
         """Number of requests in the router, in vLLM's shape."""
         await self._authenticate(request)
-        return json_response({"server_load": self._inference.admission.num_requests})
+        return json_response({"server_load": await self._views.num_requests()})
 
     async def ready(self, request: Request) -> Response:
         """Status 200 if a request could be served now."""
@@ -119,7 +121,7 @@ class HttpFront:
     async def metrics(self, request: Request) -> Response:
         """Metrics for clients; metrics per API key need an operator's key. Prometheus has a separate port."""
         client = await self._authenticate(request)
-        content = await self._inference.telemetry.exposition(by_key=self._keys.needed and client.sees_all)
+        content = await self._views.metrics(by_key=self._keys.needed and client.sees_all)
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:

@@ -210,18 +210,31 @@ def _is_full(worker: Worker, hint: PlacementHint) -> bool:
 
 
 def routing_view(
-    client: Client, settings: RouterSettings, admission: Admission, selector: WorkerSelector
+    client: Client, settings: RouterSettings, selector: WorkerSelector, numbers: dict[str, Any]
 ) -> dict[str, Any]:
-    """For JSON. An operator sees the requests of all tenants and the workers' loads, a user its own tenant's requests."""
+    """For JSON. An operator sees the requests of all tenants and the workers' loads, a user its own tenant's requests.
+
+    numbers: those of admission (`admission_numbers`).
+    """
     view: dict[str, Any] = {"policy": settings.policy, "local_prefill": settings.local_prefill}
     if not client.sees_all:
-        return view | {
+        return view | numbers | {"placements": selector.log.content_of(client.tenant)}
+    return (
+        view
+        | {"transfer_bytes_per_s": selector.bandwidth.bytes_per_s}
+        | numbers
+        | {"placements": selector.log.content()}
+    )
+
+
+def admission_numbers(client: Client, admission: Admission) -> dict[str, Any]:
+    """Requests in admission for JSON, as the client may see them."""
+    if not client.sees_all:
+        return {
             "running": admission.tenants[client.tenant].num_running,
             "queued": admission.num_queued_of(client.tenant),
-            "placements": selector.log.content_of(client.tenant),
         }
-    return view | {
-        "transfer_bytes_per_s": selector.bandwidth.bytes_per_s,
+    return {
         "running": admission.num_running,
         "queued": admission.num_queued,
         "sessions": admission.num_sessions,
@@ -235,5 +248,4 @@ def routing_view(
             }
             for tenant, account in admission.tenants.items()
         },
-        "placements": selector.log.content(),
     }

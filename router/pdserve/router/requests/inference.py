@@ -17,10 +17,12 @@ from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.held_bytes import HeldBytes
 from pdserve.router.admission.place import Capacity
 from pdserve.router.admission.place import Limits as AdmissionLimits
+from pdserve.router.admission.shared_admission import SharedAdmission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.worker_selector import WorkerSelector, pooling_workers
+from pdserve.router.process_link import ProcessLink
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.generation import Generation
@@ -55,22 +57,23 @@ class Inference:
         preparation: Preparation,
         index: PrefixIndex,
         bodies: ClientBodies,
+        parent: ProcessLink | None = None,
     ) -> None:
-        """models: names of the model for clients. index: is informed of the blocks that workers hold."""
+        """models: names of the model for clients. index: is informed of the blocks that workers hold.
+
+        parent: the process that counts the requests of several router processes; None: this one alone does.
+        """
         self.models = ServedModels(models, fleet)
         self.settings = settings
         self.bodies = bodies
         self.fleet = fleet
         self.keys = ApiKeys.from_settings(settings)
-        self.admission = Admission(
-            AdmissionLimits(
-                max_queued_requests=settings.max_queued_requests,
-                queue_timeout_s=settings.queue_timeout_s,
-                max_requests_per_key=settings.max_requests_per_key,
-            ),
-            self._capacity,
-            num_tenants=lambda: self.keys.num_tenants,
-        )
+        self.admission: Admission | SharedAdmission
+        if parent is None:
+            limits = AdmissionLimits.of(settings)
+            self.admission = Admission(limits, self._capacity, num_tenants=lambda: self.keys.num_tenants)
+        else:
+            self.admission = SharedAdmission(parent, self._capacity, settings.queue_timeout_s)
         self._held_embeds = HeldBytes(
             settings.max_prompt_embeds_bytes,
             "prompt_embeds has {asked} bytes, and requests in the router keep {held} of at most {limit} "
@@ -264,9 +267,9 @@ class Inference:
             lora_name=request.lora_name,
         )
 
-    def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
+    async def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
         """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
-        return StreamingSession(session_id, self.admission.open_session(client))
+        return StreamingSession(session_id, await self.admission.begin_session(client))
 
     def _client_stream(self, num_runs: int, *, stream: bool, returns_token_ids: bool = False) -> ClientStream:
         settings = self.settings

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 from typing import Generic, Protocol, TypeVar
 
-from pdserve.common.errors import Draining, PdServeError
+from pdserve.common.errors import Cancelled, Draining, PdServeError
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.timeline import Timeline
-from pdserve.router.admission.admission import Admission
+from pdserve.router.admission.shared_admission import RequestAdmission
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import Client
@@ -36,7 +36,7 @@ class RequestScope(abc.ABC, Generic[R]):
     """Counts its tasks as requests from `_enter` to `_leave`; admission may cancel it when the router stops."""
 
     def __init__(
-        self, request_id: str, runs: list[R], admission: Admission, record: RequestTrace, client: Client
+        self, request_id: str, runs: list[R], admission: RequestAdmission, record: RequestTrace, client: Client
     ) -> None:
         """client: owner of the request."""
         self.request_id = request_id
@@ -72,19 +72,19 @@ class RequestScope(abc.ABC, Generic[R]):
         """The timeline of the first task."""
         return self._runs[0].timeline
 
-    def _enter(self) -> None:
+    async def _enter(self) -> None:
         """Raises: Overloaded, Draining."""
         timeout_s = min(run.timeout_s for run in self._runs)
         try:
-            self._admission.enter(
+            await self._admission.admit(
                 len(self._runs),
                 self._expelled,
                 client=self._client,
                 num_sequences=self._num_sequences,
                 timeout_s=timeout_s,
             )
-        except PdServeError as error:
-            self._record.abort(error)
+        except BaseException as error:
+            self._record.abort(error if isinstance(error, PdServeError) else Cancelled("the client left"))
             self._record.end()
             raise
 

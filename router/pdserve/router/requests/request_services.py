@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.router.admission.admission import Admission
+from pdserve.router.admission.shared_admission import RequestAdmission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.preparation import Preparation
@@ -20,7 +20,7 @@ class RequestServices:
     fleet: Fleet
     models: ServedModels
     selector: WorkerSelector
-    admission: Admission
+    admission: RequestAdmission
     preparation: Preparation
     deny_list: DenyList
     company: Company

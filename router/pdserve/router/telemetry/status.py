@@ -17,6 +17,7 @@ from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.telemetry.status_view import (
     MAX_TENANTS,
     MAX_WORKERS,
+    AdmissionView,
     QueueView,
     StatusView,
     TenantView,
@@ -30,47 +31,21 @@ _MAX_CAUSE_CHARS = 200
 _VERSION = version("pdserve")
 
 
-def status_of(
-    client: Client,
-    model: str,
-    fleet: Fleet,
-    admission: Admission,
-    selector: WorkerSelector,
-    telemetry: RouterTelemetry,
-    *,
-    healthy: bool,
-) -> StatusView:
-    """An operator sees the fleet and all tenants' requests, a user its own tenant's requests. The size is bounded."""
-    log, now_ns = telemetry.request_log, now_unix_ns()
-    account = admission.tenants[client.tenant]
-    own = StatusView(
-        unix_s=now_ns / 1e9,
-        version=_VERSION,
-        model=model,
-        healthy=healthy,
-        uptime_s=(now_ns - log.started_unix_ns) / 1e9,
-        tenant=client.tenant,
-        queue=QueueView(
-            num_requests=account.num_requests,
-            num_running=account.num_running,
-            num_queued=admission.num_queued_of(client.tenant),
-            num_sessions=account.num_sessions,
-        ),
-        recent=log.recent(client),
-        slowest=log.slowest(client),
-        kept_requests=KEPT_REQUESTS,
-        kept_s=KEPT_S,
-    )
+def admission_view(client: Client, admission: Admission) -> AdmissionView:
+    """An operator sees all tenants, a user its own. The size is bounded."""
     if not client.sees_all:
-        return own
-    workers, tenants = fleet.lives(), admission.tenants.items()
-    # a draining worker is in both lists
-    names = {worker.identity.worker_id for worker in workers}
-    absent = [entry for entry in fleet.absent() if entry[1] not in names]
+        account = admission.tenants[client.tenant]
+        return AdmissionView(
+            queue=QueueView(
+                num_requests=account.num_requests,
+                num_running=account.num_running,
+                num_queued=admission.num_queued_of(client.tenant),
+                num_sessions=account.num_sessions,
+            )
+        )
+    tenants = admission.tenants.items()
     most = heapq.nlargest(MAX_TENANTS, tenants, key=lambda item: item[1].num_requests)
-    return msgspec.structs.replace(
-        own,
-        sees_all=True,
+    return AdmissionView(
         queue=QueueView(
             num_requests=admission.num_requests,
             num_running=admission.num_running,
@@ -78,11 +53,6 @@ def status_of(
             num_sessions=admission.num_sessions,
             num_places=admission.capacity.num_requests,
         ),
-        num_workers=len(absent) + len(workers),
-        workers=[
-            *(_absent_view(*entry) for entry in absent[:MAX_WORKERS]),
-            *map(_worker_view, workers[: max(0, MAX_WORKERS - len(absent))]),
-        ],
         num_tenants=len(tenants),
         tenants=[
             TenantView(
@@ -94,6 +64,53 @@ def status_of(
             )
             for tenant, each in most
         ],
+    )
+
+
+def status_of(
+    client: Client,
+    model: str,
+    fleet: Fleet,
+    admission: AdmissionView,
+    selector: WorkerSelector,
+    telemetry: RouterTelemetry,
+    *,
+    healthy: bool,
+) -> StatusView:
+    """An operator sees the fleet and all tenants' requests, a user its own tenant's requests. The size is bounded.
+
+    admission: as the client may see it; empty in a process whose parent counts.
+    """
+    log, now_ns = telemetry.request_log, now_unix_ns()
+    own = StatusView(
+        unix_s=now_ns / 1e9,
+        version=_VERSION,
+        model=model,
+        healthy=healthy,
+        uptime_s=(now_ns - log.started_unix_ns) / 1e9,
+        tenant=client.tenant,
+        queue=admission.queue,
+        recent=log.recent(client),
+        slowest=log.slowest(client),
+        kept_requests=KEPT_REQUESTS,
+        kept_s=KEPT_S,
+    )
+    if not client.sees_all:
+        return own
+    workers = fleet.lives()
+    # a draining worker is in both lists
+    names = {worker.identity.worker_id for worker in workers}
+    absent = [entry for entry in fleet.absent() if entry[1] not in names]
+    return msgspec.structs.replace(
+        own,
+        sees_all=True,
+        num_workers=len(absent) + len(workers),
+        workers=[
+            *(_absent_view(*entry) for entry in absent[:MAX_WORKERS]),
+            *map(_worker_view, workers[: max(0, MAX_WORKERS - len(absent))]),
+        ],
+        num_tenants=admission.num_tenants,
+        tenants=admission.tenants,
         errors=telemetry.metrics.error_counts(),
         num_indexed_blocks=selector.num_indexed_blocks,
         transfer_bytes_per_s=selector.bandwidth.bytes_per_s,

@@ -110,6 +110,15 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     """Most running sequences; None for users."""
 
 
+class AdmissionView(msgspec.Struct, frozen=True, kw_only=True):
+    """Admission as one client may see it."""
+
+    queue: QueueView = QueueView()
+    num_tenants: int = 0
+    tenants: list[TenantView] = []
+    """The tenants with most requests; empty for users."""
+
+
 class RecentView(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that ended within the last `window_s` seconds; percentiles are None without a request."""
 

@@ -17,8 +17,8 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.admission.admission import Admission
-from pdserve.router.admission.place import Cost, Place
+from pdserve.router.admission.place import Cost, RunningPlace
+from pdserve.router.admission.shared_admission import RequestAdmission
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.attempts.embed_call import Embedded, embed
@@ -69,7 +69,7 @@ class EmbeddingTask:
         timeout_s = max(0.0, served.timeout_s - late_s)
         self._request = msgspec.structs.replace(served.request, timeout_s=timeout_s)
         self._services = services
-        self._holds: Place | None = None
+        self._holds: RunningPlace | None = None
         self._prepared: dict[tuple[str, int], HashedRequest] = {}
         self._crash_guard = CrashGuard(services.deny_list, services.fleet, services.company, self._request.client)
         self._full = FullWorkers(services.settings.queue_timeout_s)
@@ -251,7 +251,7 @@ class Embedding(RequestScope[EmbeddingInput]):
         request_id: str,
         inputs: list[EmbeddingInput],
         services: RequestServices,
-        admission: Admission,
+        admission: RequestAdmission,
         record: RequestTrace,
         client: Client = ANYBODY,
     ) -> None:
@@ -268,7 +268,7 @@ class Embedding(RequestScope[EmbeddingInput]):
         if len(self._runs) > MAX_RUNNING:
             # the inputs have just been made, which is as long as all others should wait
             await asyncio.sleep(0)
-        self._enter()
+        await self._enter()
         began = time.monotonic()
         waiting = iter(enumerate(self._runs))
         vectors = [array("f")] * len(self._runs)

@@ -23,7 +23,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.admission.place import Cost, Place
+from pdserve.router.admission.place import Cost, RunningPlace
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
@@ -75,7 +75,7 @@ class PromptTask:
         """Sequences that the client gets."""
         self.num_sequences = request.sampling_params.num_sequences
         self._processor: OutputProcessor | None = None
-        self._holds: Place | None = None
+        self._holds: RunningPlace | None = None
         self._prepared: dict[tuple[str, int, int, int], HashedRequest] = {}
         """(layout, sequence, length of the client's output) -> hashed request."""
         self._begun: set[int] = set()
