@@ -17,8 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pdserve.kernels.native.native_int8 import NATIVE_DTYPES, BlockedValues, NativeInt8Rows
-from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
+from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, NativeLibrary, NativeLibraryError, load_library
 
 LARGEST = 127
 """-128 is not used, so that ranges are symmetric."""

@@ -14,10 +14,9 @@ from torch import Tensor
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.kv_pages import KvPages, check_spec
-from pdserve.kernels.native.native_library import DecodeCall, NativeLibrary
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary
 from pdserve.kernels.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_HEAD_DIM = 512
 
 
@@ -25,7 +24,7 @@ def unsupported(kv_cache: Tensor) -> str | None:
     """Say why C++ cannot attend over this cache; None if it can."""
     if kv_cache.device.type != "cpu":
         return f"it needs a cache in main memory; the device is {str(kv_cache.device)!r}"
-    if kv_cache.dtype not in _DTYPES:
+    if kv_cache.dtype not in NATIVE_DTYPES:
         return f"it supports float32 and bfloat16; the cache is {str(kv_cache.dtype).removeprefix('torch.')}"
     if kv_cache.dim() == 6 and kv_cache.shape[5] > _MAX_HEAD_DIM:
         return f"it supports heads of at most {_MAX_HEAD_DIM} numbers; the cache has {kv_cache.shape[5]}"
@@ -91,7 +90,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
         self._call = call = DecodeCall(
             kv_cache=pages.kv_cache.data_ptr(), num_blocks=pages.num_blocks, num_kv_heads=pages.num_kv_heads,
             num_layers=pages.num_layers, block_size=pages.block_size, head_dim=pages.head_dim,
-            dtype=_DTYPES[pages.kv_cache.dtype], block_tables=self._tables.data_ptr(), table_stride=self._tables.stride(0),
+            dtype=NATIVE_DTYPES[pages.kv_cache.dtype], block_tables=self._tables.data_ptr(), table_stride=self._tables.stride(0),
             table_width=self._tables.shape[1], seq_lens=self._lens.data_ptr(), num_seqs=size, group_size=group_size,
             window=spec.window or 0, scale=spec.scale, softcap=spec.softcap or 0.0, piece_starts=self._starts.data_ptr(),
             num_threads=torch.get_num_threads(),

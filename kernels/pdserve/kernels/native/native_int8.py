@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.native.native_library import Int8Call, NativeLibrary
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, Int8Call, NativeLibrary
 
-NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ZERO = 128
 _QUAD, _CHANNELS, _INPUT_UNIT = 4, 64, 64
 """Inputs side by side; channels of a block; inputs are padded to multiples of the last."""

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 
+import torch
+
 from pdserve.kernels.native.build_library import SOURCES, library_name
+
+NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The dtypes that C++ reads -> their number in a call."""
 
 
 class NativeLibraryError(Exception):

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kernels.lora import LoraStack, tokens_by_slot
-from pdserve.kernels.native.native_library import LoraCall, LoraTokens, NativeLibrary
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, LoraCall, LoraTokens, NativeLibrary
 from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_RANK = 512
 LONG_CHUNK = 64
 """Tokens of a chunk from which on a matrix product in torch takes less time (docs/performance.md)."""
@@ -28,7 +27,7 @@ def unsupported_lora(dtype: torch.dtype, device: torch.device) -> str | None:
     """Say why C++ cannot compute the products; None if it can."""
     if device.type != "cpu":
         return f"it needs weights in main memory; the device is {str(device)!r}"
-    if dtype not in _DTYPES:
+    if dtype not in NATIVE_DTYPES:
         return f"it supports float32 and bfloat16; the model is served in {str(dtype).removeprefix('torch.')}"
     return None
 
@@ -104,7 +103,7 @@ class NativeLoraLayer:
         self._stack = stack
         self._ends = np.array(stack.ends, np.int64)
         self._call = LoraCall(
-            a=stack.a.data_ptr(), b=stack.b.data_ptr(), dtype=_DTYPES[stack.a.dtype], in_size=stack.a.shape[2],
+            a=stack.a.data_ptr(), b=stack.b.data_ptr(), dtype=NATIVE_DTYPES[stack.a.dtype], in_size=stack.a.shape[2],
             out_size=stack.b.shape[2], num_products=len(stack.ends), max_rank=stack.max_rank,
             column_ends=self._ends.ctypes.data, ranks=stack.ranks.ctypes.data,
         )  # fmt: skip
