@@ -11,7 +11,6 @@ import torch
 from pdserve.kernels import make_lora_ops as choice
 from pdserve.kernels.lora import LoraOps, LoraStack
 from pdserve.kernels.make_lora_ops import make_lora_ops
-from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError
 from pdserve.kernels.native.native_lora import NativeLoraOps
 from pdserve.kernels.torch_lora import TorchLoraOps
@@ -31,26 +30,18 @@ class TestTorchLora(LoraContract):
         return TorchLoraOps(CPU)
 
 
-@pytest.fixture(scope="module")
-def built() -> NativeLibrary:
-    try:
-        return NativeLibrary(str(build()))
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
 class TestNativeLora(LoraContract):
     @pytest.fixture(autouse=True)
     def _built(self, built: NativeLibrary) -> None:
-        self.library = built
+        self.native_library = built
 
     def make_ops(self, dtype: torch.dtype) -> NativeLoraOps:
-        return NativeLoraOps(self.library)
+        return NativeLoraOps(self.native_library)
 
     @DTYPES
     def test_every_instruction_set(self, dtype: torch.dtype) -> None:
-        for level in self.library.levels:
-            ops = NativeLoraOps(self.library, level)
+        for level in self.native_library.levels:
+            ops = NativeLoraOps(self.native_library, level)
             layer = self.layer(ops, LARGE, dtype, 77, SIZES, max_rank=16)
             slots, counts = [3, 0, 1, 2, 0, 0, 0, 0, -1], [1] * 6 + [2, 5, 3]
             x, of_tokens = layer.rows(sum(counts), 77, 0.1), np.repeat(slots, counts).tolist()

@@ -24,23 +24,15 @@ from tests.support.attention_cases import TOLERANCES, check_step, make_case, mak
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def built() -> NativeLibrary:
-    try:
-        return NativeLibrary(str(build()))
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
 class TestNativeAttention(AttentionContract):
     @pytest.fixture(autouse=True)
     def _built(self, built: NativeLibrary) -> None:
-        self.library = built
+        self.native_library = built
 
     def make_backend(self, kv_cache: Tensor) -> NativeAttentionBackend:
         if kv_cache.dtype is torch.float16:
             pytest.skip("float16 stays with torch")
-        return NativeAttentionBackend(kv_cache, self.library)
+        return NativeAttentionBackend(kv_cache, self.native_library)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

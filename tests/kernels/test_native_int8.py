@@ -9,19 +9,10 @@ from torch import Tensor
 from pdserve.kernels import int8_linear
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, has_fast_int8, quantize_rows
 from pdserve.kernels.native import native_int8
-from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
 from pdserve.kernels.native.native_library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def built() -> NativeLibrary:
-    try:
-        return NativeLibrary(str(build()))
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def in_torch(matrix: Int8Matrix, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> Int8Linear:

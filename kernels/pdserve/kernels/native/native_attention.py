@@ -39,7 +39,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
         if reason := unsupported(kv_cache):
             raise ValueError(f"native attention: {reason}")
         super().__init__(kv_cache)
-        self._library = library
+        self._native_library = library
         self._level = 0 if level is None else library.levels.index(level)
         self._partials = torch.empty(0)
 
@@ -53,7 +53,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
     def attend(self, call: DecodeCall) -> None:
         """Write `call.out`."""
-        if self._library.paged_decode(byref(call), self._level):
+        if self._native_library.paged_decode(byref(call), self._level):
             raise ValueError("block_tables changed after the plan: a block number is outside the cache")
 
     def prepare(self, call: DecodeCall, partial_size: int) -> None:
@@ -61,7 +61,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
         partial_size: numbers of one piece. Raises: ValueError for a block number outside the cache.
         """
-        num_pieces = self._library.plan_decode(byref(call))
+        num_pieces = self._native_library.plan_decode(byref(call))
         if num_pieces < 0:
             raise ValueError(
                 f"block_tables of sequence {-1 - num_pieces} names a block outside the cache of {call.num_blocks} blocks"
@@ -69,7 +69,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
         if self._partials.numel() < num_pieces * partial_size:
             self._partials = torch.empty(num_pieces * partial_size * 3 // 2)
         call.partials = self._partials.data_ptr()
-        call.parallel = self._library.parallel
+        call.parallel = self._native_library.parallel
 
 
 class NativeAttentionPlan(TorchAttentionPlan):

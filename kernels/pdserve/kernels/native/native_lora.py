@@ -37,7 +37,7 @@ class NativeLoraOps:
 
     def __init__(self, library: NativeLibrary, level: str | None = None) -> None:
         """level: one of `library.levels`; default: the fastest."""
-        self._library = library
+        self._native_library = library
         self._level = 0 if level is None else library.levels.index(level)
         self._long_chunks: Sequence[LoraChunk] = ()
         self._held: tuple[NDArray[np.int64], ...] = ()
@@ -84,8 +84,8 @@ class NativeLoraOps:
                 pointer(self._tokens),
                 torch.get_num_threads(),
             )
-            call.parallel = self._library.parallel
-            self._library.add_lora(byref(call), self._level)
+            call.parallel = self._native_library.parallel
+            self._native_library.add_lora(byref(call), self._level)
         for chunk in self._long_chunks:
             add_chunk(stack, y, x, chunk)
 
