@@ -57,7 +57,7 @@ def library_name() -> str:
     digest = hashlib.sha256(platform.machine().encode())
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), Path(__file__)]):
         digest.update(path.read_bytes())
-    return f"paged_decode-{digest.hexdigest()[:12]}.so"
+    return f"native_kernels-{digest.hexdigest()[:12]}.so"
 
 
 def find_compiler() -> list[str]:
@@ -95,7 +95,7 @@ def build(folder: Path = SOURCES) -> Path:
         _run_all(commands)
         _run_all([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]])
         Path(room, target.name).replace(target)
-    for other in folder.glob("paged_decode-*.so"):
+    for other in folder.glob("native_kernels-*.so"):
         if other != target:
             other.unlink(missing_ok=True)
     return target
