@@ -62,10 +62,13 @@ def load_decoder(
         raise ConfigError(refusal)
     with torch.inference_mode():
         if load_format == "dummy":
-            shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")
-            # learns the names, by which progress is measured
-            _decoder(config, shapes, "meta", quantization, WHOLE, None)
-            return _decoder(config, shapes.on_device(device), device, quantization, shard, progress)
+            weights = DummyWeights.of_model(
+                folder,
+                TORCH_DTYPES[config.dtype],
+                device,
+                lambda shapes: _decoder(config, shapes, "meta", quantization, WHOLE, None),
+            )
+            return _decoder(config, weights, device, quantization, shard, progress)
         with open_checkpoint(folder) as checkpoint:
             return _decoder(config, _source(config, checkpoint), device, quantization, shard, progress)
 

@@ -69,10 +69,10 @@ class TransformersDecoder:
     ) -> TransformersDecoder:
         """Read the weights. Arguments: as of `load_decoder`. Raises: ConfigError, UnsupportedModel."""
         if load_format == "dummy":
-            shapes = DummyWeights(folder, TORCH_DTYPES[config.dtype], "meta")
-            # learns the names, by which progress is measured
-            cls._loaded(config, shapes, "meta", None)
-            return cls._loaded(config, shapes.on_device(device), device, progress)
+            weights = DummyWeights.of_model(
+                folder, TORCH_DTYPES[config.dtype], device, lambda shapes: cls._loaded(config, shapes, "meta", None)
+            )
+            return cls._loaded(config, weights, device, progress)
         with open_checkpoint(folder) as checkpoint:
             return cls._loaded(config, checkpoint, device, progress)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -28,6 +28,17 @@ class DummyWeights:
         self._device = torch.device(device)
         self._shapes: dict[str, tuple[int, ...]] = {}
 
+    @classmethod
+    def of_model(
+        cls, folder: Path, dtype: torch.dtype, device: str, load: Callable[[DummyWeights], object]
+    ) -> DummyWeights:
+        """With the names of a whole model, by which progress is measured. load: reads it; the weights are then on the meta device."""
+        shapes = cls(folder, dtype, "meta")
+        load(shapes)
+        weights = cls(folder, dtype, device)
+        weights._shapes = shapes._shapes
+        return weights
+
     @property
     def names(self) -> list[str]:
         """Names that were read so far."""
@@ -38,12 +49,6 @@ class DummyWeights:
 
     def where(self, name: str) -> str:
         return f"{self.folder}: {name}, drawn"
-
-    def on_device(self, device: str) -> DummyWeights:
-        """The same weights on another device, with the names that were read here."""
-        other = DummyWeights(self.folder, self._dtype, device)
-        other._shapes = dict(self._shapes)
-        return other
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = (), part: Part | None = None) -> Tensor:
         """A new tensor in the served dtype. A part is cut from the whole, so that it has the same numbers for any number of ranks.
