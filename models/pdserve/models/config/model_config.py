@@ -45,8 +45,8 @@ class ModelConfig:
     """A model's dimensions and options, read before its weights."""
 
     architecture: str
-    family: ModelFamily
-    """The model's family, with the options that only this family has."""
+    family: FamilyLayers
+    """The model's `ModelFamily`, if it is native, with the options that only this family has."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -176,8 +176,8 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ModelFamily(ABC):
-    """Models of one architecture. A subclass is a file of `families`, and its fields are the family's own options."""
+class FamilyLayers:
+    """Options of a model's layers, and how weights become layers; by itself the defaults, with the windows of one model."""
 
     sliding_windows: tuple[int | None, ...]
     """Per layer, see `ModelConfig.sliding_windows`."""
@@ -242,29 +242,6 @@ class ModelFamily(ABC):
     head_name: ClassVar[str] = "lm_head.weight"
     classifier_name: ClassVar[str] = "score.weight"
 
-    @classmethod
-    @abstractmethod
-    def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
-        """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
-
-    @classmethod
-    def unpacks(cls, config: JsonObject) -> bool:
-        """True if the family reads the checkpoint's quantized weights itself."""
-        return False
-
-    @classmethod
-    def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
-        """Raises: ConfigError, UnsupportedModel."""
-        return RopeParameters.from_config(
-            config, head_dim, max_positions, default_theta=cls.default_rope_theta,
-            default_rotary_factor=cls.default_rotary_factor, may_be_partial=cls.rotates_part,
-        )  # fmt: skip
-
-    @classmethod
-    def read_local_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters | None:
-        """Rotary embedding of layers with a window; None: as in the other layers. Raises: ConfigError, UnsupportedModel."""
-        return None
-
     def embedding_scale(self, dtype: torch.dtype) -> float:
         """`embedding_multiplier` as it is multiplied with embeddings of this dtype."""
         return self.embedding_multiplier
@@ -310,3 +287,31 @@ class ModelFamily(ABC):
             weights, prefix, config.hidden_size, config.intermediate_size,
             bias=self.mlp_bias, activation=self.activations[0], is_fused=self.has_fused_mlp,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelFamily(FamilyLayers, ABC):
+    """Models of one architecture, as folders have them. A subclass is a file of `families`; its fields are its own options."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
+        """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
+
+    @classmethod
+    def unpacks(cls, config: JsonObject) -> bool:
+        """True if the family reads the checkpoint's quantized weights itself."""
+        return False
+
+    @classmethod
+    def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
+        """Raises: ConfigError, UnsupportedModel."""
+        return RopeParameters.from_config(
+            config, head_dim, max_positions, default_theta=cls.default_rope_theta,
+            default_rotary_factor=cls.default_rotary_factor, may_be_partial=cls.rotates_part,
+        )  # fmt: skip
+
+    @classmethod
+    def read_local_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters | None:
+        """Rotary embedding of layers with a window; None: as in the other layers. Raises: ConfigError, UnsupportedModel."""
+        return None

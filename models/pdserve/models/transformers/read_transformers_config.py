@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.json_file import read_json_object
 from pdserve.models.config.family_fields import words
+from pdserve.models.config.model_config import FamilyLayers
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.served_dtype import served_dtype
 from pdserve.models.config.special_tokens import special_tokens
@@ -25,7 +26,7 @@ from pdserve.models.json_object import MAX_INTEGER, JsonObject
 from pdserve.models.transformers.attention_interface import IMPLEMENTATION
 from pdserve.models.transformers.fixed_rope import fix_rope, original_positions
 from pdserve.models.transformers.traced_model import NO_INTERFACE, TracedModel, trace
-from pdserve.models.transformers.transformers_config import TransformersConfig, TransformersFamily
+from pdserve.models.transformers.transformers_config import TransformersConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MAX_LAYERS = 4096
@@ -65,7 +66,7 @@ def read_transformers_config(folder: Path, dtype: str = "auto") -> TransformersC
     spec = traced.specs[0]
     return TransformersConfig(
         architecture=model_class.__name__,
-        family=TransformersFamily(tuple(spec.window for spec in traced.specs)),
+        family=FamilyLayers(tuple(spec.window for spec in traced.specs)),
         vocab_size=traced.vocab_size,
         hidden_size=traced.hidden_size,
         num_layers=len(traced.specs),

@@ -10,26 +10,17 @@ from transformers import PreTrainedConfig
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.models.config.model_config import ModelConfig, ModelFamily
-from pdserve.models.json_object import JsonObject
+from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.transformers.traced_model import TracedModel
 
 IMPLEMENTATION_VERSION = f"transformers {transformers.__version__}"
 """Part of the fingerprint: it decides how keys are rounded, and in which order the numbers of a head are stored."""
 
 
-@dataclass(frozen=True)
-class TransformersFamily(ModelFamily):
-    """The windows alone: everything else is in the code of `transformers`."""
-
-    @classmethod
-    def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
-        raise NotImplementedError("read_transformers_config makes the family")
-
-
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelConfig):
-    """`rope` and `rms_norm_eps` are not used: the code of `transformers` reads its own configuration."""
+    """`rope` and `rms_norm_eps` are not used, nor is `family` but for its windows: the code of `transformers` reads its own
+    configuration."""
 
     traced: TracedModel
     hf: PreTrainedConfig = field(compare=False, repr=False)

@@ -32,7 +32,7 @@ class DummyWeights:
     def of_model(
         cls, folder: Path, dtype: torch.dtype, device: str, load: Callable[[DummyWeights], object]
     ) -> DummyWeights:
-        """With the names of a whole model, by which progress is measured. load: reads it; the weights are then on the meta device."""
+        """With the names of a whole model, by which progress is measured. load: reads the model from weights on the meta device."""
         shapes = cls(folder, dtype, "meta")
         load(shapes)
         weights = cls(folder, dtype, device)
