@@ -324,7 +324,7 @@ async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
 
 
 async def test_answers_and_errors_have_the_traces_id(cluster, collector):
-    """It is the request's own span, that of a trace which is not sampled, too; refusals before that have no trace."""
+    """`traceparent` names the request's own span, also where its trace is not sampled; what is refused before has none."""
     await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
     seen = set()
     for path, body in (

@@ -20,7 +20,7 @@ IMAGE = 63
 
 
 class HashImageModel(HashModel):
-    """Its own encoder."""
+    """Implements the vision tower, too: `encode` makes the contents of an image's tokens of its pixels."""
 
     def __init__(self) -> None:
         super().__init__()
