@@ -24,7 +24,7 @@ from tests.support.phase_pauses import PhasePauses
 from tests.support.waiting import HANG_S
 
 from .conftest import Row
-from .worker_matrix import FLAGS, SOON_S, WAYS, Matrix, hurt, running_matrix
+from .worker_matrix import FLAGS, SOON_S, WAYS, Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -49,9 +49,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    model = tiny_checkpoints("llama", num_hidden_layers=4)
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *OVER_TCP) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory) as made:
         yield made
 
 

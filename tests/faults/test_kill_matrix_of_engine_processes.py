@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.phase_pauses import PhasePauses
-
 from .conftest import Row
-from .worker_matrix import Matrix, hurt, running_matrix
+from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -19,10 +17,7 @@ PHASES = ("computing", "moving", "landed", "streaming")
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    model = tiny_checkpoints("llama", num_hidden_layers=4)
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    flags = ("--set", "connector=tcp", "--set", "engine_process=true")
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", "engine_process=true") as made:
         yield made
 
 

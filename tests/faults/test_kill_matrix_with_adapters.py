@@ -9,10 +9,9 @@ import pytest
 
 from tests.support.lora_adapters import adapter_flags
 from tests.support.pausing_worker import PHASES
-from tests.support.phase_pauses import PhasePauses
 
 from .conftest import Row
-from .worker_matrix import Matrix, hurt, running_matrix
+from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(180)]
 MODELS = {"greedy": "one", "seeded": "two", "penalties": "three"}
@@ -24,9 +23,7 @@ CELLS = [(phase, victim, way) for phase in PHASES for victim, way in (("prefill"
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     flags = adapter_flags(tmp_path_factory.mktemp("adapters"), model, *MODELS.values())
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    folder = tmp_path_factory.mktemp("logs")
-    with running_matrix(model, folder, pauses, "--set", "connector=tcp", *flags, models=MODELS) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, *flags, models=MODELS) as made:
         yield made
 
 

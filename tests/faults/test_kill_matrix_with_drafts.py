@@ -14,10 +14,9 @@ import pytest
 
 from tests.support.inference_client import InferenceClient
 from tests.support.pausing_worker import PHASES
-from tests.support.phase_pauses import PhasePauses
 
 from .conftest import Row
-from .worker_matrix import REQUESTS, Matrix, hurt, running_matrix
+from .worker_matrix import REQUESTS, Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -25,10 +24,8 @@ pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
     drafts = json.dumps({"model": str(model), "num_speculative_tokens": 3, "disable_by_batch_size": None})
-    flags = ("--set", "connector=tcp", "--set", f"speculative_config={drafts}")
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", f"speculative_config={drafts}") as made:
         yield made
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.phase_pauses import PhasePauses
-
 from .conftest import Row
-from .worker_matrix import Matrix, hurt, running_matrix
+from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -28,10 +26,7 @@ CELLS = [
 def matrix(
     request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Matrix]:
-    model = tiny_checkpoints("llama", num_hidden_layers=4)
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    flags = ("--set", "connector=tcp", "--set", request.param)
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", request.param) as made:
         yield made
 
 

@@ -8,23 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.pausing_worker import PHASES
-from tests.support.phase_pauses import PhasePauses
 
 from .conftest import Row
-from .worker_matrix import RANK, Matrix, hurt, running_matrix
+from .worker_matrix import RANK, Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(300)]
 
-TWO_RANKS = ("--set", "connector=tcp", "--set", "tensor_parallel_size=2")
 CELLS = [(phase, role, RANK) for phase in PHASES for role in ("prefill", "decode")]
 WHOLE = [("moving", "prefill", "SIGKILL"), ("moving", "decode", "SIGKILL"), ("streaming", "decode", "SIGSTOP")]
 
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    model = tiny_checkpoints("llama", num_hidden_layers=4)
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *TWO_RANKS) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", "tensor_parallel_size=2") as made:
         yield made
 
 

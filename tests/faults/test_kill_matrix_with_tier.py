@@ -8,22 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.pausing_worker import PHASES
-from tests.support.phase_pauses import PhasePauses
 
 from .conftest import Row
-from .worker_matrix import Matrix, hurt, running_matrix
+from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
-SMALL_POOL = ("--set", "connector=tcp", "--set", "num_blocks=30", "--set", "kv_host_mib=8")
+SMALL_POOL = ("--set", "num_blocks=30", "--set", "kv_host_mib=8")
 """The matrix's requests have up to 14 blocks each."""
 
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    model = tiny_checkpoints("llama", num_hidden_layers=4)
-    pauses = PhasePauses(tmp_path_factory.mktemp("pauses"))
-    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *SMALL_POOL) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, *SMALL_POOL) as made:
         yield made
 
 

@@ -9,13 +9,14 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from pdserve.v1 import request_pb2
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
@@ -105,6 +106,20 @@ def running_matrix(
         asyncio.run(undisturbed())
         yield matrix
         cluster.check_logs()
+
+
+@contextmanager
+def tiny_matrix(
+    tiny_checkpoints: Callable[..., Path],
+    folders: pytest.TempPathFactory,
+    *flags: str,
+    models: Mapping[str, str] | None = None,
+) -> Iterator[Matrix]:
+    """A matrix of a tiny model over TCP. flags, models: as of `running_matrix`."""
+    model, pauses = tiny_checkpoints("llama", num_hidden_layers=4), PhasePauses(folders.mktemp("pauses"))
+    flags = ("--set", "connector=tcp", *flags)
+    with running_matrix(model, folders.mktemp("logs"), pauses, *flags, models=models) as made:
+        yield made
 
 
 def engine_process_of(worker: Service) -> int:
