@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import ARCHITECTURES
+from tests.support.family_checkpoints import cases, make_family
 from tests.support.paged_run import PagedRun
 
 
@@ -32,3 +34,16 @@ def oracle_logits() -> Callable[[Path, Sequence[int]], Tensor]:
         return result
 
     return logits
+
+
+@pytest.fixture(scope="session")
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`plain_checkpoint(family)`: its plain case, made once."""
+
+    @cache
+    def make(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        make_family(folder, family, cases(family)[0])
+        return folder
+
+    return make

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,6 @@ CASES = [
     for family in OPTIONS
     for index, fields in enumerate(cases(family))
 ]
-
-
-@pytest.fixture(scope="module")
-def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`plain_checkpoint(family)`: its plain case, made once."""
-
-    @cache
-    def make(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        make_family(folder, family, cases(family)[0])
-        return folder
-
-    return make
 
 
 @pytest.mark.parametrize(("family", "fields"), CASES)

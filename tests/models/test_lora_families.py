@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_adapter import read_adapter
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
-from tests.support.family_checkpoints import cases, make_family
 from tests.support.lora_adapters import make_adapter, merged_checkpoint
 from tests.support.paged_run import PagedRun
 from tests.support.thread_ranks import on_all_ranks
@@ -33,19 +31,6 @@ FUSED = {
 }
 """Family -> modules of its layers."""
 LLAMAS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(family)`: its plain case, made once."""
-
-    @cache
-    def make(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        make_family(folder, family, cases(family)[0])
-        return folder
-
-    return make
 
 
 def logits_with(base: Path, adapter: Path | None, shard: RankShard = WHOLE) -> Tensor:
@@ -71,8 +56,10 @@ def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
     "family",
     [*FUSED, "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "granite", "olmo2"))],
 )
-def test_logits_are_those_of_the_merged_weights(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    base = checkpoint(family)
+def test_logits_are_those_of_the_merged_weights(
+    family: str, plain_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = plain_checkpoint(family)
     adapter = make_adapter(tmp_path / "adapter", base, targets=FUSED.get(family, LLAMAS), spread=0.2)
     merged = merged_checkpoint(tmp_path / "merged", base, adapter)
     expected = oracle_logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval())
@@ -86,10 +73,10 @@ def test_logits_are_those_of_the_merged_weights(family: str, checkpoint: Callabl
     [("phi3", 2), ("qwen3", 4), *(pytest.param(f, 2, marks=pytest.mark.slow) for f in ("glm4", "qwen3_moe"))],
 )
 def test_ranks_have_the_logits_of_one(
-    family: str, size: int, checkpoint: Callable[[str], Path], tmp_path: Path
+    family: str, size: int, plain_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Also with fewer heads of keys and values than ranks."""
-    base = checkpoint(family)
+    base = plain_checkpoint(family)
     targets = ("q_proj", "k_proj", "v_proj", "o_proj") if family == "qwen3_moe" else FUSED.get(family, LLAMAS)
     adapter = make_adapter(tmp_path, base, targets=targets, spread=0.2)
     alone = logits_with(base, adapter)
@@ -98,8 +85,10 @@ def test_ranks_have_the_logits_of_one(
     assert all(not other.numel() for other in others)
 
 
-def test_parts_of_a_fused_projection_are_refused_by_name(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    base = checkpoint("phi3")
+def test_parts_of_a_fused_projection_are_refused_by_name(
+    plain_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = plain_checkpoint("phi3")
     _, targets = with_lora_targets(load_decoder(base), max_loras=1, max_rank=8)
     make_adapter(tmp_path, base, targets=FUSED["phi3"])
     path = tmp_path / "adapter_model.safetensors"
@@ -121,7 +110,7 @@ def test_parts_of_a_fused_projection_are_refused_by_name(checkpoint: Callable[[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FUSED)
-def test_logits_are_pefts(family: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_logits_are_pefts(family: str, plain_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft: Any = pytest.importorskip("peft")
@@ -129,7 +118,9 @@ def test_logits_are_pefts(family: str, checkpoint: Callable[[str], Path], tmp_pa
         config = peft.LoraConfig(
             task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules=list(FUSED[family]), init_lora_weights=False
         )
-        base = AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(plain_checkpoint(family), dtype=torch.float32)
         model = peft.get_peft_model(base, config).eval()
         model.save_pretrained(tmp_path)
-    torch.testing.assert_close(logits_with(checkpoint(family), tmp_path), oracle_logits(model), atol=ATOL, rtol=ATOL)
+    torch.testing.assert_close(
+        logits_with(plain_checkpoint(family), tmp_path), oracle_logits(model), atol=ATOL, rtol=ATOL
+    )

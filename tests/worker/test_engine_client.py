@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -29,28 +29,18 @@ from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.worker.engine_client import EngineClient, RequestStream
 from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.request_reader import engine_request_id
-from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
+from tests.support.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.hash_model import greedy_answer
 from tests.support.waiting import HANG_S, eventually
+from tests.worker.client_harness import ClientHarness, with_client
 
 PROMPT = list(range(22))
 
 
-class ClientHarness(Harness):
-    """With the client that workers use."""
-
-    client: EngineClient
-    host: InprocHost
-
-
 @pytest.fixture
 async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # noqa: F811
-    harness = cast(ClientHarness, make_engine(max_num_batched_tokens=8, max_local_prefill_tokens=40))
-    harness.host = InprocHost(harness.core)
-    harness.client = EngineClient(harness.host)
-    harness.host.start_thread()
-    yield harness
-    await harness.host.close()
+    async with with_client(make_engine(max_num_batched_tokens=8, max_local_prefill_tokens=40)) as harness:
+        yield harness
 
 
 async def read(stream: OutputStream) -> list[int]:

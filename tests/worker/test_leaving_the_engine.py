@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 
 from pdserve.common.request.engine_types import EngineCoreOutput
-from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_host.engine_host import RequestEnd
-from pdserve.worker.engine_host.inproc_host import InprocHost
-from tests.support.engine_harness import Harness, MakeEngine, harnesses, make_engine  # noqa: F401
+from tests.support.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.waiting import HANG_S
+from tests.worker.client_harness import ClientHarness, with_client
 
 PROMPT = list(range(22))
 
 
-class ClientHarness(Harness):
-    """With the client that workers use."""
-
-    client: EngineClient
-    host: InprocHost
-
-
 @pytest.fixture
 async def engine(make_engine: MakeEngine) -> AsyncIterator[ClientHarness]:  # noqa: F811
-    harness = cast(ClientHarness, make_engine(max_num_batched_tokens=8))
-    harness.host = InprocHost(harness.core)
-    harness.client = EngineClient(harness.host)
-    harness.host.start_thread()
-    yield harness
-    await harness.host.close()
+    async with with_client(make_engine(max_num_batched_tokens=8)) as harness:
+        yield harness
 
 
 class Told:
