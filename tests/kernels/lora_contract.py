@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.linear import make_linear
-from pdserve.kernels.lora import NO_ADAPTER, LoraLinear, LoraMatrices, LoraOps, LoraStack
+from pdserve.kernels.lora.lora_linear import NO_ADAPTER, LoraLinear, LoraMatrices, LoraOps, LoraStack
 
 SIZES, MAX_LORAS, MAX_RANK = (16, 8, 9), 4, 6
 Adapters = dict[int, dict[int, LoraMatrices]]

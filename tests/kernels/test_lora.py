@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels import make_lora_ops as choice
-from pdserve.kernels.lora import LoraOps, LoraStack
-from pdserve.kernels.make_lora_ops import make_lora_ops
+from pdserve.kernels.lora import make_lora_ops as choice
+from pdserve.kernels.lora.lora_linear import LoraOps, LoraStack
+from pdserve.kernels.lora.make_lora_ops import make_lora_ops
+from pdserve.kernels.lora.torch_lora import TorchLoraOps
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError
 from pdserve.kernels.native.native_lora import NativeLoraOps
-from pdserve.kernels.torch_lora import TorchLoraOps
 from tests.kernels.lora_contract import Adapters, LoraContract, adapter
 
 CPU = torch.device("cpu")

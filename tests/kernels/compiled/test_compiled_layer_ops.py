@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.lora import LoraStack
+from pdserve.kernels.lora.lora_linear import LoraStack
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages
 from pdserve.kernels.triton.add_norm import add_norm

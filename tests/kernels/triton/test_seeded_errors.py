@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.lora import LoraOps
+from pdserve.kernels.lora.lora_linear import LoraOps
 from tests.kernels.layer_ops_contract import LayerOpsContract
 from tests.kernels.lora_contract import MAX_LORAS, LoraContract
 from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers

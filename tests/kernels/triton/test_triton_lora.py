@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 from triton.runtime.jit import JITFunction
 
-from pdserve.kernels.lora import NO_ADAPTER, LoraStack
-from pdserve.kernels.make_lora_ops import make_lora_ops
+from pdserve.kernels.lora.lora_linear import NO_ADAPTER, LoraStack
+from pdserve.kernels.lora.make_lora_ops import make_lora_ops
 from pdserve.kernels.triton.lora_ops import TritonLoraOps
 from tests.kernels.lora_contract import ALL, MAX_LORAS, LoraContract, adapter
 

@@ -26,7 +26,7 @@ from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention_batch import AttentionBatch
 from pdserve.kernels.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.lora import NO_ADAPTER
+from pdserve.kernels.lora.lora_linear import NO_ADAPTER
 from pdserve.models.model_inputs import ModelInputs
 
 _SMALL = (1, 2, 4)

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.lora import LoraStack, tokens_by_slot
+from pdserve.kernels.lora.lora_linear import LoraStack, tokens_by_slot
+from pdserve.kernels.lora.torch_lora import LoraChunk, add_chunk, chunks_of
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, LoraCall, LoraTokens, NativeLibrary
-from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
 
 _MAX_RANK = 512
 LONG_CHUNK = 64

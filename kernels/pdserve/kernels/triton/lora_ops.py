@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.lora import LoraStack, tokens_by_slot
-from pdserve.kernels.torch_lora import LoraChunk, add_chunk, chunks_of
+from pdserve.kernels.lora.lora_linear import LoraStack, tokens_by_slot
+from pdserve.kernels.lora.torch_lora import LoraChunk, add_chunk, chunks_of
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
 from pdserve.kernels.triton.lora_products import add_lora, column_tiles
 

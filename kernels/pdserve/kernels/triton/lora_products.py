@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.lora import LoraStack
+from pdserve.kernels.lora.lora_linear import LoraStack
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 
 TOKENS = 16

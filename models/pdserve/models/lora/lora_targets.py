@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.kernels.linear import Linear
-from pdserve.kernels.lora import LoraLinear, LoraMatrices, LoraOps, LoraStack
+from pdserve.kernels.lora.lora_linear import LoraLinear, LoraMatrices, LoraOps, LoraStack
+from pdserve.kernels.lora.make_lora_ops import make_lora_ops
 from pdserve.kernels.make_layer_ops import LayerOpsError
-from pdserve.kernels.make_lora_ops import make_lora_ops
 from pdserve.kernels.parallel_linear import RowParallelLinear
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.model_config import ModelConfig

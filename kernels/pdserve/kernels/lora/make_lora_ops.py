@@ -6,11 +6,11 @@ import logging
 
 import torch
 
-from pdserve.kernels.lora import LoraOps
+from pdserve.kernels.lora.lora_linear import LoraOps
+from pdserve.kernels.lora.torch_lora import TorchLoraOps
 from pdserve.kernels.make_layer_ops import takes_triton
 from pdserve.kernels.native.native_library import NativeLibraryError, load_library
 from pdserve.kernels.native.native_lora import NativeLoraOps, unsupported_lora
-from pdserve.kernels.torch_lora import TorchLoraOps
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.lora import LoraStack
+from pdserve.kernels.lora.lora_linear import LoraStack
 
 
 @dataclass(frozen=True, slots=True)

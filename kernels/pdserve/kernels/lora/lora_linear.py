@@ -2,7 +2,7 @@
 
 Adapters are in slots: a layer has the matrices of all slots in two tensors, and a step names a slot per token. `LoraOps` computes
 the products: in torch operations (`torch_lora.py`, the reference), in C++ on a processor (`native/native_lora.py`) or in Triton
-kernels (`triton/lora.py`). `make_lora_ops.py` chooses. `tests/kernels/lora_contract.py` is the contract suite.
+kernels (`triton/lora_ops.py`). `make_lora_ops.py` chooses. `tests/kernels/lora_contract.py` is the contract suite.
 """
 
 from __future__ import annotations

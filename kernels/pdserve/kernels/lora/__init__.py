@@ -1,0 +1,1 @@
+"""LoRA beside linear layers: slots of adapters, and what computes their products."""
