@@ -54,9 +54,9 @@ def attention_run(case: Case) -> tuple[Callable[[], None], int]:
     import torch
 
     from pdserve.common.kv_layout import KvLayout
-    from pdserve.kernels.attention_batch import AttentionBatch
-    from pdserve.kernels.attention_spec import AttentionSpec
-    from pdserve.kernels.torch_attention import TorchAttentionBackend
+    from pdserve.kernels.attention.attention_batch import AttentionBatch
+    from pdserve.kernels.attention.attention_spec import AttentionSpec
+    from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
     from pdserve.models.kv_cache import make_kv_cache
 
     num_heads, num_kv_heads, head_dim, num_layers = HEADS[case["heads"]]

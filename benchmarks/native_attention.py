@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from conditions import conditions
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.native.build_library import find_compiler
 from pdserve.kernels.native.native_attention import NativeAttentionBackend
 from pdserve.kernels.native.native_library import load_library
-from pdserve.kernels.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_host_memory
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS, BLOCK_SIZE = 14, 2, 64, 24, 16

@@ -19,7 +19,7 @@ from pdserve.cli.main import main
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
 

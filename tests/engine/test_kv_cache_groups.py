@@ -9,7 +9,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.model_inputs import ModelInputs
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, greedy_answer, make_hash_cache

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.attention.kv_pages import KvPages
 from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.pretend_device import DEVICE, usable
 

@@ -15,7 +15,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.runner.pool_budget import GRAPH_BYTES, LargestSteps, PoolBudget
 from pdserve.engine.runner.step_graphs import graph_sizes
-from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.kv_pages import KvPages
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import PlainLinear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm

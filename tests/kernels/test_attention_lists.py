@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.kernels.attention_batch import StepLengths
+from pdserve.kernels.attention.attention_batch import StepLengths
 from pdserve.kernels.triton.attention.decode_pieces import ALIGNMENT, MAX_PIECES, PIECE_TOKENS, cut_into_pieces
 from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
 from pdserve.kernels.triton.attention.step_lists import StepLists, decode_places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.kernels.kv_pages import KvPages
+from pdserve.kernels.attention.kv_pages import KvPages
 
 NUM_BLOCKS, L, HKV, BS, D = 7, 3, 2, 5, 4
 

@@ -20,8 +20,8 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
-from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.pretend_device import pretended_device
 
@@ -69,18 +69,18 @@ def test_triton_needs_a_gpu(name: str, kv_cache: Tensor, monkeypatch: pytest.Mon
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(AttentionBackendError, match=f"'{name}', which needs a GPU; the device is 'cpu'"):
         make_attention(name, kv_cache)
-    monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name: None)
+    monkeypatch.setattr("pdserve.kernels.attention.make_attention.find_spec", lambda name: None)
     with pytest.raises(AttentionBackendError, match=f"'{name}', but the package triton is not installed"):
         make_attention(name, kv_cache)
 
 
 def test_a_gpu_without_triton_has_the_torch_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    monkeypatch.setattr("pdserve.kernels.make_attention.TorchAttentionBackend", lambda cache: "torch")
-    monkeypatch.setattr("pdserve.kernels.make_attention._make_triton", lambda name, cache: f"triton, {name}")
+    monkeypatch.setattr("pdserve.kernels.attention.make_attention.TorchAttentionBackend", lambda cache: "torch")
+    monkeypatch.setattr("pdserve.kernels.attention.make_attention._make_triton", lambda name, cache: f"triton, {name}")
     for is_there, expected in ((True, "triton, auto"), (False, "torch")):
         spec = ModuleSpec("triton", None) if is_there else None
-        monkeypatch.setattr("pdserve.kernels.make_attention.find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr("pdserve.kernels.attention.make_attention.find_spec", lambda name, spec=spec: spec)
         assert make_attention("auto", on_gpu) == expected  # type: ignore[arg-type]
 
 

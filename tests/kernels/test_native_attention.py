@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import make_attention as choice
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.attention import make_attention as choice
+from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.native import build_library, native_library
 from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_attention import NativeAttentionBackend
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
-from pdserve.kernels.torch_attention import TorchAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.common.kv_layout import KvLayout
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
-from pdserve.kernels.quantized_pages import QuantizedPages, num_layers_of
-from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.attention.quantized_pages import QuantizedPages, num_layers_of
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
 from tests.support.attention_cases import Case, dense_attention, make_case, make_spec
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from pdserve.kernels import decode_attention, prefill_attention
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.kv_pages import KvPages
-from pdserve.kernels.prefill_attention import PrefillChunk, plan_prefill
-from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.kernels.attention import decode_attention, prefill_attention
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.kv_pages import KvPages
+from pdserve.kernels.attention.prefill_attention import PrefillChunk, plan_prefill
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import check_step, make_case, make_spec, run_step
 from tests.support.pretend_device import PretendTensor, host_copy, pretended_device

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from tests.support.attention_batches import model_inputs, packed_batch

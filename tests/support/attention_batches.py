@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.model_inputs import ModelInputs
 

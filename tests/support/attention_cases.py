@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from tests.support.attention_batches import packed_batch
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

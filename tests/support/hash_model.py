@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
-from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.model_inputs import ModelInputs
 
 VOCAB_SIZE = 64

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kernels.torch_attention import TorchAttentionBackend
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.weights.rank_shard import WHOLE, RankShard

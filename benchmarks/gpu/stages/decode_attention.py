@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpu.attention_inputs import Shape, paged_step
 from gpu.bench import Bench
-from pdserve.kernels.make_attention import make_attention
+from pdserve.kernels.attention.make_attention import make_attention
 
 LARGE_BYTES = 64 << 20
 """A layer that reads less is bound by latency: its rate has no goal."""

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu.attention_inputs import PagedStep, Shape, paged_step
 from gpu.bench import Bench
-from pdserve.kernels.make_attention import make_attention
+from pdserve.kernels.attention.make_attention import make_attention
 
 BLOCK_SIZE = 16
 

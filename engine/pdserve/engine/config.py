@@ -62,7 +62,7 @@ class EngineConfig:
     run_ahead_share: float = 0.5
     """Part of the pool that transfer sources without `Want` may fill."""
     attention_backend: str = "auto"
-    """Name of the attention back end, see `pdserve.kernels.make_attention`."""
+    """Name of the attention back end, see `pdserve.kernels.attention.make_attention`."""
     kernels: str = "auto"
     """Implementation of `LayerOps`, see `pdserve.kernels.make_layer_ops`."""
     enforce_eager: bool = False

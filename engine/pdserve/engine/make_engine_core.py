@@ -20,7 +20,7 @@ from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_backend import AttentionBackend
 
 
 def make_engine_core(

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PackedRows

@@ -9,8 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import Block, SampleTokens, check_digested, check_pairs
 from pdserve.kernels.linear import Linear, swiglu
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm

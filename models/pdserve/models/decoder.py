@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import ModelImpl
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.classification_head import ClassificationHead

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 

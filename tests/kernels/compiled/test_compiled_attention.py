@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 
 import torch
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import attention_configs
 from pdserve.kernels.triton.attention.decode_attention import decode_attention
 from pdserve.kernels.triton.attention.prefill_attention import add_context, prefill_attention

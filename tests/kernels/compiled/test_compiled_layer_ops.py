@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.lora.lora_linear import LoraStack
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages

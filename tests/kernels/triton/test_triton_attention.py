@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.triton.attention.step_buffers import StepBuffers
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 from tests.kernels.attention_contract import AttentionContract

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 
 import torch
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.linear import PlainLinear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.triton.launch_configs import TABLE, architecture, launch_configs

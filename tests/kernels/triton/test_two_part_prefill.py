@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention import fused_attention as module
 from pdserve.kernels.triton.attention.attention_configs import attention_configs
 from pdserve.kernels.triton.attention.fused_attention import fused_attention

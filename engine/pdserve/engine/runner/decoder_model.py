@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
 

@@ -26,7 +26,7 @@ from pdserve.engine.runner.image_encoder import image_encoder, verify_image_mode
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig

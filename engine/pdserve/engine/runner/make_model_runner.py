@@ -16,8 +16,8 @@ from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.rank_samplers import ReceivingSampler, SharingSampler
 from pdserve.engine.sampling.sampler import Sampler, TokenSampler
-from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 

@@ -35,7 +35,7 @@ from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata, TokenSampler
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.engine.speculation.drafter import Drafter
-from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.models.model_inputs import ModelInputs
 

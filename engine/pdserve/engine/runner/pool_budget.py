@@ -18,8 +18,8 @@ from pdserve.engine.runner.step_graphs import graph_sizes
 from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
-from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.models.model_inputs import ModelInputs

@@ -22,9 +22,9 @@ from pdserve.engine.runner.block_table import NO_SLOT
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime
 from pdserve.engine.runner.step_inputs import StepInputs, attention_plans
-from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.lora.lora_linear import NO_ADAPTER
 from pdserve.models.model_inputs import ModelInputs

@@ -18,9 +18,9 @@ from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import StagingBuffer
-from pdserve.kernels.attention_backend import AttentionBackend, AttentionPlan
-from pdserve.kernels.attention_batch import AttentionBatch, PlanArray, StepLengths
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
+from pdserve.kernels.attention.attention_batch import AttentionBatch, PlanArray, StepLengths
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 
 _GroupArrays = Mapping[str, NDArray[Any]]
 """`AttentionBackend.plan_arrays` of one KV cache group."""

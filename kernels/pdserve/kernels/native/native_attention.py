@@ -11,11 +11,11 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.kv_pages import KvPages, check_spec
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.kv_pages import KvPages, check_spec
+from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary
-from pdserve.kernels.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 
 _MAX_HEAD_DIM = 512
 

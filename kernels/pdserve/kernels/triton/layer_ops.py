@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import Block
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.kv_layout import SCALE_BYTES, KvLayout
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.classifier_config import ClassifierConfig

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.layers.self_attention import SelfAttention

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear

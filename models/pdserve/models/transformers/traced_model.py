@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.config.family_fields import words
 from pdserve.models.transformers.attention_interface import (
     AttentionCall,

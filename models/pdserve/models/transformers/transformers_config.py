@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.transformers.traced_model import TracedModel
 

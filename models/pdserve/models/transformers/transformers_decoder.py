@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from pdserve.kernels.attention_backend import AttentionPlan
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs

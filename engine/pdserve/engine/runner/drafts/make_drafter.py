@@ -8,8 +8,8 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.drafts.model_drafter import DraftModel, ModelDrafter
 from pdserve.engine.speculation.drafter import Drafter
 from pdserve.engine.speculation.ngram_drafter import NgramDrafter
+from pdserve.kernels.attention.make_attention import make_attention
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.make_attention import make_attention
 
 
 def make_drafter(

@@ -22,8 +22,8 @@ from pdserve.engine.runner.step_inputs import attention_plans
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.speculation.drafter import DraftRows
-from pdserve.kernels.attention_backend import AttentionBackend
-from pdserve.kernels.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.models.model_inputs import ModelInputs

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 
 _LOG2E = math.log2(math.e)

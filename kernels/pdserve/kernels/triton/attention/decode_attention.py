@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
 from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 
 FusedAttention = Callable[[Tensor, Tensor, Tensor, AttentionSpec], tuple[Tensor, Tensor]]
 """q `[n, Hq, D]`, k and v `[n, Hkv, D]`, rows may be strided -> `[n, Hq, D]`, a view, and the natural logarithm of the softmax's

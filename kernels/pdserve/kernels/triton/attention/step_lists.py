@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kernels.attention_batch import StepLengths
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_batch import StepLengths
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.decode_pieces import cut_into_pieces
 from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.kv_pages import check_cache, check_spec
+from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.kv_pages import check_cache, check_spec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs, Prefill, attention_configs
 from pdserve.kernels.triton.attention.attention_launch import head_tile
 from pdserve.kernels.triton.attention.decode_attention import decode_attention

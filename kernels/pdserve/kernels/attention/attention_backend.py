@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
-from pdserve.kernels.attention_spec import AttentionSpec
+from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
+from pdserve.kernels.attention.attention_spec import AttentionSpec
 
 
 class AttentionPlan(Protocol):

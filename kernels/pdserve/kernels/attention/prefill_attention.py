@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_sinks import softmax_with_sinks
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.kv_pages import GatheredKeys, KvPages
+from pdserve.kernels.attention.attention_sinks import softmax_with_sinks
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages
 
 _FLOAT32_TILE = 32
 _HALF_TILE = 128

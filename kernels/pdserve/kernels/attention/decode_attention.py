@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch
-from pdserve.kernels.attention_sinks import softmax_with_sinks
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.kv_pages import GatheredKeys, KvPages
+from pdserve.kernels.attention.attention_batch import AttentionBatch
+from pdserve.kernels.attention.attention_sinks import softmax_with_sinks
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages
 
 _GATHER_BYTES = 32 << 20
 _DEVICE_GATHER_BYTES = 1 << 30

@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention_backend import AttentionBackend
+from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.quantized_pages import is_quantized
+from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, unsupported
 from pdserve.kernels.native.native_library import NativeLibraryError, load_library
-from pdserve.kernels.quantized_pages import is_quantized
-from pdserve.kernels.torch_attention import TorchAttentionBackend
 
 ENTRY_POINT_GROUP = "pdserve.attention_backends"
 AUTO = "auto"

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.attention_batch import AttentionBatch, StepLengths
-from pdserve.kernels.attention_spec import AttentionSpec
-from pdserve.kernels.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
-from pdserve.kernels.kv_pages import KvPages, check_spec
-from pdserve.kernels.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
-from pdserve.kernels.quantized_pages import QuantizedPages, is_quantized
+from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
+from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.attention.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
+from pdserve.kernels.attention.kv_pages import KvPages, check_spec
+from pdserve.kernels.attention.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
+from pdserve.kernels.attention.quantized_pages import QuantizedPages, is_quantized
 
 
 class TorchAttentionBackend:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pdserve.kernels.kv_pages import GatheredKeys, KvPages
+from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST = torch.finfo(torch.float32).tiny
