@@ -52,9 +52,6 @@ class Int8Matrix:
         scales = wide.abs().amax(1).clamp_min_(_SMALLEST_RANGE).div_(LARGEST)
         return cls((wide / scales[:, None]).round_().to(torch.int8), scales)
 
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        return (self.values.float() * self.scales[:, None]).to(dtype)
-
 
 Matrix = Tensor | Int8Matrix
 """A weight `[out, in]` of a linear layer."""

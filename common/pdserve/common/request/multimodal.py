@@ -40,11 +40,6 @@ class MultiModalFeatureSpec(msgspec.Struct, kw_only=True, frozen=True, array_lik
     """The resized image: `[H, W, 3]` bytes of red, green and blue."""
     modality: str = "image"
 
-    @property
-    def mm_hash(self) -> str:
-        """vLLM's name of the identifier."""
-        return self.identifier
-
 
 def hashed_spans(features: Sequence[MultiModalFeatureSpec], first_token: int = 0) -> list[HashedSpan]:
     """The features for `BlockHasher.extend` over the tokens from `first_token` on."""
