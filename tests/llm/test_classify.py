@@ -94,6 +94,22 @@ def test_a_cross_encoder_scores_pairs(cross_encoder: Served) -> None:
     assert paired[1].outputs.score == pytest.approx(float(_logits(model, paired[1].prompt_token_ids)), abs=1e-4)
 
 
+def test_pairs_are_truncated_at_the_longer_text(cross_encoder: Served) -> None:
+    llm, _ = cross_encoder
+    tokenizer = llm.get_tokenizer()
+    query, document = tokenizer.encode(QUERY), tokenizer.encode(DOCUMENTS[0] * 9)
+    assert len(document) > 2 * len(query)
+    for options, expected in (
+        ({"truncate_prompt_tokens": 2 * len(query)}, query + document[: len(query)]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, query[-3:] + document[-4:]),
+    ):
+        kwargs: Any = options
+        [output] = llm.score(QUERY, DOCUMENTS[0] * 9, use_tqdm=False, tokenization_kwargs=kwargs)
+        assert output.prompt_token_ids == expected
+    with pytest.raises(InvalidRequest, match="tokenization_kwargs: add_special_tokens is given, and a pair has"):
+        llm.score(QUERY, DOCUMENTS, use_tqdm=False, tokenization_kwargs={"add_special_tokens": False})
+
+
 def test_a_model_without_a_head_scores_by_cosine(llm: LLM, oracle: Oracle) -> None:
     scored = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
     tokenizer = llm.get_tokenizer()

@@ -94,6 +94,53 @@ async def test_embeddings_have_the_whole_length(cluster: Any) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
+SCORED: list[tuple[dict[str, Any], tuple[str, str]]] = [
+    ({"truncate_prompt_tokens": 5}, ("ab", "abc")),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, ("yz", "fgh")),
+    ({"truncate_prompt_tokens": 40}, ("abyz", LONG[:36])),
+    ({"truncate_prompt_tokens": -1}, ("abyz", LONG[: MAX_MODEL_LEN - 4])),
+]
+
+
+@pytest.mark.parametrize(("fields", "kept"), SCORED)
+async def test_of_a_pair_the_longer_text_is_truncated_first(
+    cluster: Any, fields: dict[str, Any], kept: tuple[str, str]
+) -> None:
+    worker = cluster.worker("prefill")
+    worker.num_labels, worker.hidden_size = 1, 0
+    await worker.start()
+    await cluster.start(prefill=0, decode=0)
+    expected = tokens(kept[0]) + tokens(kept[1])
+    for path, texts in (
+        ("/v1/score", {"text_1": "abyz", "text_2": LONG}),
+        ("/v1/rerank", {"query": "abyz", "documents": [LONG]}),
+    ):
+        response = await cluster.http.post(path, json=texts | fields)
+        assert response.json()["usage"]["prompt_tokens"] == len(expected), response.text
+        assert list(worker.calls[-1].request.request.prompt_token_ids) == expected
+    await cluster.grpc.Score(inference_pb2.ScoreRequest(text_1=["abyz"], text_2=[LONG], **fields))
+    assert list(worker.calls[-1].request.request.prompt_token_ids) == expected
+    for value, message in (
+        (1, "truncate_prompt_tokens must be at least 2, not 1: a pair of texts has 0 special tokens"),
+        (0, "truncate_prompt_tokens must be -1 or at least 1, not 0"),
+        (MAX_MODEL_LEN + 1, f"truncate_prompt_tokens must be at most {MAX_MODEL_LEN}, not {MAX_MODEL_LEN + 1}"),
+    ):
+        body = {"query": "abyz", "documents": [LONG], "truncate_prompt_tokens": value}
+        response = await cluster.http.post("/v1/rerank", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+        assert message in response.json()["error"]["message"]
+
+
+async def test_scores_without_a_head_are_of_truncated_texts(cluster: Any) -> None:
+    await cluster.start(prefill=1, decode=0)
+    body = {"text_1": LONG, "text_2": "xyfgh", "truncate_prompt_tokens": 3}
+    response = await cluster.http.post("/v1/score", json=body)
+    assert response.json()["data"][0]["score"] == pytest.approx(1.0)
+    assert response.json()["usage"]["prompt_tokens"] == 6
+    right = await cluster.http.post("/v1/score", json=body | {"truncation_side": "right"})
+    assert right.json()["data"][0]["score"] != pytest.approx(1.0, abs=1e-7)
+
+
 async def test_an_echo_has_the_kept_tokens(quick: Any) -> None:
     body = {"prompt": LONG, "truncate_prompt_tokens": 3, "max_tokens": 2, "echo": True}
     for prompt in (LONG, tokens(LONG)):

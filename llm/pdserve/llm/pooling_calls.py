@@ -103,24 +103,29 @@ class PoolingCalls(ABC):
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | MakeBar = True,
+        tokenization_kwargs: TokenizationKwargs | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` fits that of `data_1` at its place, or the only one.
 
         A model with a classification head of one label computes each pair as one prompt; one without a head embeds the texts, and
-        the score is the cosine of the two embeddings. pooling_params, lora_request: of all.
+        the score is the cosine of the two embeddings. pooling_params, lora_request: of all. tokenization_kwargs: as in `generate`,
+        but the longer text of a pair is truncated first, by default at its right side.
         Raises: as `generate` does; InvalidRequest for a head with several labels.
         """
         pairs = paired(_texts(data_1, "data_1"), _texts(data_2, "data_2"), ("data_1", "data_2"))
         if self._requests.num_labels:
 
             def parse(value: object) -> PromptWithSalt:
-                return PromptWithSalt(PairInput(*cast("tuple[str, str]", value)), "data_2")
+                pair = PromptWithSalt(PairInput(*cast("tuple[str, str]", value)), "data_2")
+                return pair.tokenized_with(tokenization_kwargs)
 
             scored = self._pooled(pairs, "pairs", parse, pooling_params, "score", use_tqdm, lora_request)
             return [ScoringRequestOutput.from_base(output) for output in scored]
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        embedded = self.embed(texts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        embedded = self.embed(
+            texts, pooling_params, use_tqdm=use_tqdm, tokenization_kwargs=tokenization_kwargs, lora_request=lora_request
+        )
         by_text = dict(zip(texts, embedded, strict=True))
         return [_of_embeddings(by_text[text], by_text[text_pair]) for text, text_pair in pairs]
 

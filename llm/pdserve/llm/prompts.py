@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from pdserve.text.images.image_processor import FIELD
-from pdserve.text.prompt import ChatInput, EmbedsInput, Prompt, TextInput, TokenInput, Truncation
+from pdserve.text.prompt import ChatInput, EmbedsInput, PairInput, Prompt, TextInput, TokenInput, Truncation
 
 
 class MultiModalData(TypedDict, total=False):
@@ -88,8 +88,17 @@ class PromptWithSalt(NamedTuple):
             if kind is None or (value is not None and type(value) is not kind):
                 told = f"must be {kind.__name__}, not {value!r:.60}" if kind else "is not a known option"
                 raise InvalidRequest(f"tokenization_kwargs: {name} {told}", "tokenization_kwargs")
-        truncation = Truncation.of(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
+        num_kept, side = options.get("truncate_prompt_tokens"), options.get("truncation_side")
+        truncation = Truncation.of(num_kept, side)
         prompt, adds = self.prompt, options.get("add_special_tokens")
+        if isinstance(prompt, PairInput):
+            if adds is not None:
+                raise InvalidRequest(
+                    "tokenization_kwargs: add_special_tokens is given, and a pair has those of the tokenizer",
+                    "tokenization_kwargs",
+                )
+            pair = msgspec.structs.replace(prompt, truncation=Truncation.of(num_kept, side or "right"))
+            return self._replace(prompt=pair)
         if truncation is not None and isinstance(prompt, EmbedsInput):
             raise InvalidRequest(
                 "truncate_prompt_tokens is given, and prompt_embeds are not truncated", "prompt_embeds"

@@ -930,6 +930,8 @@ class ScoreRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: builtins.int
     use_activation: builtins.bool
     """as in ClassifyRequest; only with a classification head"""
     model: builtins.str
@@ -938,6 +940,10 @@ class ScoreRequest(google.protobuf.message.Message):
     """as in GenerateRequest"""
     cache_salt: builtins.str
     """as in GenerateRequest"""
+    truncate_prompt_tokens: builtins.int
+    """of each pair, or of each text without a classification head; as in EmbedRequest"""
+    truncation_side: builtins.str
+    """at which tokens of each text are dropped; default of pairs: right"""
     @property
     def text_1(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """1 to 2048: one, or as many as text_2"""
@@ -955,13 +961,24 @@ class ScoreRequest(google.protobuf.message.Message):
         model: builtins.str = ...,
         client_request_id: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        truncate_prompt_tokens: builtins.int | None = ...,
+        truncation_side: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "_use_activation", b"_use_activation", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "model", b"model", "text_1", b"text_1", "text_2", b"text_2", "use_activation", b"use_activation"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "_use_activation", b"_use_activation", "cache_salt", b"cache_salt", "client_request_id", b"client_request_id", "model", b"model", "text_1", b"text_1", "text_2", b"text_2", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_activation", b"use_activation"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["truncate_prompt_tokens"]
+    _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
+    _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
+    _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
     _WhichOneofReturnType__use_activation: typing_extensions.TypeAlias = typing.Literal["use_activation"]
     _WhichOneofArgType__use_activation: typing_extensions.TypeAlias = typing.Literal["_use_activation", b"_use_activation"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncation_side) -> _WhichOneofReturnType__truncation_side | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
 
 Global___ScoreRequest: typing_extensions.TypeAlias = ScoreRequest

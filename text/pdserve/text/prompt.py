@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,7 @@ from pdserve.text.images.chat_images import ImageSource, without_images
 from pdserve.text.images.image_processor import FIELD as IMAGES_FIELD
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import with_images
+from pdserve.text.tokenization.pair_limit import PairLimit, TruncationSide
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -22,7 +23,6 @@ DEFAULT_MAX_TOKENS = 16
 MAX_CACHE_SALT_CHARS = 256
 _MIN_TEXT_BYTES = 1 << 19
 _TEXT_BYTES_PER_TOKEN = 5
-TruncationSide = Literal["left", "right"]
 
 
 def max_text_bytes(model_len: int) -> int:
@@ -48,6 +48,8 @@ class PairInput(msgspec.Struct, frozen=True):
 
     text: str
     text_pair: str
+    truncation: Truncation | None = None
+    """Drops tokens of the longer text, then of both alike; no special token."""
 
 
 class ChatInput(msgspec.Struct, frozen=True):
@@ -102,8 +104,11 @@ class Truncation(msgspec.Struct, frozen=True):
             )
         return cls(truncate_prompt_tokens, "right" if truncation_side == "right" else "left")
 
-    def apply(self, token_ids: list[int], length_rule: LengthRule, max_tokens: int | None = None) -> list[int]:
-        """The kept tokens. max_tokens: output tokens that the client asks for. Raises: InvalidRequest if fewer would fit."""
+    def most(self, length_rule: LengthRule, max_tokens: int | None = None) -> int:
+        """Tokens that are kept at most. max_tokens: output tokens that the client asks for.
+
+        Raises: InvalidRequest if fewer would fit.
+        """
         num_output = max(1, max_tokens or 1) if length_rule.has_output else 0
         most = max(0, length_rule.max_model_len - length_rule.num_before - num_output)
         if self.truncate_prompt_tokens > most:
@@ -113,7 +118,11 @@ class Truncation(msgspec.Struct, frozen=True):
                 f"the model's length is {length_rule.max_model_len} tokens{beside}",
                 "truncate_prompt_tokens",
             )
-        num_kept = most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        return most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
+    def apply(self, token_ids: list[int], length_rule: LengthRule, max_tokens: int | None = None) -> list[int]:
+        """The kept tokens. Arguments and errors: as of `most`."""
+        num_kept = self.most(length_rule, max_tokens)
         if len(token_ids) <= num_kept:
             return token_ids
         return token_ids[:num_kept] if self.truncation_side == "right" else token_ids[len(token_ids) - num_kept :]
@@ -214,7 +223,11 @@ def encode_prompt(
                 raise
         case PairInput():
             text, token_ids = None, []
-            if prompt.text and prompt.text_pair:
+            if prompt.text and prompt.text_pair and prompt.truncation is not None and length_rule is not None:
+                verify_text_bytes(prompt.text + prompt.text_pair, max_text_bytes(length_rule.max_model_len), field)
+                limit = PairLimit(prompt.truncation.most(length_rule), prompt.truncation.truncation_side)
+                token_ids = tokenizer.encode_pair(prompt.text, prompt.text_pair, field=field, limit=limit)
+            elif prompt.text and prompt.text_pair:
                 verify(prompt.text + prompt.text_pair)
                 token_ids = tokenizer.encode_pair(prompt.text, prompt.text_pair, field=field, count=count)
         case TextInput():

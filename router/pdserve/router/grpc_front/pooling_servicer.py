@@ -37,9 +37,17 @@ class PoolingServicer(EmbedServicer):
 
         def build(call: CallFields) -> tuple[list[ClientRequest], ScoredPairs]:
             pairs = ScoredPairs.of(list(request.text_1), list(request.text_2), ("text_1", "text_2"))
-            use_activation = _use_activation(request)
-            salt = request.cache_salt or None
-            return pairs.requests(call, by_head=by_head, use_activation=use_activation, cache_salt=salt), pairs
+            requests = pairs.requests(
+                call,
+                by_head=by_head,
+                use_activation=_use_activation(request),
+                cache_salt=request.cache_salt or None,
+                truncate_prompt_tokens=(
+                    request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+                ),
+                truncation_side=request.truncation_side if request.HasField("truncation_side") else None,
+            )
+            return requests, pairs
 
         def answer(
             vectors: Sequence[array[float]], pairs: ScoredPairs, fields: AnswerFields

@@ -114,7 +114,10 @@ class PoolingHttp:
 def _scored(
     body: ScoreBody | RerankBody, pairs: ScoredPairs, fields: CallFields, *, by_head: bool
 ) -> list[ClientRequest]:
-    return pairs.requests(fields, by_head=by_head, use_activation=body.use_activation, cache_salt=body.cache_salt)
+    return pairs.requests(
+        fields, by_head=by_head, use_activation=body.use_activation, cache_salt=body.cache_salt,
+        truncate_prompt_tokens=body.truncate_prompt_tokens, truncation_side=body.truncation_side,
+    )  # fmt: skip
 
 
 def _name(path: str) -> str:

@@ -38,6 +38,8 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     use_activation: bool | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def pairs(self) -> ScoredPairs:
         """Raises: InvalidRequest."""
@@ -59,6 +61,8 @@ class RerankBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_documents: bool | None = None
     use_activation: bool | None = None
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
 
     def pairs(self) -> ScoredPairs:
         """The query with each document. Raises: InvalidRequest."""

@@ -12,7 +12,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.text.prompt import PairInput, Prompt, TextInput
+from pdserve.text.prompt import PairInput, Prompt, TextInput, Truncation
 from pdserve.text.scored_pairs import cosine_similarity, paired
 
 
@@ -37,17 +37,26 @@ class ScoredPairs(msgspec.Struct, frozen=True):
         return cls(paired(first, second, names), names)
 
     def requests(
-        self, call: CallFields, *, by_head: bool, use_activation: bool | None, cache_salt: str | None
+        self,
+        call: CallFields,
+        *,
+        by_head: bool,
+        use_activation: bool | None,
+        cache_salt: str | None,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: str | None = None,
     ) -> list[ClientRequest]:
         """by_head: one request per pair for a cross-encoder; False: one per different text, for its embedding.
 
+        truncate_prompt_tokens: of each request; the default side of a pair is the right one, as in transformers.
         Raises: InvalidRequest for `use_activation` without a head.
         """
         fields: dict[str, Any] = {"cache_salt": cache_salt or None, **call._asdict()}
         if by_head:
             pooling = PoolingParams(task="score", use_activation=use_activation is not False)
+            truncation = Truncation.of(truncate_prompt_tokens, truncation_side or "right")
             pairs: list[tuple[Prompt, str]] = [
-                (PairInput(*pair), f"{self.names[1]}[{place}]") for place, pair in enumerate(self.pairs)
+                (PairInput(*pair, truncation), f"{self.names[1]}[{place}]") for place, pair in enumerate(self.pairs)
             ]
             return [
                 ClientRequest(prompt=prompt, field=field, pooling_params=pooling, **fields) for prompt, field in pairs
@@ -57,6 +66,7 @@ class ScoredPairs(msgspec.Struct, frozen=True):
                 "use_activation is false, and the model has no classification head: scores are cosines of embeddings",
                 "use_activation",
             )
+        fields["truncation"] = Truncation.of(truncate_prompt_tokens, truncation_side)
         return [
             ClientRequest(prompt=TextInput(text), field=field, pooling_params=PoolingParams(), **fields)
             for text, field in self._fields_of_texts().items()

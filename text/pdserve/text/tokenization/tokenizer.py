@@ -17,6 +17,7 @@ from pdserve.text.templates.chat_template import ChatTemplate
 from pdserve.text.templates.client_template import ClientTemplate
 from pdserve.text.tokenization.literal_specials import LiteralSpecials
 from pdserve.text.tokenization.long_text import PART_BYTES, LongText
+from pdserve.text.tokenization.pair_limit import PairLimit
 from pdserve.text.tokenization.token_bytes import DecoderRules, TokenBytes, longest_token_bytes
 from pdserve.text.tokenization.tokenizer_folder import TokenizerFolder
 
@@ -127,12 +128,26 @@ class Tokenizer:
         return [*before, *self._long_text.encode(text, field, count), *after]
 
     def encode_pair(
-        self, text: str, text_pair: str, *, field: str = "prompt", count: Callable[[int], None] | None = None
+        self,
+        text: str,
+        text_pair: str,
+        *,
+        field: str = "prompt",
+        count: Callable[[int], None] | None = None,
+        limit: PairLimit | None = None,
     ) -> list[int]:
-        """The token ids of two texts, with the special tokens of a pair. Arguments and errors: as of `encode`."""
+        """The token ids of two texts, with the special tokens of a pair.
+
+        limit: drops tokens. Other arguments and errors: as of `encode`; InvalidRequest for a limit that leaves no token of a text.
+        """
         for each in (text, text_pair):
             _verify_unicode(each, field)
         if self._around_pair is None:
+            if limit is not None:
+                raise InvalidRequest(
+                    "truncate_prompt_tokens is given, and the special tokens of a pair depend on its texts in this tokenizer",
+                    "truncate_prompt_tokens",
+                )
             return self._backend.encode(text, text_pair).ids
         before, between, after = self._around_pair
         num_special = len(before) + len(between) + len(after)
@@ -147,6 +162,8 @@ class Tokenizer:
             count_first(len(first) + num_tokens)
 
         second = self.encode(text_pair, add_special_tokens=False, field=field, count=count_second)
+        if limit is not None:
+            first, second = limit.kept(first, second, num_special)
         return [*before, *first, *between, *second, *after]
 
     def least_tokens(self, text: str) -> int:
