@@ -80,7 +80,7 @@ def test_only_experts_with_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) 
     layer = LoopedExperts(weights_of(torch.float32))
     x = torch.randn(5, H)
     layer(x, torch.ones(5, 2), torch.tensor([[0, 4], [4, 0], [4, 2], [0, 4], [4, 0]]), swiglu)
-    assert rows == [(2 * I, 4), (H, 4), (2 * I, 1), (H, 1), (2 * I, 5), (H, 5)]
+    assert rows == [(2 * I, 4), (2 * I, 1), (2 * I, 5), (H, 4), (H, 1), (H, 5)]
 
 
 @pytest.mark.parametrize("kind", [LoopedExperts, GroupedExperts])

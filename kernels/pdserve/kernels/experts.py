@@ -64,13 +64,15 @@ class LoopedExperts:
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, swiglu: Swiglu) -> Tensor:
         order, counts = _by_expert(experts, len(self._experts))
         rows = x.index_select(0, order // experts.shape[1])
-        start = 0
-        for (gate_up, down), count in zip(self._experts, counts.tolist(), strict=True):
-            if count:
-                part = rows[start : start + count]
-                part.copy_(down(swiglu(gate_up(part))))
-                start += count
-        return _by_token(rows, order, weights)
+        used = [(expert, count) for expert, count in zip(self._experts, counts.tolist(), strict=True) if count]
+        if not used:
+            return torch.zeros_like(x)
+        sizes = [count for _, count in used]
+        parts = zip(used, rows.split_with_sizes(sizes), strict=True)
+        # a few rows per expert: what is computed once for all of them is not called from here per expert
+        inner = swiglu(torch.cat([gate_up(part) for ((gate_up, _), _), part in parts])).contiguous()
+        parts = zip(used, inner.split_with_sizes(sizes), strict=True)
+        return _by_token(torch.cat([down(part) for ((_, down), _), part in parts]), order, weights)
 
 
 class GroupedExperts:
