@@ -10,7 +10,7 @@ TruncationSide = Literal["left", "right"]
 
 
 class PairLimit(NamedTuple):
-    """By the rule that transformers calls `longest_first`."""
+    """Keeps tokens by the rule that transformers calls `longest_first`."""
 
     num_tokens: int
     """Tokens of the prompt at most, special ones included."""
