@@ -52,13 +52,18 @@ def test_bfloat16_is_about_as_close_to_the_truth_as_transformers(family: str, tm
 
 def test_every_family_has_cases_and_a_record() -> None:
     # tests/models/test_images.py has those with images
-    families = {family.model_type: name for name, family in FAMILIES.items() if not family.has_images}
-    assert set(OPTIONS) == set(families)
+    assert set(OPTIONS) == {family.model_type for family in FAMILIES.values() if not family.has_images}
     record = json.loads(RECORD.read_text())
-    assert {family: row["architecture"] for family, row in record.items()} == families
+    architectures = {family.model_type: name for name, family in FAMILIES.items()}
+    assert {family: row["architecture"] for family, row in record.items()}.items() <= architectures.items()
+    assert set(OPTIONS) <= set(record)
     for family, row in record.items():
-        assert row["cases"] == len(cases(family)), f"{family}: run python -m tests.support.family_exactness"
+        if family in OPTIONS:
+            assert row["cases"] == len(cases(family)), f"{family}: run python -m tests.support.family_exactness"
         assert row["float32"] < ATOL
+        if "tokens" in row:
+            equal, compared = row["tokens"]
+            assert equal == compared > 30
 
 
 BROKEN: list[tuple[str, dict[str, Any], str]] = [

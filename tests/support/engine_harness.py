@@ -20,6 +20,7 @@ from pdserve.common.request.engine_types import (
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.common.settings.worker_settings import ModelImpl
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
@@ -290,11 +291,16 @@ def make_engine(harnesses: list[Harness]) -> MakeEngine:
 @pytest.fixture
 def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
     """`make_real_engine(folder, ...)`: an engine over a checkpoint, in float32. adapters: folders that requests may name."""
+    return real_engines(harnesses)
+
+
+def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
+    """The function of `make_real_engine`. harnesses: gets every engine; the caller checks and closes them."""
     from pdserve.engine.lora.adapter_store import AdapterStore
     from pdserve.engine.lora.lora_runner import ModelLoraRunner
     from pdserve.models.kv_cache import make_kv_cache
-    from pdserve.models.loading import load_decoder
     from pdserve.models.lora.lora_targets import with_lora_targets
+    from pdserve.models.model_impl import load_model_decoder
 
     def make(
         folder: Path,
@@ -305,9 +311,13 @@ def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
         adapters: Sequence[Path] = (),
         quantization: Literal["int8"] | None = None,
         cache_dtype: str | None = None,
+        model_impl: ModelImpl = "native",
         **fields: Any,
     ) -> Harness:
-        decoder, lora = load_decoder(folder, dtype="float32", device=device, quantization=quantization), None
+        decoder: Any = load_model_decoder(
+            folder, dtype="float32", model_impl=model_impl, device=device, quantization=quantization
+        )
+        lora = None
         head = decoder.config.classifier
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         fields.setdefault("enable_prompt_embeds", True)

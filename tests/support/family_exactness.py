@@ -1,15 +1,16 @@
 """Differences between a family's decoder and `transformers` on the same random weights.
 
-`python -m tests.support.family_exactness` measures every family and writes `tests/models/family_exactness.json`, of which
-`make docs-generated` makes the table in `docs/models.md`.
+`python -m tests.support.family_exactness [FAMILY ...]` measures the families, without arguments all, and writes
+`tests/models/family_exactness.json`, of which `make docs-generated` makes the table in `docs/models.md`.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from pdserve.models.loading import load_decoder
+from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.registry import FAMILIES
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.family_checkpoints import cases, make_family
+from tests.support.image_exactness import image_exactness, rounded_row
 from tests.support.paged_run import PagedRun
+from tests.support.pair_tokens import pair_tokens
 
 RECORD = Path(__file__).resolve().parents[1] / "models" / "family_exactness.json"
 
@@ -42,31 +46,45 @@ class Logits:
 def float32_logits(folder: Path, family: str, fields: Mapping[str, Any]) -> Logits:
     """A text in two chunks and then token by token."""
     model = make_family(folder, family, fields)
-    tokens = _tokens(fields, 60)
+    [tokens] = _texts(fields, 60, 1)
     with torch.inference_mode():
         theirs = model(torch.tensor([tokens])).logits[0]
-    run = PagedRun(load_decoder(folder), block_size=8)
+    return Logits(paged_logits(load_decoder(folder), tokens), theirs)
+
+
+def paged_logits(decoder: AnyDecoder, tokens: list[int]) -> Tensor:
+    """`[n, V]`: a text in chunks of 37 and 11 tokens, and then token by token."""
+    run = PagedRun(decoder, block_size=8)
     found = [run.step({}, {"a": tokens[:37]})["a"], run.step({}, {"a": tokens[37:48]})["a"]]
-    found += [run.step({"a": token}, {})["a"] for token in tokens[48:]]
-    return Logits(torch.cat(found), theirs)
+    return torch.cat(found + [run.step({"a": token}, {})["a"] for token in tokens[48:]])
 
 
 def bfloat16_errors(folder: Path, family: str, fields: Mapping[str, Any]) -> tuple[float, float]:
     """Mean error of a log-probability against the same rounded weights in float32: ours, that of `transformers`."""
     model = make_family(folder, family, fields, "bfloat16")
-    tokens = _tokens(fields, 100)
+    return mean_errors(model, load_decoder(folder), _texts(fields, 100, 4))
+
+
+def mean_errors(model: Any, decoder: AnyDecoder, texts: Sequence[list[int]]) -> tuple[float, float]:
+    """The same. model: of `transformers`, in bfloat16; it is widened. texts: computed in chunks and token by token here."""
+    batch = torch.tensor(texts)
+    positions = torch.arange(batch.shape[1]).expand_as(batch)
     with torch.inference_mode():
-        theirs = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        truth = model.float()(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    ours = PagedRun(load_decoder(folder)).step({}, {"a": tokens})["a"].log_softmax(-1)
+        theirs = model(batch, position_ids=positions, use_cache=False).logits.float().log_softmax(-1)
+        truth = model.float()(batch, position_ids=positions, use_cache=False).logits.log_softmax(-1)
+    ours = torch.stack([paged_logits(decoder, text) for text in texts]).log_softmax(-1)
     return float((ours - truth).abs().mean()), float((theirs - truth).abs().mean())
 
 
-def _tokens(fields: Mapping[str, Any], length: int) -> list[int]:
-    return random.Random(3).choices(range(fields.get("vocab_size", VOCAB_SIZE)), k=length)
+def _texts(fields: Mapping[str, Any], length: int, count: int) -> list[list[int]]:
+    vocabulary = range(fields.get("vocab_size", VOCAB_SIZE))
+    return [random.Random(seed).choices(vocabulary, k=length) for seed in range(3, 3 + count)]
 
 
 def _measure(architecture: str, family: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_family(Path(folder), family, cases(family)[0])
+        tokens = pair_tokens(Path(folder), model)
     differences, errors = [], []
     for fields in cases(family):
         with tempfile.TemporaryDirectory() as folder:
@@ -77,6 +95,7 @@ def _measure(architecture: str, family: str) -> dict[str, Any]:
     return {
         "architecture": architecture,
         "cases": len(differences),
+        "tokens": [tokens.equal, tokens.compared],
         "float32": float(f"{max(differences):.1g}"),
         "bfloat16": [round(ours, 3), round(theirs, 3)],
     }
@@ -84,6 +103,13 @@ def _measure(architecture: str, family: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     disable_progress_bar()
-    families = {family.model_type: name for name, family in sorted(FAMILIES.items()) if not family.has_images}
-    record = {model_type: _measure(name, model_type) for model_type, name in families.items()}
-    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    families = {family.model_type: (name, family.has_images) for name, family in sorted(FAMILIES.items())}
+    for model_type in sys.argv[1:] or families:
+        name, has_images = families[model_type]
+        if has_images:
+            record[model_type] = {"architecture": name, **rounded_row(image_exactness(model_type))}
+        else:
+            record[model_type] = _measure(name, model_type)
+        print(model_type, record[model_type], flush=True)
+        RECORD.write_text(json.dumps({each: record[each] for each in families if each in record}, indent=2) + "\n")

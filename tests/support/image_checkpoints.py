@@ -157,3 +157,9 @@ class ImageOracle:
         )
         answer: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
         return answer
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: Sequence[int], images: Sequence[Image.Image], answer: Sequence[int]) -> torch.Tensor:
+        """`[n, V]` float32, of the answer's n tokens."""
+        logits: torch.Tensor = self.model(**self.inputs([*token_ids, *answer[:-1]], images), use_cache=False).logits[0]
+        return logits[-len(answer) :].float().log_softmax(-1)

@@ -13,30 +13,55 @@ def model_families(root: Path) -> str:
     """One row per family that is served, native ones first; float32 in scientific notation."""
     native, others = _records(root)
     lines = [
-        "| family | `architectures` | computed | text | images | pooling | float32 | bfloat16 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | `architectures` | computed | text | images | pooling | tokens | float32 | bfloat16 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(family, row, "native") for family, row in native.items()]
-    served = {family: row for family, row in others.items() if "refused" not in row and family not in native}
+    served = {family: row for family, row in others.items() if "float32" in row and family not in native}
     lines += [_row(family, row, "transformers") for family, row in served.items()]
     return "\n".join(lines)
 
 
 def refused_families(root: Path) -> str:
-    """One row per reason for which families of transformers are refused."""
+    """One row per reason for which families of transformers are refused, then those that could not be measured."""
+    return "\n".join(
+        [
+            "| reason | families |",
+            "|---|---|",
+            *_reasons(root, "refused", ""),
+            *_reasons(root, "unchecked", "not measured: "),
+        ]
+    )
+
+
+def _reasons(root: Path, column: str, prefix: str) -> list[str]:
     native, others = _records(root)
     families: dict[str, list[str]] = {}
     for family, row in others.items():
-        if "refused" in row and family not in native:
-            families.setdefault(row["refused"].replace("|", "\\|"), []).append(f"`{family}`")
-    lines = ["| reason | families |", "|---|---|"]
-    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in sorted(families.items())]
-    return "\n".join(lines)
+        if column in row and family not in native:
+            families.setdefault(row[column].replace("|", "\\|"), []).append(f"`{family}`")
+    return [f"| {prefix}{reason} | {', '.join(names)} |" for reason, names in sorted(families.items())]
 
 
 def _row(family: str, row: dict[str, Any], computed: str) -> str:
-    errors = " / ".join(map(str, row["bfloat16"])) if "bfloat16" in row else "not measured"
-    return f"| `{family}` | `{row['architecture']}` | {computed} | yes | no | yes | {row['float32']:.0e} | {errors} |"
+    cells = [
+        f"`{family}`",
+        f"`{row['architecture']}`",
+        computed,
+        "yes",
+        "yes" if row.get("images") else "no",
+        "yes",
+        _tokens(row, computed),
+        f"{row['float32']:.0e}",
+        " / ".join(map(str, row["bfloat16"])) if "bfloat16" in row else "not measured",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _tokens(row: dict[str, Any], computed: str) -> str:
+    if "tokens" in row:
+        return " of ".join(map(str, row["tokens"]))
+    return "few differ" if computed == "transformers" and "bfloat16" in row else "not measured"
 
 
 def _records(root: Path) -> list[dict[str, dict[str, Any]]]:
