@@ -37,7 +37,15 @@ class Slots:
         rows = torch.cat((k, v), 1).view(-1, pages.head_dim)
         pages.token_rows[layer].index_copy_(0, pages.write_rows(self.slot_mapping), rows)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
         pytest.fail("an operation beside attention has called it")
 
 

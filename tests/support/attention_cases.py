@@ -124,6 +124,9 @@ def dense_attention(case: Case, spec: AttentionSpec) -> Tensor:
         key = torch.arange(len(keys))
         position = key[len(keys) - (stop - start) :].unsqueeze(1)
         hidden = (key > position) & spec.causal
+        if spec.distance_bias:
+            bias = distance_bias_of(case, spec).double()
+            scores = scores + bias[:, (position - key).clamp(0, bias.shape[1] - 1)]
         if spec.window is not None:
             hidden |= key <= position - spec.window
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -139,12 +142,20 @@ def run_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> Tens
     """Plan, store and attend in the case's layer -> `[T, Hq * D]`."""
     plan = backend.plan(case.batch, spec)
     plan.store(case.layer, case.k, case.v)
-    return plan.attend(case.layer, case.q, case.k, case.v, sinks_of(case, spec) if spec.sinks else None)
+    sinks = sinks_of(case, spec) if spec.sinks else None
+    if spec.distance_bias:
+        return plan.attend(case.layer, case.q, case.k, case.v, sinks, distance_bias_of(case, spec))
+    return plan.attend(case.layer, case.q, case.k, case.v, sinks)
 
 
 def sinks_of(case: Case, spec: AttentionSpec) -> Tensor:
     """`[Hq]`, between -1 and 3: some heads give most of their weight to no value."""
     return torch.linspace(-1, 3, spec.num_heads, dtype=case.q.dtype, device=case.q.device)
+
+
+def distance_bias_of(case: Case, spec: AttentionSpec) -> Tensor:
+    """`[Hq, 20]`: keys 19 tokens back and further have one bias."""
+    return torch.linspace(-2, 2, spec.num_heads * 20, dtype=case.q.dtype, device=case.q.device).view(-1, 20)
 
 
 def check_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> None:

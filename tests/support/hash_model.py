@@ -148,7 +148,15 @@ class HashPlan:
         assert len(set(slots.tolist())) == len(slots), "two tokens of one step share a slot"
         self._cache.reshape(-1)[slots] = k.numpy().reshape(-1)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
         batch, block_size = self._batch, self._cache.shape[1]
         found = np.full(len(q), -1, dtype=np.int64)
         starts = batch.query_start_loc.tolist()

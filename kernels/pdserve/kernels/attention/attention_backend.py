@@ -38,11 +38,20 @@ class AttentionPlan(Protocol):
         k and v `[T, Hkv, D]`, keys rotated; both may be views with strides.
         """
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
         """Attention of all T query tokens; reads pages, writes none.
 
         q `[T, Hq, D]`, rotated; k and v are the arguments of `store`, and may be used instead of the pages; sinks: `[Hq]`
-        of a spec that has them -> `[T, Hq * D]`.
+        of a spec that has them; distance_bias: `[Hq, n]` of a spec that has it: column j for the key j tokens before the query, the
+        last column for those further back -> `[T, Hq * D]`.
         """
 
 

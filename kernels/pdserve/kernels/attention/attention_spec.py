@@ -25,6 +25,8 @@ class AttentionSpec:
     """True: each head has a number that is one more score of every query, whose weight goes to no value."""
     causal: bool = True
     """False: a token also attends to later tokens of its sequence, up to the sequence's length."""
+    distance_bias: bool = False
+    """True: each head adds a number to a score, by the distance from the query back to the key, as T5's decoder does."""
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
@@ -33,3 +35,5 @@ class AttentionSpec:
             raise ValueError(f"a window must be at least 1, and needs causal attention: {self}")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be above 0: {self}")
+        if self.distance_bias and (self.window is not None or self.softcap is not None or not self.causal):
+            raise ValueError(f"a distance bias comes with causal attention, without window and soft cap: {self}")

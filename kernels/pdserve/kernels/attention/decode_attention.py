@@ -12,6 +12,7 @@ from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_sinks import softmax_with_sinks
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages
+from pdserve.kernels.attention.score_terms import NO_TERMS, ScoreTerms, bias_at
 
 _GATHER_BYTES = 32 << 20
 _DEVICE_GATHER_BYTES = 1 << 30
@@ -35,6 +36,8 @@ class DecodeGroup:
     key."""
     by_products: bool
     """Computed by two batched products instead of the fused kernel."""
+    distances: Tensor | None = None
+    """`[B, S]` or `[1, S]`, of a spec with a distance bias: tokens from a key to the row's query."""
 
 
 def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: AttentionSpec) -> list[DecodeGroup]:
@@ -83,7 +86,10 @@ def _plan_group(
         offset = first_block * block_size
         source = pages.plan_gather(tables, first_position - offset, longest - offset)
         by_products = _uses_products(pages.like, spec, size * (longest - first_position))
-        return DecodeGroup(start, stop, source, None, by_products)
+        distances = None
+        if spec.distance_bias:
+            distances = torch.arange(longest - 1, -1, -1, device=tables.device).unsqueeze(0)
+        return DecodeGroup(start, stop, source, None, by_products, distances)
 
     seq_lens = batch.seq_lens[start:stop].clamp(min=1).unsqueeze(1)
     last_blocks = (seq_lens - 1) // block_size
@@ -106,7 +112,9 @@ def _plan_group(
         mask = mask.view(size, 1, -1).expand(-1, pages.num_kv_heads, -1).reshape(size * pages.num_kv_heads, 1, -1)
     else:
         mask = mask.view(size, 1, 1, -1)
-    return DecodeGroup(start, stop, pages.plan_gather(tables, 0, positions.shape[-1]), mask, by_products)
+    distances = seq_lens - 1 - positions if spec.distance_bias else None
+    source = pages.plan_gather(tables, 0, positions.shape[-1])
+    return DecodeGroup(start, stop, source, mask, by_products, distances)
 
 
 def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
@@ -121,20 +129,21 @@ def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
 
 
 def _uses_products(like: Tensor, spec: AttentionSpec, num_keys: int) -> bool:
-    """True if two batched products are faster than the fused kernel, or for a soft cap or sinks, which the fused kernel lacks."""
+    """True if two batched products are faster than the fused kernel, or for what the fused kernel lacks."""
     return (
         spec.softcap is not None
         or spec.sinks
+        or spec.distance_bias
         or (like.is_cpu and like.dtype is torch.bfloat16 and num_keys >= _BMM_TOKENS)
     )
 
 
 def attend_decode(
-    q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, spec: AttentionSpec, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, group: DecodeGroup, spec: AttentionSpec, more: ScoreTerms = NO_TERMS
 ) -> Tensor:
-    """`softmax(cap(scale * q k^T) + mask) v`; the G query heads of a KV head are G rows of one product.
+    """`softmax(cap(scale * q k^T) + bias + mask) v`; the G query heads of a KV head are G rows of one product.
 
-    q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]`, sinks `[Hq]` -> `[B, Hkv, G, D]`.
+    q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]` -> `[B, Hkv, G, D]`.
     """
     if not group.by_products:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=spec.scale)
@@ -150,6 +159,10 @@ def attend_decode(
         scores = torch.baddbmm(q.new_empty(1), q, keys, beta=0, alpha=spec.scale)
     else:
         scores = torch.baddbmm(group.mask, q, keys, alpha=spec.scale)
-    if sinks is not None:
+    if more.distance_bias is not None and group.distances is not None:
+        bias = bias_at(more.distance_bias, group.distances).transpose(0, 1)
+        per_row = scores.view(size, num_kv_heads, -1, scores.shape[-1])
+        per_row += bias.reshape(len(bias), num_kv_heads, -1, scores.shape[-1])
+    if (sinks := more.sinks) is not None:
         sinks = sinks.view(1, num_kv_heads, -1, 1).expand(size, -1, -1, -1).reshape(size * num_kv_heads, -1, 1)
     return torch.bmm(softmax_with_sinks(scores, sinks), values).view(size, num_kv_heads, -1, head_dim)

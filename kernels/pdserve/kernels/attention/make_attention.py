@@ -127,6 +127,28 @@ def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None
     return backend
 
 
+def make_biased_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
+    """A back end that computes a distance bias: torch's in place of Triton's. Arguments: as of `make_attention`.
+
+    Raises: AttentionBackendError, also for a name of Triton's kernels, which do not compute it.
+    """
+    if name in ("triton", "sdpa"):
+        raise AttentionBackendError(
+            f"attention_backend is {name!r}, whose kernels do not compute the relative position bias of this model; torch does"
+        )
+    return make_attention("torch" if name == AUTO and kv_cache.device.type == "cuda" else name, kv_cache, dtype)
+
+
+def make_cross_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
+    """A back end that attends to pages alone, and never to the `k` and `v` of `attend`: over the encoder's keys of a cache.
+
+    Arguments: as of `make_attention`. Full chunks in torch's fused attention read those, and back ends of other packages may.
+    """
+    if name == "sdpa" or (name == AUTO and kv_cache.device.type == "cuda" and find_spec("triton") is not None):
+        name = "triton"
+    return make_attention(name if name in _BUILT_IN else AUTO, kv_cache, dtype)
+
+
 def _installed() -> dict[str, list[EntryPoint]]:
     """Entry points by name; none is imported."""
     found: dict[str, list[EntryPoint]] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_sinks import softmax_with_sinks
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages
+from pdserve.kernels.attention.score_terms import NO_TERMS, ScoreTerms, bias_at
 
 _FLOAT32_TILE = 32
 _HALF_TILE = 128
@@ -112,11 +113,11 @@ def _triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def attend_prefill(
-    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, plan: PrefillPlan, spec: AttentionSpec, out: Tensor, more: ScoreTerms = NO_TERMS
 ) -> None:
-    """`out[i] = softmax(cap(scale * q[i] k^T) + mask[i]) v`, tile by tile.
+    """`out[i] = softmax(cap(scale * q[i] k^T) + bias[i] + mask[i]) v`, tile by tile.
 
-    q and out `[n, Hkv, G, D]`, k and v `[Hkv, S, D]`, sinks `[Hq]`; the last key belongs to the last query.
+    q and out `[n, Hkv, G, D]`, k and v `[Hkv, S, D]`; the last key belongs to the last query.
     """
     num_kv_heads, group_size, head_dim = q.shape[1:]
     q = q.permute(1, 2, 0, 3)
@@ -133,9 +134,14 @@ def attend_prefill(
         if tile.mask is not None:
             per_head = scores.view(num_kv_heads, group_size, num_rows, num_keys)
             per_head[..., num_keys - tile.mask.shape[1] :].add_(tile.mask)
+        if more.distance_bias is not None:
+            last_query = plan.chunk.context_len + tile.stop
+            query_positions = torch.arange(last_query - num_rows, last_query, device=q.device).unsqueeze(1)
+            distances = query_positions - torch.arange(tile.first_key, tile.last_key, device=q.device)
+            scores += bias_at(more.distance_bias, distances).view(num_kv_heads, -1, num_keys)
         of_rows = None
-        if sinks is not None:
-            of_rows = sinks.view(num_kv_heads, group_size, 1).expand(-1, -1, num_rows).reshape(num_kv_heads, -1, 1)
+        if more.sinks is not None:
+            of_rows = more.sinks.view(num_kv_heads, group_size, 1).expand(-1, -1, num_rows).reshape(num_kv_heads, -1, 1)
         result = torch.bmm(softmax_with_sinks(scores, of_rows), values).view(
             num_kv_heads, group_size, num_rows, head_dim
         )

@@ -15,6 +15,7 @@ from pdserve.kernels.attention.decode_attention import DecodeGroup, attend_decod
 from pdserve.kernels.attention.kv_pages import KvPages, check_spec
 from pdserve.kernels.attention.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
 from pdserve.kernels.attention.quantized_pages import QuantizedPages, is_quantized
+from pdserve.kernels.attention.score_terms import ScoreTerms
 
 
 class TorchAttentionBackend:
@@ -96,33 +97,41 @@ class TorchAttentionPlan:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._pages.store(layer, self._write_rows, k, v)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        pages, spec = self._pages, self._spec
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        pages, spec, more = self._pages, self._spec, ScoreTerms(sinks, distance_bias)
         num_tokens = q.shape[0]
         queries = q.view(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
-        if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries, sinks)) is not None:
+        if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries, more)) is not None:
             return only.reshape(num_tokens, -1)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if self._num_decodes:
-            self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes], sinks)
+            self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes], more)
         for plan in self._prefills:
             first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
             if plan.source is None:
                 keys, values = k[first:stop].transpose(0, 1), v[first:stop].transpose(0, 1)
             else:
                 keys, values = (gathered[0] for gathered in pages.gather(layer, plan.source))
-            attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop], sinks)
+            attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop], more)
         return out.view(num_tokens, -1)
 
-    def _attend_at_once(self, layer: int, queries: Tensor, sinks: Tensor | None) -> Tensor | None:
+    def _attend_at_once(self, layer: int, queries: Tensor, more: ScoreTerms) -> Tensor | None:
         """Attention of a step of one group, in the tensor that its call returns; None for other steps."""
-        return self._attend_group(layer, queries, self._groups[0], sinks) if len(self._groups) == 1 else None
+        return self._attend_group(layer, queries, self._groups[0], more) if len(self._groups) == 1 else None
 
-    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, more: ScoreTerms) -> None:
         """Write the decode rows; queries and out `[num_decodes, Hkv, G, D]`, out contiguous."""
         for group in self._groups:
-            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group, sinks)
+            out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group, more)
 
-    def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
+    def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup, more: ScoreTerms) -> Tensor:
         k, v = self._pages.gather(layer, group.source)
-        return attend_decode(q, k, v, group, self._spec, sinks)
+        return attend_decode(q, k, v, group, self._spec, more)

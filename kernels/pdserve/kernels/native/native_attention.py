@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import KvPages, check_spec
+from pdserve.kernels.attention.score_terms import ScoreTerms
 from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary
 
@@ -46,7 +47,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
         pages = self._pages
         check_spec(pages.kv_cache, spec)
-        if spec.sinks:
+        if spec.sinks or spec.distance_bias:
             # torch operations compute them
             return TorchAttentionPlan(self._step_plan(batch), pages, spec)
         return NativeAttentionPlan(self._step_plan(batch), pages, spec, self)
@@ -98,10 +99,10 @@ class NativeAttentionPlan(TorchAttentionPlan):
         if size:
             self._backend.prepare(call, spec.num_heads * (spec.head_dim + 2))
 
-    def _attend_at_once(self, layer: int, queries: Tensor, sinks: Tensor | None) -> None:
+    def _attend_at_once(self, layer: int, queries: Tensor, more: ScoreTerms) -> None:
         return None
 
-    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, more: ScoreTerms) -> None:
         """queries and out `[num_decodes, Hkv, G, D]`; out is contiguous."""
         if not 0 <= layer < self._pages.num_layers:
             raise IndexError(f"layer {layer} of {self._pages.num_layers}")

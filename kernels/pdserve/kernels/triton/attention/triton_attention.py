@@ -53,6 +53,8 @@ class TritonAttentionBackend:
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TritonAttentionPlan:
         check_spec(self.kv_cache, spec)
+        if spec.distance_bias:
+            raise ValueError(f"a distance bias is not computed by Triton's kernels: {spec}")
         if self._step is None or self._step.batch is not batch:
             batch.verify(self.kv_cache.shape[4])
             self._step = _Step(batch, self._buffers)
@@ -150,7 +152,15 @@ class TritonAttentionPlan:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         store_kv(k, v, self.kv_cache, layer, self.slot_mapping)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
         if self._full_chunks and self._full_chunks[0].stop - self._full_chunks[0].start == len(q):
             return self._attend_full_chunk(self._full_chunks[0], layer, q, k, v, None).reshape(len(q), -1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
