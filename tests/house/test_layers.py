@@ -43,9 +43,9 @@ FLOORS = {
          "request", "scheduler_output", "socket_frames"},
     ),
     "models": (
-        {"model_impl"}, {"loading", "lora", "transformers"}, {"decoder", "read_config"},
+        {"model_impl"}, {"encoder_decoder", "loading", "lora", "transformers"}, {"decoder", "read_config"},
         {"registry"}, {"families", "vision"}, {"config"}, {"layers"}, {"weights"},
-        {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes"},
+        {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes", "encoder_decoder_step"},
     ),
     "kv_transfer": (
         {"control", "make_connectors"}, {"connector_set", "landing_ring", "nixl", "tcp"}, {"heads", "pull"}, {"connector"},

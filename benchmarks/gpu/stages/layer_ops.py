@@ -32,7 +32,15 @@ class Pages:
         at, bs = self.slot_mapping, self.kv_cache.shape[4]
         self.kv_cache[at // bs, :, layer, :, at % bs] = torch.stack((k, v), 2)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
         raise RuntimeError("rotate_and_store writes pages and attends to none")
 
 

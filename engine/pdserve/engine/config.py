@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.speculative_config import SpeculativeConfig
@@ -37,7 +38,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int = 256
     max_model_len: int = 4096
-    """Largest number of tokens of one sequence; at most what the pool holds."""
+    """Largest number of tokens of one sequence; at most what the pool holds. With an encoder: of both parts and the padding."""
     num_labels: int = 0
     """Labels of the model's classification head; 0: it has none, and generates."""
     enable_prompt_embeds: bool = False
@@ -80,6 +81,8 @@ class EngineConfig:
     """How tokens are drafted; None: not at all."""
     encoder: EncoderConfig | None = None
     """None for a model without images."""
+    encoder_decoder: EncoderDecoderPrompts | None = None
+    """None for a decoder alone."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8
@@ -91,6 +94,10 @@ class EngineConfig:
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
                 f"max_model_len {self.max_model_len} exceeds the pool of {self.num_blocks} blocks of {self.block_size} tokens"
+            )
+        if self.encoder_decoder is not None and self.max_model_len - self.encoder_decoder.max_len > self.largest_chunk:
+            raise ValueError(
+                f"a step computes at most {self.largest_chunk} tokens of a prompt, the encoder reads {self.encoder_decoder.max_len}"
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")

@@ -88,6 +88,7 @@ class EngineCore:
             has_grammars=self.scheduler.grammars.is_possible,
             logits_processors=logits_processors or LogitsProcessors(),
             encoder=config.encoder,
+            encoder_decoder=config.encoder_decoder,
             knows_adapter=None if adapters is None else adapters.has,
             has_transfers=connector is not None,
         )
@@ -288,22 +289,26 @@ class EngineCore:
 
     def warm_up(self) -> None:
         """Run every path once, so that the first request has no initialization cost; leaves no state."""
-        length = min(self.config.max_model_len - 3, 2 * self.config.block_size + 1)
+        prompts = self.config.encoder_decoder
+        room = self.config.max_model_len - 3 if prompts is None else min(prompts.max_len, prompts.max_output_tokens - 2)
+        length = min(room, 2 * self.config.block_size + 1)
         if length < 1:
             return
         for greedy in (True, False):
             params = SamplingParams(
                 temperature=0.0 if greedy else 1.0, seed=0, max_tokens=3, ignore_eos=True, top_p=0.9
             )
-            self.add_request(
-                EngineCoreRequest(
-                    request_id=f"warm-up-{greedy}",
-                    prompt_token_ids=[0] * length,
-                    sampling_params=params,
-                    pooling_params=PoolingParams(task="classify") if self.config.num_labels else None,
-                    prefill_here=True,
-                )
+            request = EngineCoreRequest(
+                request_id=f"warm-up-{greedy}",
+                prompt_token_ids=[0] * length,
+                sampling_params=params,
+                pooling_params=PoolingParams(task="classify") if self.config.num_labels else None,
+                prefill_here=True,
             )
+            if prompts is not None:
+                laid_out = prompts.laid_out(request.prompt_token_ids, self.config.block_size)
+                request = msgspec.structs.replace(request, **laid_out)
+            self.add_request(request)
         while self.has_work:
             self.step()
         self.executor.warm_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.common.image_processor_config import ImageProcessorConfig
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -14,7 +15,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     vocab_size: int
     hidden_size: int
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Tokens of prompt and output together; with an encoder, of each of the two."""
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -22,3 +23,5 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """Labels of the classification head; 0: the model generates."""
     images: ImageProcessorConfig | None = None
     """How the pixels of images are made; None for a model that takes text alone."""
+    encoder_decoder: EncoderDecoderPrompts | None = None
+    """How prompts are laid out, of a model with an encoder; None for a decoder alone."""

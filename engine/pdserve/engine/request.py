@@ -150,6 +150,12 @@ class Request:
         """Known tokens whose KV is still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """`num_cached_tokens` for outputs: 0 before admission, and with an encoder at most the tokens that it reads."""
+        cached, encoder_prompt = max(0, self.num_cached_tokens), self.core.encoder_prompt
+        return cached if encoder_prompt is None else min(cached, encoder_prompt.num_tokens)
+
     def lacks_pixels(self, num_computed: int) -> bool:
         """True if the tokens from `num_computed` on are in part an image's whose pixels are not here."""
         features = self.core.mm_features

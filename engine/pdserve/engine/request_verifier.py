@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.multimodal import verify_features
 from pdserve.common.request.pooling_params import verify_generates
@@ -36,6 +37,8 @@ class RequestVerifier:
     """The plug-ins that requests may name."""
     encoder: EncoderConfig | None = None
     """None for a model without images."""
+    encoder_decoder: EncoderDecoderPrompts | None = None
+    """None for a decoder alone."""
     knows_adapter: Callable[[str], bool] | None = None
     """True for the fingerprint of an adapter that requests may name; None without `enable_lora`."""
     has_transfers: bool
@@ -46,6 +49,8 @@ class RequestVerifier:
         request.verify_supported()
         if not self.has_transfers:
             request.verify_without_transfers()
+        if self.encoder_decoder is not None:
+            self._verify_encoder_prompt(request, self.encoder_decoder)
         num_tokens = len(request.prompt_token_ids)
         num_to_come = 0 if request.pooling_params is not None else 1
         if request.pooling_params is not None:
@@ -72,6 +77,17 @@ class RequestVerifier:
             raise InvalidRequest(
                 f"n is {request.n}, at most {self.max_num_seqs} sequences run here at a time (max_num_seqs)", "n"
             )
+
+    def _verify_encoder_prompt(self, request: EngineCoreRequest, prompts: EncoderDecoderPrompts) -> None:
+        if request.encoder_prompt is None:
+            raise InvalidRequest("encoder_prompt is missing, and this model has an encoder", "prompt_token_ids")
+        if request.resumable:
+            raise InvalidRequest(
+                "resumable is set, and a session's later input would have to be encoded with the earlier one",
+                "resumable",
+            )
+        prompts.verify_features(request)
+        prompts.verify_lengths(request.encoder_prompt.num_tokens, request.sampling_params.output_limit)
 
     def _verify_resumed(self, request: EngineCoreRequest) -> None:
         num_output, max_tokens = len(request.output_token_ids), request.sampling_params.output_limit

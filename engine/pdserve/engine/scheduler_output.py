@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.common.errors import InvalidRequest, PdServeError, from_code
+from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.engine_types import LogprobsLists, ModelRunnerStats
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.pooling_params import PoolingParams
@@ -47,6 +48,8 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     """Tokens to draft after each step, at most."""
     mm_features: list[MultiModalFeatureSpec] = []
     """Images of the prompt."""
+    encoder_prompt: EncoderPrompt | None = None
+    """The part of the prompt that the encoder reads; None: the model has none."""
 
 
 class CachedRequestData(msgspec.Struct):

@@ -183,7 +183,8 @@ class LLM(PoolingCalls):
 
     def _beams_of(self, request: ValidRequest, search: BeamSearch) -> BeamSearchOutput:
         def text(beam: Beam) -> str:
-            detokenizer = self._tokenizer.detokenizer(request.request.prompt_token_ids)
+            before = request.request.prompt_token_ids if self._requests.continues_prompt else []
+            detokenizer = self._tokenizer.detokenizer(before)
             return detokenizer.add(beam.token_ids) + detokenizer.flush()
 
         return BeamSearchOutput(

@@ -35,10 +35,10 @@ from pdserve.text.prompt import (
     LengthRule,
     TextInput,
     encode_prompt,
-    resolve_max_tokens,
     verify_cache_salt,
     verify_prompt_tokens,
 )
+from pdserve.text.prompt_room import PromptRoom
 
 _SEED_BITS = 63
 P = TypeVar("P", bound=msgspec.Struct)
@@ -65,6 +65,8 @@ class RequestFactory:
         self._enable_prompt_embeds = engine.settings.enable_prompt_embeds
         self._scheduling_policy = engine.settings.scheduling_policy
         self._images = engine.images
+        self._encoder_decoder = prompts = engine.info.encoder_decoder
+        self._room = PromptRoom(self._max_model_len, 0 if prompts is None else prompts.num_decoder_prompt_tokens)
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -90,16 +92,8 @@ class RequestFactory:
             params = checked(sampling_params, SamplingParams, "sampling_params")
             asked = params.max_tokens
         self._verify_embeds(prompt)
-        encoded = self._encoded(prompt, LengthRule(self._max_model_len), asked)
-        max_tokens = resolve_max_tokens(
-            prompt.prompt,
-            len(encoded.token_ids),
-            self._max_model_len,
-            asked,
-            field=prompt.field,
-            max_tokens_field="max_tokens",
-            takes_rest=sampling_params is not None,
-        )
+        encoded = self._encoded(prompt, self._room.rule(), asked)
+        max_tokens = self._max_tokens(prompt, encoded, asked, takes_rest=sampling_params is not None)
         if params.num_sequences > self._max_num_seqs:
             field = "n" if params.best_of is None else "best_of"
             raise InvalidRequest(
@@ -192,18 +186,20 @@ class RequestFactory:
         verify_generates(self.num_labels)
         if isinstance(prompt.prompt, EmbedsInput):
             raise InvalidRequest("prompt_embeds is given, and beams begin with token ids", "prompt_embeds")
-        encoded = self._encoded(prompt, LengthRule(self._max_model_len))
+        encoded = self._encoded(prompt, self._room.rule())
         params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
-        resolve_max_tokens(
-            prompt.prompt,
-            len(encoded.token_ids),
-            self._max_model_len,
-            params.max_tokens,
-            field=prompt.field,
-            max_tokens_field="max_tokens",
-        )
+        self._max_tokens(prompt, encoded, params.max_tokens)
         step = step_params(params.num_candidates(len(self._tokenizer.eos_token_ids)))
         return self._valid(prompt, encoded, fields, sampling_params=step)
+
+    def _max_tokens(
+        self, prompt: PromptWithSalt, encoded: EncodedPrompt, asked: int | None, *, takes_rest: bool = False
+    ) -> int:
+        """Raises: PromptTooLong, InvalidRequest."""
+        return self._room.resolve_max_tokens(
+            prompt.prompt, len(encoded.token_ids), asked,
+            field=prompt.field, max_tokens_field="max_tokens", takes_rest=takes_rest,
+        )  # fmt: skip
 
     def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule, max_tokens: int | None = None) -> EncodedPrompt:
         truncation = prompt.truncation
@@ -250,9 +246,18 @@ class RequestFactory:
         name, stem = self._named(request_id)
         return LocalPooling(name, valid.text, self._engine_request(valid.request, stem))
 
+    @property
+    def continues_prompt(self) -> bool:
+        """See `PromptRoom`."""
+        return self._room.continues_prompt
+
     def make_beam_step(self, valid: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
         """The request for the candidates that follow these output tokens."""
         _, stem = self._named(None)
+        if self._encoder_decoder is not None:
+            params = msgspec.structs.replace(valid.request.sampling_params, max_tokens=len(output_token_ids) + 1)
+            fields = {"output_token_ids": list(output_token_ids), "sampling_params": params}
+            return BeamStep(self._engine_request(valid.request, stem, **fields))
         token_ids = [*valid.request.prompt_token_ids, *output_token_ids]
         return BeamStep(self._engine_request(valid.request, stem, prompt_token_ids=token_ids))
 
@@ -289,7 +294,7 @@ class RequestFactory:
             resumable=resumable,
         )
         arrived = unix_s(core.arrival_time) if arrival_time is None else arrival_time
-        return self._local(core, valid, params, request_id, core.prompt_token_ids, arrived)
+        return self._local(core, valid, params, request_id, valid.request.prompt_token_ids, arrived)
 
     def make_turn(self, valid: ValidRequest, engine_id: str) -> StreamingUpdate:
         """A session's later turn for the engine. engine_id: the engine's name of the session."""
@@ -337,6 +342,7 @@ class RequestFactory:
             sampling_params=core.sampling_params,
             num_sequences=core.sampling_params.n,
             num_tokens_before=num_before,
+            continues_prompt=self.continues_prompt,
         )
         if self._log_stats:
             processor.metrics = RequestMetrics(arrival_time=arrived_s, num_prompt_tokens=len(token_ids))
@@ -349,11 +355,13 @@ class RequestFactory:
         root = self._hasher.root(
             self._model_fingerprint, request.cache_salt, request.lora_fingerprint, embeds_digest=request.embeds_digest
         )
-        block_hashes = self._hasher.extend(root, carried["prompt_token_ids"], hashed_spans(request.mm_features))
         carried |= {"request_id": f"{stem}.0", "hash_root": root}
-        return EngineCoreRequest(
-            **carried, sequence_stem=stem, arrival_time=time.monotonic(), block_hashes=block_hashes
-        )
+        if (prompts := self._encoder_decoder) is not None:
+            carried |= prompts.hashed(carried["prompt_token_ids"], carried["output_token_ids"], root, self._hasher)
+        else:
+            spans = hashed_spans(request.mm_features)
+            carried["block_hashes"] = self._hasher.extend(root, carried["prompt_token_ids"], spans)
+        return EngineCoreRequest(**carried, sequence_stem=stem, arrival_time=time.monotonic())
 
 
 def _verify_without_images(prompt: PromptWithSalt, kind: str) -> None:

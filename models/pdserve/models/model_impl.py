@@ -17,6 +17,11 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import ModelImpl
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.encoder_decoder.load_encoder_decoder import (
+    encoder_decoder_architecture,
+    load_encoder_decoder,
+    read_encoder_decoder_config,
+)
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.loading import load_decoder
@@ -28,7 +33,7 @@ from pdserve.models.weights.weight_loader import LoadProgress, Quantization
 
 
 class AnyDecoder(Protocol):
-    """A `Decoder` or a `TransformersDecoder`."""
+    """A `Decoder`, an `EncoderDecoder` or a `TransformersDecoder`."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -57,6 +62,8 @@ class AnyDecoder(Protocol):
 
 def read_model_config(folder: Path, dtype: str = "auto", model_impl: ModelImpl = "auto") -> ModelConfig:
     """As `read_config`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
+    if _has_encoder(folder, model_impl):
+        return read_encoder_decoder_config(folder, dtype)
     if _is_native(folder, model_impl):
         return read_config(folder, dtype)
     # a worker with a native family does not spend the time and memory
@@ -78,6 +85,15 @@ def load_model_decoder(
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> AnyDecoder:
     """As `load_decoder`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
+    if _has_encoder(folder, model_impl):
+        return load_encoder_decoder(
+            folder,
+            dtype=dtype,
+            device=device,
+            load_format=load_format,
+            quantization=quantization,
+            progress=progress,
+        )
     if _is_native(folder, model_impl):
         return load_decoder(
             folder,
@@ -96,6 +112,13 @@ def load_model_decoder(
     config.verify_options(quantization, enable_lora=False)
     config.verify_sharding(shard.size, folder)
     return TransformersDecoder.load(folder, config, device=device, load_format=load_format, progress=progress)
+
+
+def _has_encoder(folder: Path, model_impl: ModelImpl) -> bool:
+    """True for the families whose decoder attends to an encoder."""
+    if model_impl == "transformers" or not folder.is_dir():
+        return False
+    return encoder_decoder_architecture(JsonObject.read(folder / "config.json")) is not None
 
 
 def _is_native(folder: Path, model_impl: ModelImpl) -> bool:

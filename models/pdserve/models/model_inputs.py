@@ -12,6 +12,7 @@ from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
+from pdserve.models.encoder_decoder_step import EncoderDecoderStep
 
 _TORCH_OPS: LayerOps = TorchLayerOps()
 
@@ -36,6 +37,8 @@ class ModelInputs:
     """`[I, H]` each: added to the rows `deepstack_rows` of the residual stream after the first layers."""
     deepstack_rows: Tensor | None = None
     """`[I]` int64."""
+    encoder_decoder: EncoderDecoderStep | None = None
+    """The step's two parts, of a model with an encoder; None for a decoder alone."""
 
     @property
     def positions(self) -> Tensor:

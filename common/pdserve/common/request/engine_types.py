@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 
@@ -49,6 +50,8 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     """Most uncached tokens for which prefilling here is faster, by the router's estimate; None: its choice is final."""
     eos_token_id: int | None = None
     """vLLM's field, for callers with one EOS token: it becomes the first of `eos_token_ids`."""
+    encoder_prompt: EncoderPrompt | None = None
+    """The part of `prompt_token_ids` that the encoder reads; None: the model has none."""
 
     def __post_init__(self) -> None:
         if self.eos_token_id is not None and self.eos_token_id not in self.eos_token_ids:

@@ -54,6 +54,13 @@ class BlockTable:
         block_size = self._block_size
         return self._block_ids[rows, positions // block_size] * block_size + positions % block_size
 
+    def part(self, rows: IntArray, first_blocks: IntArray, seq_lens: IntArray) -> IntArray:
+        """`[B, N]`: as `of_step`, of the tokens from the first of block `first_blocks` `[B]` on, which count as `seq_lens`."""
+        num_blocks = -(-seq_lens // self._block_size)
+        columns = np.arange(int(num_blocks.max()))
+        places = np.minimum(first_blocks[:, None] + columns, self._block_ids.shape[1] - 1)
+        return np.where(columns < num_blocks[:, None], self._block_ids[rows[:, None], places], 0)
+
     def of_step(self, rows: IntArray, seq_lens: IntArray) -> IntArray:
         """`[B, N]`: the blocks of sequences of `seq_lens` tokens in `rows`, both `[B]`, padded with 0."""
         tables = self._block_ids[rows, : -(-int(seq_lens.max()) // self._block_size)]

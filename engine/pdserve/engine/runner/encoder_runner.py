@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.engine.arrays import IntArray
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.runner.decoder_model import DecoderModel
+from pdserve.engine.runner.encoder_decoder_inputs import EncoderDecoderInputs
+from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.models.model_inputs import ModelInputs
 
@@ -48,12 +53,19 @@ class StepImages:
 class EncoderRunner:
     """The scheduler decides what is kept: see `EncoderCacheManager`."""
 
-    def __init__(self, model: object, device: torch.device) -> None:
-        """model: a `DecoderModel`; one with images is an `ImageModel`, too."""
+    def __init__(self, model: object, device: torch.device, parts: EncoderDecoderInputs | None = None) -> None:
+        """model: a `DecoderModel`; one with images is an `ImageModel`, too. parts: of a model whose encoder reads prompts."""
+        self._parts = parts
+        self._step: tuple[IntArray, IntArray] = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._model = model if isinstance(model, ImageModel) and model.vision_tower is not None else None
         self._device = device
         self.encoder_cache: dict[str, Tensor] = {}
         """Identifier -> `[n, (1 + S) H]`."""
+
+    @classmethod
+    def of_batch(cls, config: EngineConfig, model: DecoderModel, batch: InputBatch, kv_cache: Tensor) -> EncoderRunner:
+        """batch: whose steps have these encoders' inputs. kv_cache: of the first KV cache group."""
+        return cls(model, kv_cache.device, EncoderDecoderInputs.of_model(config, model, batch, kv_cache))
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Drop outputs, then encode. Raises: RuntimeError for images where there is no encoder."""
@@ -71,7 +83,8 @@ class EncoderRunner:
         counts: IntArray,
         num_computed: IntArray,
     ) -> StepImages | None:
-        """The outputs for the step's tokens; None if none is an image's. rows, counts, num_computed `[S]`."""
+        """Begin a step: the outputs for its tokens; None if none is an image's. rows, counts, num_computed `[S]`."""
+        self._step = rows, counts
         if not features_of_row:
             return None
         places: list[Tensor] = []
@@ -91,7 +104,9 @@ class EncoderRunner:
         return StepImages(torch.cat(places).to(self._device), torch.cat(parts))
 
     def placed(self, inputs: ModelInputs, images: StepImages | None) -> ModelInputs:
-        """A step's inputs, with these outputs in place of the embeddings of their tokens, which they must have."""
+        """The step's inputs, with these outputs in place of the embeddings of their tokens, which they must have."""
+        if self._parts is not None:
+            return self._parts.placed(inputs, *self._step)
         if images is None or self._model is None or inputs.inputs_embeds is None:
             return inputs
         embeds, *deepstack = torch.split(images.embeds, self._model.hidden_size, dim=1)

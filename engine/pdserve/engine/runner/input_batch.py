@@ -77,6 +77,10 @@ class InputBatch:
         self.mm_features: dict[int, list[MultiModalFeatureSpec]] = {}
         """Row -> images of its prompt; without rows that have none."""
         self.mrope = MropePositions(rows)
+        self.encoder_tokens = np.zeros(rows, dtype=np.int64)
+        """Tokens that the encoder reads, at the beginning of the sequence; 0: the model has no encoder."""
+        self.encoder_slots = np.zeros(rows, dtype=np.int64)
+        """The same with the padding: the place of the decoder's first token."""
 
     def add(self, request: NewRequestData) -> None:
         """Copy a sequence's state into a free row."""
@@ -100,6 +104,8 @@ class InputBatch:
         if request.pooling_params is not None:
             self.pooler.add(row, request.pooling_params)
             return
+        if (encoder_prompt := request.encoder_prompt) is not None:
+            self.encoder_tokens[row], self.encoder_slots[row] = encoder_prompt.num_tokens, encoder_prompt.num_slots
         params = request.sampling_params
         self._temperature[row] = 0.0 if params.greedy else params.temperature
         self._top_p[row] = params.top_p
@@ -113,7 +119,8 @@ class InputBatch:
             self.prompt_logprobs.add(row, params.prompt_logprobs)
         self._token_rules.add(row, params, request.eos_token_ids)
         self._plugins.add(row, params.logits_processors)
-        self._penalties.set(row, params, knows_prompt=not request.has_prompt_embeds)
+        knows_prompt = not request.has_prompt_embeds and request.encoder_prompt is None
+        self._penalties.set(row, params, knows_prompt=knows_prompt)
 
     def remove(self, req_id: str) -> None:
         """Free a sequence's row; no effect if it has none."""

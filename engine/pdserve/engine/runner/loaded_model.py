@@ -12,6 +12,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.security.fingerprint import model_fingerprint, tokenizer_fingerprint
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EncoderConfig, EngineConfig
@@ -21,6 +22,7 @@ from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
+from pdserve.engine.runner.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.runner.image_encoder import image_encoder, verify_image_model
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
@@ -31,6 +33,7 @@ from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
+from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import DEMO, model_folder
@@ -71,6 +74,8 @@ class LoadedModel:
     """The draft model of `speculative_config`; None if it names none, on prefill workers and on ranks above 0."""
     encoder: EncoderConfig | None = None
     """None for a model without images."""
+    encoder_decoder: EncoderDecoderPrompts | None = None
+    """None for a decoder alone."""
 
     @property
     def lora_runner(self) -> LoraRunner | None:
@@ -120,6 +125,7 @@ class LoadedModel:
             max_num_seqs=settings.max_num_seqs,
             num_labels=self.num_labels,
             images=None if self.encoder is None else ImageProcessorConfig.read(self.folder),
+            encoder_decoder=self.encoder_decoder,
         )
 
     @property
@@ -135,15 +141,20 @@ class LoadedModel:
 
     def engine_config(self, settings: WorkerSettings) -> EngineConfig:
         """The engine's settings, limited by model and pool."""
+        max_model_len, step_tokens = self.max_model_len, settings.step_tokens
+        if self.encoder_decoder is not None:
+            max_model_len = self.encoder_decoder.max_sequence_len(settings.block_size)
+            # the longest prompt is encoded in one step, beside a token of each running sequence
+            step_tokens = max(step_tokens, max_model_len - self.max_model_len + settings.max_num_seqs)
         return EngineConfig(
             block_size=settings.block_size,
             num_blocks=self.num_blocks,
             num_host_blocks=len(self.host_caches[0]) if self.host_caches else 0,
-            max_model_len=self.max_model_len,
+            max_model_len=max_model_len,
             num_labels=self.num_labels,
             enable_prompt_embeds=settings.enable_prompt_embeds,
             sliding_window=self.sliding_window,
-            max_num_batched_tokens=settings.step_tokens,
+            max_num_batched_tokens=step_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_sequences=settings.max_n_sequences,
             enable_prefix_caching=settings.enable_prefix_caching,
@@ -162,6 +173,7 @@ class LoadedModel:
             profile_steps=settings.profile_steps,
             speculative_config=None if settings.section == "prefill" else settings.speculative_config,
             encoder=self.encoder,
+            encoder_decoder=self.encoder_decoder,
         )
 
 
@@ -206,6 +218,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     config = read_model_config(folder, settings.dtype, settings.model_impl)
     verify_classifier(settings, folder, config)
     verify_image_model(settings, config)
+    verify_encoder_decoder(settings, config)
     config.verify_options(settings.quantization, settings.enable_lora)
     draft_folder = DraftModelFolder.of(settings, folder, config)
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
@@ -259,6 +272,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         host_caches=host_caches,
         draft_model=draft_model,
         encoder=image_encoder(folder, settings, config, max_model_len),
+        encoder_decoder=encoder_decoder_prompts(config, max_model_len),
     )
 
 
@@ -345,6 +359,8 @@ def pool_size(
     if num_blocks < 2:
         raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes")
     pool_tokens = num_blocks * settings.block_size
+    if isinstance(model, EncoderDecoderConfig):
+        pool_tokens = num_blocks // 2 * settings.block_size  # for each of the two parts of a sequence
     limit = model.max_position_embeddings
     if settings.max_model_len is not None:
         if settings.max_model_len > model.derived_max_model_len:

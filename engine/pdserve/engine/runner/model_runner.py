@@ -134,7 +134,7 @@ class ModelRunner:
             self.drafting = Drafting(drafter, config.speculative_config.disable_by_batch_size)
         self._rules_staging = StagingBuffer(self._device, self._runtime)
         self._readback = ReadbackBuffer(self._device, self._runtime)
-        self.encoder = EncoderRunner(model, self._device)
+        self.encoder = EncoderRunner.of_batch(config, model, self.batch, kv_caches[0])
         self._inputs = StepInputBuilder(
             config,
             self.batch,

@@ -1,7 +1,8 @@
 """`EncoderScheduling`: the images that a step encodes, and how many tokens of a sequence a step can compute with them.
 
 A chunk ends before an image whose encoder output has no room, in the cache or in the step. A sequence within an image keeps its
-output, so it needs no further room to leave the image: sequences never wait for each other in a circle.
+output, so it needs no further room to leave the image: sequences never wait for each other in a circle. The prompt of a model with
+an encoder is computed in one step, as it has room for it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ class EncoderScheduling:
 
     def plan(self, request: Request, num_computed: int, num_tokens: int) -> EncoderPlan:
         """The chunk of at most `num_tokens` tokens from `num_computed` on."""
+        encoder_prompt = request.core.encoder_prompt
+        if encoder_prompt is not None and num_computed < encoder_prompt.num_slots:
+            # each token of an encoder's prompt depends on all others: they are computed in one step
+            is_whole = num_computed == 0 and num_tokens >= encoder_prompt.num_slots
+            self.has_refused |= not is_whole
+            return EncoderPlan(num_tokens if is_whole else 0)
         if not request.core.mm_features:
             return EncoderPlan(num_tokens)
         budget, room = self._budget, self.cache.num_freeable_slots

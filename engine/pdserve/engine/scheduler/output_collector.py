@@ -39,7 +39,7 @@ class OutputCollector:
             index=request.index,
             new_token_ids=new_token_ids,
             first_position=request.num_output_tokens - len(new_token_ids),
-            num_cached_tokens=max(0, request.num_cached_tokens),
+            num_cached_tokens=request.num_cached_prompt_tokens,
             new_logprobs=new_logprobs,
             first_prompt_position=max(1, request.num_tokens_before),
             num_preemptions=request.num_preemptions,

@@ -61,6 +61,7 @@ class RunningBatch(Mapping[str, Request]):
             collects_prompt_logprobs=request.collects_prompt_logprobs,
             num_speculative_tokens=num_speculative_tokens,
             mm_features=request.core.mm_features,
+            encoder_prompt=request.core.encoder_prompt,
         )
 
     def leave(self, request: Request) -> None:

@@ -201,7 +201,13 @@ class WaitingQueues:
         limit = request.num_tokens - 1
         computed = self._kv.get_computed_blocks(request, limit)
         in_host = self._loads.find(request, len(computed), limit)
-        return computed, len(computed) * self._config.block_size, in_host
+        num_cached, encoder_prompt = len(computed) * self._config.block_size, request.core.encoder_prompt
+        if (
+            encoder_prompt is not None
+            and num_cached + len(in_host) * self._config.block_size < encoder_prompt.num_slots
+        ):
+            return NO_BLOCKS, 0, ()  # a part of an encoder's prompt is computed with the whole
+        return computed, num_cached, in_host
 
     def _kept_waiting_by_others(self, request: Request) -> bool:
         """True if the sequence must wait for a preempted or overdue one, or for a source with `Want` of at least its priority."""

@@ -225,10 +225,12 @@ class OutputProcessor:
         num_sequences: int = 1,
         eos_token_ids: Sequence[int] | None = None,
         num_tokens_before: int = 0,
+        continues_prompt: bool = True,
     ) -> None:
         """eos_token_ids: the engines' EOS ids, if they differ from the tokenizer's.
 
-        num_tokens_before: tokens of a session's earlier turns, with which the prompt begins.
+        num_tokens_before: tokens of a session's earlier turns, with which the prompt begins. continues_prompt: False if the output
+        is a text of its own, since an encoder reads the prompt.
         """
         self.request_id = request_id
         self.prompt = prompt
@@ -250,7 +252,7 @@ class OutputProcessor:
         self._states = tuple(
             RequestState(
                 index,
-                _detokenizer(tokenizer, prompt_token_ids, params),
+                _detokenizer(tokenizer, prompt_token_ids if continues_prompt else (), params),
                 None if automaton is None else StopStringMatcher(automaton, include),
                 params.min_tokens,
                 frozenset() if include else frozenset(stop_ids),

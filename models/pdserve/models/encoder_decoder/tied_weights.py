@@ -1,0 +1,54 @@
+"""`TiedWeights`: the embedding that encoder, decoder and output head share, by the names that a checkpoint has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdserve.common.errors import UnsupportedModel
+from pdserve.models.weights.checkpoint import WeightSource
+from pdserve.models.weights.equal_weights import are_equal
+
+
+class TiedWeights(NamedTuple):
+    """Names in the checkpoint."""
+
+    embedding: str
+    head: str
+    """The same name if the head is tied."""
+    ignored: frozenset[str]
+    """Copies."""
+
+    @classmethod
+    def find(
+        cls,
+        source: WeightSource,
+        names: Sequence[str],
+        head: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        is_tied: bool,
+    ) -> TiedWeights:
+        """names: of the embedding, the shared one first. shape: `[V, H]`. dtype: the served one.
+
+        As in transformers, a head with numbers of its own is used, even if it should be tied. Raises: ConfigError, UnsupportedModel
+        for an encoder and a decoder with different embeddings.
+        """
+        there = frozenset(source.names)
+        known = [name for name in names if name in there] or ([head] if is_tied and head in there else [names[0]])
+        embedding, copies = known[0], known[1:]
+        for name in copies:
+            if not are_equal(source.read(embedding, shape), source.read(name, shape), dtype):
+                raise UnsupportedModel(
+                    f"{source.folder}: {name} has other numbers than {embedding}; encoder and decoder share their embedding"
+                )
+        if not is_tied:
+            return cls(embedding, head, frozenset(copies))
+        if head in there and head != embedding:
+            if not are_equal(source.read(embedding, shape), source.read(head, shape), dtype):
+                return cls(embedding, head, frozenset(copies))
+            copies.append(head)
+        return cls(embedding, embedding, frozenset(copies))
