@@ -201,10 +201,11 @@ class Cluster:
         for service in alive:
             try:
                 service.process.wait(HANG_S)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as error:
                 service.process.kill()
                 service.process.wait(HANG_S)
-                raise AssertionError(f"{service.name} did not end:\n{service.read_log()}") from None
+                # what failed in the test before is shown with it
+                raise AssertionError(f"{service.name} did not end:\n{service.read_log()}") from error
         mine = {service.process.pid for service in self.services.values()}
         assert not [pid for pid in mine if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
