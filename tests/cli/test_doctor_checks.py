@@ -22,7 +22,9 @@ from pdserve.cli.doctor.nixl_check import check_nixl
 from pdserve.cli.doctor.port_check import check_ports
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.engine.runner.memory_needs import memory_needs
 from pdserve.models.model_folder import model_folder
 from tests.support.tls_authority import Authority
 
@@ -117,6 +119,17 @@ def test_a_pool_that_fits_and_one_that_does_not() -> None:
     findings = list(check_memory(PrefillSettings(max_model_len=1 << 20)))
     assert verdicts(findings) == ["failed"]
     assert "max_model_len" in text(findings)
+
+
+def test_ranks_have_a_tier_each_and_one_draft_model() -> None:
+    drafts = SpeculativeConfig(model="demo", num_speculative_tokens=2)
+    settings = DecodeSettings(tensor_parallel_size=2, kv_host_mib=7, speculative_config=drafts)
+    [finding] = check_memory(settings)
+    needs = memory_needs(model_folder("demo", download=False), settings)
+    assert "the host-memory tier of 2 ranks 14 MiB" in finding.what
+    assert f"the draft model {needs.draft_model / (1 << 20):,.0f} MiB" in finding.what
+    each = needs.weights + needs.pool + needs.step + needs.process + needs.host_tier
+    assert needs.host == 2 * each + needs.draft_model
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -202,6 +202,30 @@ def test_i5_random_lives_of_two_ranks_with_drafts(
     assert two.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_i1_ranks_load_their_parts_of_blocks_from_main_memory(
+    ahead: bool, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
+) -> None:
+    """The pool has room for two of the prompts, which are asked in turns: each is found in the tier, and loaded by every rank."""
+    draw, folder = random.Random(0), tiny_checkpoints("llama")
+    given = {"block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 6}
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(20, 40))] for _ in range(6)]
+    one = make_real_engine(folder, num_blocks=200, **given)
+    expected = [one.ask(prompt, params={"max_tokens": 8}).token_ids for prompt in prompts]
+    two = make_ranked(folder, num_blocks=24, num_host_blocks=100, async_scheduling=ahead, **given)
+    asked: dict[str, list[int]] = {}
+    for _ in range(40):
+        place = draw.randrange(len(prompts))
+        asked[two.add(prompts[place], params={"max_tokens": 8})] = expected[place]
+        for _ in range(draw.randrange(8)):
+            two.step()
+    answers = two.run()
+    assert {name: answers[name].token_ids for name in asked} == asked
+    tier = two.scheduler.pool.tier
+    assert tier is not None
+    assert tier.num_loaded > 20
+
+
 def test_four_ranks_with_two_kv_heads_have_each_head_twice(
     tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
 ) -> None:

@@ -86,6 +86,16 @@ RUNS = {
     "drafts": Run(7, drafts=True, used=(ACCEPTED,)),
     "drafts-nixl-two": Run(8, "nixl", at_once=2, placement=ALL_REMOTE, drafts=True, used=(ACCEPTED,)),
     "ranks": Run(9, settings=("tensor_parallel_size=2",), parts=_RANKS, num_rounds=6),
+    "ranks-drafts-tier-remote-two": Run(
+        15,
+        at_once=2,
+        placement=ALL_REMOTE,
+        settings=("tensor_parallel_size=2", *HOST_TIER),
+        drafts=True,
+        parts=_RANKS,
+        num_rounds=6,
+        used=(ACCEPTED, LOADED),
+    ),
     "engine-process": Run(10, settings=("engine_process=true",), parts=_PROCESS, num_rounds=6),
     "engine-process-nixl-two": Run(
         11, "nixl", at_once=2, placement=ALL_REMOTE, settings=("engine_process=true",), parts=_PROCESS, num_rounds=6

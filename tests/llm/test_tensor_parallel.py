@@ -172,6 +172,8 @@ def test_a_workers_memory_is_that_of_all_its_ranks(folder: Path) -> None:
     assert 2 * two.pool == one.pool
     assert one.weights < 2 * two.weights < 1.1 * one.weights, "norms and small tensors alone are on both"
     assert two.host == 2 * (two.process + two.weights + two.pool + two.step)
+    tier = memory_needs(folder, DecodeSettings(dtype="float32", num_blocks=8, tensor_parallel_size=2, kv_host_mib=5))
+    assert tier.host == two.host + 2 * (5 << 20)
     drafts = SpeculativeConfig(model=str(folder), num_speculative_tokens=3)
     drafted = memory_needs(
         folder, DecodeSettings(dtype="float32", num_blocks=8, tensor_parallel_size=2, speculative_config=drafts)

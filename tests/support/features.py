@@ -25,7 +25,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 REFUSED: Mapping[frozenset[str], str] = MappingProxyType(
     {
         frozenset(("TLS", "NIXL")): "connector is 'nixl', which encrypts nothing, and TLS is configured",
-        frozenset(("`tensor_parallel_size`", "`kv_host_mib`")): "tensor_parallel_size is 2 and kv_host_mib is 4",
     }
 )
 """Two features -> how the error begins with which a worker refuses them at its start."""
@@ -36,7 +35,7 @@ TOGETHER: Sequence[tuple[str, ...]] = (
     ("NIXL", "`engine_process`", "`kv_cache_dtype`", "`quantization`", *IN_ONE_PROCESS),
     ("TLS", "`engine_process`", "`tensor_parallel_size`", "`enable_lora`"),
     ("TLS", "`tensor_parallel_size`", "`kv_cache_dtype`", "`quantization`"),
-    ("NIXL", "`engine_process`", "`tensor_parallel_size`", "`speculative_config`"),
+    ("NIXL", "`engine_process`", "`tensor_parallel_size`", "`speculative_config`", "`kv_host_mib`"),
 )
 """Sets of features that `tests/cluster/test_features_together.py` switches on at once."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.rank_messages import ToRank, decode_to_rank, encode
+from pdserve.engine.runner.host_blocks import HostBlocks, make_host_caches
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.models.decoder import Decoder
@@ -64,13 +65,20 @@ class RankThreads:
         try:
             decoder, kv_cache = load_rank(folder, config, rank)
             vocab_size = decoder.config.vocab_size
-            loop = RankLoop(lambda: make_model_runner(config, decoder, [kv_cache], vocab_size, group=rank))
+            num_slots = config.num_host_blocks
+            host_caches = make_host_caches([kv_cache], num_slots) if num_slots else ()
+            loop = RankLoop(
+                lambda: make_model_runner(config, decoder, [kv_cache], vocab_size, group=rank),
+                rank,
+                (lambda: HostBlocks([kv_cache], host_caches)) if num_slots else None,
+            )
             self._kv_caches[rank.rank] = kv_cache
             self._loops[rank.rank] = loop
             self._is_loaded.release()
             while (message := messages.get()) is not None:
                 loop.serve(decode_to_rank(message))
             loop._read()
+            loop.close()
         except BaseException as error:
             self._error = error
             rank.abort()

@@ -57,12 +57,8 @@ def make_engine_core(
     host_blocks = None
     if config.num_host_blocks:
         host_blocks = HostBlocks(kv_caches, host_caches or make_host_caches(kv_caches, config.num_host_blocks))
-    executor: Executor
-    if ranks is None:
-        executor = SingleDeviceExecutor(runner, host_blocks)
-    elif host_blocks is None:
-        executor = TensorParallelExecutor(runner, ranks)
-    else:
-        raise ValueError(f"num_host_blocks is {config.num_host_blocks}, and several ranks share the model")
+    executor: Executor = SingleDeviceExecutor(runner, host_blocks)
+    if ranks is not None:
+        executor = TensorParallelExecutor(runner, ranks, host_blocks)
     adapters = None if lora is None else lora.store
     return EngineCore(config, executor, heartbeat, hasher, vocab_size, outbox, grammars, processors, adapters)

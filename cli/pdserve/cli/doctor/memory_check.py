@@ -28,8 +28,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
         return
     parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
-    if needs.draft_model:
-        parts["the draft model"] = needs.draft_model
+    draft = {"the draft model": needs.draft_model} if needs.draft_model else {}
     on_host = {"KV blocks in transfer": needs.transfers} if needs.on_gpu else parts
     on_device = parts | {"KV blocks in transfer": needs.transfers}
     free = free_memory(root)
@@ -37,12 +36,17 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield warning("this system does not report its free memory", f"see to {_mib(needs.host)}")
     else:
         tier = {"the host-memory tier": needs.host_tier} if needs.host_tier else {}
-        on_host = on_host | {"the process, about": needs.process}
+        on_host = on_host | {"the process, about": needs.process} | tier
         of_ranks = "" if needs.ranks == 1 else f" of {needs.ranks} ranks"
-        on_host = {name + of_ranks: needs.ranks * size for name, size in on_host.items()} | tier
+        on_host = {name + of_ranks: needs.ranks * size for name, size in on_host.items()}
+        on_host |= {} if needs.on_gpu else draft
         yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
     for rank in range(needs.ranks if needs.on_gpu else 0):
-        yield _on_gpu(rank_device(settings.device, rank, needs.ranks), on_device, needs.device)
+        device = rank_device(settings.device, rank, needs.ranks)
+        if rank == 0:
+            yield _on_gpu(device, on_device | draft, needs.device)
+        else:
+            yield _on_gpu(device, on_device, needs.device - needs.draft_model)
 
 
 def _on_gpu(device: str, parts: dict[str, int], num_bytes: int) -> Finding:

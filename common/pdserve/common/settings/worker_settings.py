@@ -67,7 +67,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that weights, the largest step and the KV pool may take, other processes included."""
     kv_host_mib: int = 0
-    """Main memory for cached blocks that the KV pool reuses, from which they are loaded when they are needed again; 0: none."""
+    """Main memory for cached blocks that the KV pool reuses, from which they are loaded when they are needed again, per rank of
+    `tensor_parallel_size`; 0: none."""
     kv_ring_mib: int = 256
     """On a GPU: memory per connector in which received blocks are verified, before they are moved into the pool."""
     max_model_len: int | None = None
@@ -224,11 +225,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return f"{self.section}-{port}" if is_loopback(host) else f"{self.section}-{host.replace(':', '-')}-{port}"
 
     def _verify_ranks(self) -> None:
-        if self.tensor_parallel_size > 1 and self.kv_host_mib:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size} and kv_host_mib is {self.kv_host_mib}: blocks of "
-                "several ranks are not kept in main memory yet"
-            )
         if self.data_port and self.data_port + self.tensor_parallel_size > 1 << 16:
             raise ConfigError(
                 f"data_port is {self.data_port} and tensor_parallel_size is {self.tensor_parallel_size}: each rank listens at "

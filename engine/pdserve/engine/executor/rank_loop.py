@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.common.errors import PeerError
-from pdserve.engine.ranks.rank_messages import ExecuteModel, NewEngine, ReadRuns, SampleTokens, ToRank, WarmUp
+from pdserve.engine.ranks.rank_messages import (
+    CopyBlocks,
+    EndLoads,
+    ExecuteModel,
+    NewEngine,
+    ReadRuns,
+    SampleTokens,
+    ToRank,
+    WarmUp,
+)
+from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
-from pdserve.engine.scheduler_output import GrammarOutput
+from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
+from pdserve.kernels.rank_group import RankGroup
+
+_LOOK_EVERY_S = 1.0
+"""Seconds of one wait for a load."""
 
 
 class RankLoop:
     """Reads the tokens of a step when rank 0 does, so that both queue the same work on their devices."""
 
-    def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
-        """make_runner: a runner with an empty batch over the rank's pool."""
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        group: RankGroup,
+        make_host_blocks: Callable[[], HostBlocks] | None = None,
+    ) -> None:
+        """make_runner: a runner with an empty batch over the rank's pool. group: this rank's. make_host_blocks: the rank's part of
+        the host-memory tier; None without one."""
         self._make_runner = make_runner
+        self._group = group
+        self._make_host_blocks = make_host_blocks
         self.runner = make_runner()
+        self._host_blocks = None if make_host_blocks is None else make_host_blocks()
+        self._ended_loads: set[int] = set()
+        """Loads that ended here before rank 0 reported them."""
         self._unread: PendingOutput | None = None
 
     def serve(self, message: ToRank) -> None:
@@ -32,14 +57,46 @@ class RankLoop:
                 self._unread = self.runner.sample_tokens(grammar)
             case ReadRuns(num_tokens):
                 self._read(num_tokens)
+            case CopyBlocks(kv_stores, kv_loads):
+                self._copy(SchedulerOutput(kv_stores=kv_stores, kv_loads=kv_loads))
+            case EndLoads(load_ids):
+                self._end_loads(load_ids)
             case WarmUp():
                 self._read()
                 self.runner.capture_graphs()
             case NewEngine():
                 self._unread = None
                 self.runner = self._make_runner()
+                if self._host_blocks is not None and self._make_host_blocks is not None:
+                    self._host_blocks.close()
+                    self._ended_loads.clear()
+                    self._host_blocks = self._make_host_blocks()
             case _:
                 raise PeerError(f"{type(message).__name__} is no message to a rank that has started")
+
+    def close(self) -> None:
+        """End the thread of loads."""
+        if self._host_blocks is not None:
+            self._host_blocks.close()
+
+    @property
+    def _tier(self) -> HostBlocks:
+        if self._host_blocks is None:
+            raise PeerError("copies to a host-memory tier, and there is none")
+        return self._host_blocks
+
+    def _copy(self, scheduled: SchedulerOutput) -> None:
+        copied = self._tier.copy(scheduled)
+        if scheduled.kv_stores:
+            if copied is not None:
+                copied.synchronize()
+            self._group.minimum(0)
+
+    def _end_loads(self, load_ids: Sequence[int]) -> None:
+        while not self._ended_loads.issuperset(load_ids):
+            self._ended_loads.update(self._tier.finished(_LOOK_EVERY_S))
+        self._ended_loads.difference_update(load_ids)
+        self._group.minimum(0)
 
     def _read(self, num_tokens: Mapping[str, int] | None = None) -> None:
         """num_tokens: `ReadRuns.num_tokens`."""

@@ -24,6 +24,7 @@ from pdserve.common.processes.child_life import end_after, end_with_parent, leav
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
+from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.loaded_model import LoadedModel, load_rank, rank_device
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.scheduler_output import RequestFailure
@@ -59,13 +60,19 @@ def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | No
     if transfers is not None and move_blocks is not None:
         move_blocks(transfers, start, model)
     vocab_size = decoder.config.vocab_size
+    host_caches = model.host_caches
     loop = RankLoop(
-        lambda: make_model_runner(config, decoder, model.kv_caches, vocab_size, lora=model.lora_runner, group=group)
+        lambda: make_model_runner(config, decoder, model.kv_caches, vocab_size, lora=model.lora_runner, group=group),
+        group,
+        (lambda: HostBlocks(model.kv_caches, host_caches)) if host_caches else None,
     )
     gc.collect()
     gc.freeze()
-    while (message := _receive(rank_0)) is not None:
-        loop.serve(message)
+    try:
+        while (message := _receive(rank_0)) is not None:
+            loop.serve(message)
+    finally:
+        loop.close()
 
 
 def _receive_socket(rank_0: socket.socket) -> socket.socket:

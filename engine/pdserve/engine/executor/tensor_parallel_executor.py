@@ -15,6 +15,8 @@ from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError
 from pdserve.engine.executor.executor import StepResult
 from pdserve.engine.ranks.rank_messages import (
+    CopyBlocks,
+    EndLoads,
     ExecuteModel,
     NewEngine,
     ReadRuns,
@@ -23,6 +25,7 @@ from pdserve.engine.ranks.rank_messages import (
     WarmUp,
     without_sampling,
 )
+from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
@@ -50,9 +53,10 @@ class OtherRanks(Protocol):
 class TensorParallelExecutor:
     """Implements `Executor`: sends each call to the other ranks, then computes rank 0's part in the calling thread."""
 
-    def __init__(self, runner: ModelRunner, ranks: OtherRanks) -> None:
-        """A new engine over the ranks' pools."""
+    def __init__(self, runner: ModelRunner, ranks: OtherRanks, host_blocks: HostBlocks | None = None) -> None:
+        """A new engine over the ranks' pools. host_blocks: rank 0's part of the host-memory tier, if there is one."""
         self.runner = runner
+        self._host_blocks = host_blocks
         self._ranks = ranks
         self._is_unread = False
         """True if the result of the last sampled step was not waited for."""
@@ -77,6 +81,8 @@ class TensorParallelExecutor:
         sent = without_sampling(scheduled)
         if scheduled.lora_loads and self.runner.lora is not None:
             sent = msgspec.structs.replace(sent, lora_loads=self.runner.lora.with_folders(scheduled.lora_loads))
+        if scheduled.kv_stores or scheduled.kv_loads:  # `CopyBlocks` has had them
+            sent = msgspec.structs.replace(sent, kv_stores=[], kv_loads={})
         self._has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         message = ExecuteModel(sent, reads_first=not self._is_unread)
         self._together(message, lambda: self.runner.execute_model(scheduled))
@@ -98,16 +104,33 @@ class TensorParallelExecutor:
         return output
 
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
-        raise RuntimeError("copies to a host-memory tier, which ranks do not have")
+        """As of `Executor`. Returns after the stores of all ranks, whose transfers may then write the blocks."""
+        if self._host_blocks is None:
+            raise RuntimeError("copies to a host-memory tier, and there is none")
+        host_blocks = self._host_blocks
+
+        def copy() -> DeviceEvent | None:
+            copied = host_blocks.copy(scheduled)
+            if scheduled.kv_stores:
+                self._ranks.group.minimum(0)
+            return copied
+
+        return self._together(CopyBlocks(scheduled.kv_stores, scheduled.kv_loads), copy)
 
     def finished_loads(self, timeout_s: float) -> list[int]:
-        return []
+        """As of `Executor`: those that have ended at rank 0, after they have ended at all ranks, which then serve them to peers."""
+        ended = [] if self._host_blocks is None else self._host_blocks.finished(timeout_s)
+        if ended:
+            self._together(EndLoads(ended), lambda: self._ranks.group.minimum(0))
+        return ended
 
     def warm_up(self) -> None:
         self._together(WarmUp(), self.runner.capture_graphs)
 
     def close(self) -> None:
-        """No effect: the ranks end with the model, of which later engines may take over the pools."""
+        """End the thread of loads. The ranks end with the model, of which later engines may take over the pools."""
+        if self._host_blocks is not None:
+            self._host_blocks.close()
 
     def _together(self, message: ToRank, work: Callable[[], T]) -> T:
         with _without_interrupts():

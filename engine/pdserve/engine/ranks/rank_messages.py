@@ -1,7 +1,7 @@
 """Messages from rank 0 to the processes of the other ranks, and one back, as msgpack values.
 
 rank 0 -> rank   `StartRank`, once; then per engine `NewEngine`, `WarmUp`, and per step `ExecuteModel`, `SampleTokens`
-                 and, with drafts, `ReadRuns`
+                 and, with drafts, `ReadRuns`; with a host-memory tier `CopyBlocks` and `EndLoads`
 rank -> rank 0   `RankFailed`, last
 
 No step is answered: the ranks meet in the operations of a `RankGroup`, and results come from rank 0. The end of the socket is the
@@ -59,6 +59,20 @@ class ReadRuns(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """req_id -> tokens that the step added to the sequence."""
 
 
+class CopyBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy blocks to the rank's part of the host-memory tier, and begin to copy others back. The ranks meet after the stores."""
+
+    kv_stores: list[list[tuple[int, int]]]
+    kv_loads: dict[int, list[list[tuple[int, int]]]]
+    """Both as of `SchedulerOutput`."""
+
+
+class EndLoads(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Wait for loads that have ended at rank 0. The ranks meet after them."""
+
+    load_ids: list[int]
+
+
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Prepare what later steps replay."""
 
@@ -69,7 +83,7 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: RequestFailure
 
 
-ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | ReadRuns | WarmUp
+ToRank = StartRank | NewEngine | ExecuteModel | SampleTokens | ReadRuns | CopyBlocks | EndLoads | WarmUp
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(RankFailed).decode
 encode = msgspec.msgpack.Encoder().encode

@@ -39,7 +39,7 @@ class MemoryNeeds:
     transfers: int
     """With a GPU: memory beside the pool through which blocks pass, on each side."""
     host_tier: int
-    """Main memory for blocks that the pool reuses."""
+    """Main memory for blocks that the pool reuses, of each rank."""
     on_gpu: bool
     ranks: int = 1
     """Processes that share the model on this machine; each has a GPU of its own."""
@@ -50,7 +50,7 @@ class MemoryNeeds:
     def host(self) -> int:
         """Bytes of main memory, of all ranks together."""
         each = self.process + (self.transfers if self.on_gpu else self._of_model)
-        return self.ranks * each + (0 if self.on_gpu else self.draft_model) + self.host_tier
+        return self.ranks * (each + self.host_tier) + (0 if self.on_gpu else self.draft_model)
 
     @property
     def device(self) -> int:
