@@ -21,9 +21,11 @@ from tests.support.image_checkpoints import (
     chat_of,
     chat_text,
     data_url,
+    file_of,
     make_image_checkpoint,
     picture,
 )
+from tests.support.served_file import serving_file
 from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -69,8 +71,18 @@ async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str) -> 
     other: list[str | Image.Image] = ["Compare ", picture(3), " with ", picture(2, 64, 48), "!"]
     # few blocks at decode: sequences are evicted and placed again, and go through the encoder again
     small = ("--set", "num_blocks=24", "--set", "max_model_len=256")
-    with pd_cluster(tmp_path, folder, both=FLAGS, decode=small, router=REMOTE) as cluster:
+    with (
+        serving_file(file_of(picture(6)), "image/png") as web,
+        pd_cluster(
+            tmp_path,
+            folder,
+            both=FLAGS,
+            decode=small,
+            router=(*REMOTE, "--set", f"allowed_media_domains={web.address}"),
+        ) as cluster,
+    ):
         async with client(cluster) as http:
+            await by_url(http, web.url, expected)
             for parts, has_cache in ((first, False), (first, True), (other, False)):
                 tokens, cached = await ask(http, *parts)
                 assert tokens == expected(*parts)
@@ -85,10 +97,24 @@ async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str) -> 
         cluster.check_logs()
 
 
+async def by_url(http: httpx.AsyncClient, url: str, expected: Expected) -> None:
+    """The router fetches an image."""
+    given = body("What is ")
+    given["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": url}})
+    answer = await http.post("/v1/chat/completions", json=given)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == expected("What is ", picture(6))
+
+
 async def refusals(http: httpx.AsyncClient) -> None:
     url: dict[str, Any] = {"type": "image_url", "image_url": {"url": "https://example.com/boat.png"}}
+    file: dict[str, Any] = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     cases: list[tuple[dict[str, Any], str]] = [
-        (body("a") | {"messages": [{"role": "user", "content": [url]}]}, "images are taken as data:image"),
+        (
+            body("a") | {"messages": [{"role": "user", "content": [url]}]},
+            "which is not in the router's allowed_media_domains",
+        ),
+        (body("a") | {"messages": [{"role": "user", "content": [file]}]}, "images are taken as data:image"),
         (body(*[picture(1)] * 17), "messages has 17 images, at most 16 are allowed"),
         (body(picture(1, 400, 1)), "the sides of an image may differ by a factor of 200"),
         (body(picture(1), truncate_prompt_tokens=5), "the prompt has images"),

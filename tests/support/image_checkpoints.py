@@ -104,8 +104,13 @@ def picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
 
 def data_url(image: Image.Image) -> str:
     """A PNG file, as chats have it."""
+    return f"data:image/png;base64,{base64.b64encode(file_of(image)).decode()}"
+
+
+def file_of(image: Image.Image) -> bytes:
+    """A PNG file."""
     image.save(file := io.BytesIO(), "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return file.getvalue()
 
 
 def chat_of(*parts: str | Image.Image) -> list[dict[str, Any]]:

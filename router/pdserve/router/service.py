@@ -32,6 +32,7 @@ from pdserve.router.process_link import ProcessLink
 from pdserve.router.processes.router_parent import run_parent
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Preparation
+from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.router.requests.router_views import OwnViews, RouterViews, SharedViews
 from pdserve.router.responses.redis_response_store import make_response_store
 from pdserve.router.responses.response_store import ResponseStore
@@ -95,8 +96,13 @@ async def serve_process(
     model_len = model_len_of(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
     images = ImageProcessor.from_folder(model_folder, settings.image_limits())
-    preparation = Preparation(tokenizer, key, model_len, images, settings.max_held_image_bytes)
-    bodies = ClientBodies(settings, model_len)
+    bodies = ClientBodies(settings, model_len, has_images=images is not None)
+    remote_images = None
+    if images is not None and (domains := settings.media_domains()):
+        remote_images = RemoteImages(
+            domains, settings.image_fetch_timeout_s, bodies.max_request_bytes, bodies.budget.max_bytes
+        )
+    preparation = Preparation(tokenizer, key, model_len, images, settings.max_held_image_bytes, remote_images)
     expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
@@ -149,6 +155,8 @@ async def serve_process(
     finally:
         preparation.close()
         bodies.close()
+        if remote_images is not None:
+            await remote_images.close()
 
 
 def _model_names(settings: RouterSettings, model_folder: Path) -> tuple[str, ...]:

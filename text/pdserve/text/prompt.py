@@ -169,13 +169,15 @@ def encode_prompt(
     truncates: bool = False,
     images: ImageProcessor | None = None,
     given_images: Sequence[object] = (),
+    fetched_images: Mapping[str, bytes] | None = None,
 ) -> EncodedPrompt:
     """Tokenize a prompt; the result has at least one token. Given ids are not checked. Safe from any thread.
 
     field: the client's name of the prompt. length_rule: refuses a text that is too long before it is tokenized, or as soon as too
     many tokens are known, since the rest could take many seconds and gigabytes; the caller checks the final number of tokens.
     truncates: the caller drops tokens, so that only the bytes of the text are limited. images: of a model with images, whose tokens
-    then have room for those of the prompt. given_images: beside the prompt; a chat has its own. Raises: InvalidRequest.
+    then have room for those of the prompt. given_images: beside the prompt; a chat has its own. fetched_images: files of URLs
+    in the chat. Raises: InvalidRequest.
     """
     sources = [ImageSource(f"{IMAGES_FIELD}.image[{place}]", None, image) for place, image in enumerate(given_images)]
     if images is not None and isinstance(prompt, ChatInput):
@@ -243,7 +245,7 @@ def encode_prompt(
     if images is None:
         return EncodedPrompt(text, token_ids)
     images_field = field if isinstance(prompt, ChatInput) else IMAGES_FIELD
-    processed = images.process_all(sources, images_field)
+    processed = images.process_all(sources, images_field, fetched_images or {})
     token_ids, features = with_images(token_ids, processed, images.image_token_id, field, images_field)
     return EncodedPrompt(text, token_ids, tuple(features))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pdserve.common.address.media_domains import MediaDomains
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageLimits
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
@@ -62,12 +63,17 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
     max_request_bytes: int | None = None
     """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length;
-    with `enable_prompt_embeds` 16 MiB."""
+    with `enable_prompt_embeds`, and for a model with images, 16 MiB."""
     max_image_pixels: int = 1 << 25
     """Pixels of an image before it is resized, at most: decoded, it has 3 or 4 bytes per pixel, in each of two threads."""
     max_images_per_prompt: int = 16
     max_held_image_bytes: int = 256 << 20
     """Bytes of resized images, 3 per pixel, of all requests under way; more are refused (429)."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images of chats are fetched by URL: `host`, `host:port`, or an IP address with a port, which alone may be
+    a private one; default: none, and only data URLs are taken."""
+    image_fetch_timeout_s: float = 5.0
+    """Seconds for fetching all images of a prompt."""
     max_body_bytes_in_flight: int | None = None
     """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
     max_connections: int | None = None
@@ -203,6 +209,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
         self._verify_least(0, "max_stored_response_bytes")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
+        self._verify_seconds("image_fetch_timeout_s")
+        self.media_domains()
         self._verify_keys()
         self._verify_names()
         for origin in self.cors_origins:
@@ -266,6 +274,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     def image_limits(self) -> ImageLimits:
         """Limits of a prompt's images, which travel in one message to a worker."""
         return ImageLimits(self.max_image_pixels, self.max_images_per_prompt, MAX_IMAGE_BYTES)
+
+    def media_domains(self) -> MediaDomains:
+        """Raises: ConfigError."""
+        return MediaDomains(self.allowed_media_domains, "allowed_media_domains")
 
     def _verify_bytes(self) -> None:
         """Raises: ConfigError."""

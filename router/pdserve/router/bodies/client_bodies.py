@@ -30,11 +30,12 @@ _MIN_BODIES = 16
 class ClientBodies:
     """Limits, the budget of bytes being read, and the thread for large bodies. `close` it."""
 
-    def __init__(self, settings: RouterSettings, model_len: int) -> None:
-        """model_len: the model's length in tokens, which determines limits that are not in `settings`."""
+    def __init__(self, settings: RouterSettings, model_len: int, *, has_images: bool = False) -> None:
+        """model_len: the model's length in tokens, which determines limits that are not in `settings`. has_images: of the
+        model."""
         self.model_len = model_len
         of_tokens = min(MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len)
-        default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds else of_tokens
+        default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds or has_images else of_tokens
         self.max_request_bytes = settings.max_request_bytes or default
         self.embeds_len = model_len if settings.enable_prompt_embeds else 0
         """Tokens of a prompt that is embeddings, at most; 0: these are refused."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -19,12 +19,14 @@ from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.admission.held_bytes import HeldBytes
+from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
 from pdserve.router.workers.worker import Worker
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
+from pdserve.text.images.chat_images import without_images
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.prompt import (
     ChatInput,
@@ -151,10 +153,12 @@ class Preparation:
         model_len: int,
         images: ImageProcessor | None = None,
         max_held_image_bytes: int = 0,
+        remote_images: RemoteImages | None = None,
     ) -> None:
         """model_len: the model's length in tokens, which bounds texts before a worker is known. images: of a model with images;
-        max_held_image_bytes: see `RouterSettings`."""
+        max_held_image_bytes: see `RouterSettings`. remote_images: None if images are data URLs alone; the caller closes it."""
         self._images = images
+        self._remote_images = remote_images
         self._held_images = HeldBytes(
             max_held_image_bytes,
             "images of {asked} bytes, and those of other requests have {held} of {limit} bytes (max_held_image_bytes)",
@@ -201,10 +205,18 @@ class Preparation:
         # a client's template takes a process and seconds, for which other prompts do not wait
         is_own = isinstance(prompt, ChatInput) and prompt.chat_template is not None
         threads = self._templates if is_own else self._threads
-        encoded = await threads.run(
-            request.client.tenant,
-            lambda: encode_prompt(self.tokenizer, prompt, field, rule, truncates=truncates, images=images),
-        )
+        async with AsyncExitStack() as fetched:
+            files: Mapping[str, bytes] = {}
+            if self._remote_images is not None and images is not None and isinstance(prompt, ChatInput):
+                sources = await threads.run(request.client.tenant, lambda: without_images(prompt.messages)[1])
+                images.verify_number(sources, field)
+                files = await fetched.enter_async_context(self._remote_images.fetched(sources, field))
+            encoded = await threads.run(
+                request.client.tenant,
+                lambda: encode_prompt(
+                    self.tokenizer, prompt, field, rule, truncates=truncates, images=images, fetched_images=files
+                ),
+            )
         if encoded.features:
             self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,13 +12,14 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.image_processor_config import ImageLimits, ImageProcessorConfig
 from pdserve.common.json_file import read_json_object
 from pdserve.text.images.chat_images import ImageSource
-from pdserve.text.images.image_url import open_image_url
+from pdserve.text.images.image_url import open_image, open_image_url
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FIELD = "multi_modal_data"
 _NO_LIMITS = ImageLimits()
+_NOTHING: Mapping[str, bytes] = {}
 
 
 class ProcessedImage(NamedTuple):
@@ -51,16 +52,25 @@ class ImageProcessor:
             return None
         return cls(ImageProcessorConfig.read(folder), image_token_id, limits)
 
-    def process_all(self, sources: Sequence[ImageSource], field: str) -> list[ProcessedImage]:
-        """Images of a prompt. field: the caller's name of them. Raises: InvalidRequest."""
-        most, max_bytes = self._limits.max_images, self._limits.max_bytes
+    def verify_number(self, sources: Sequence[ImageSource], field: str) -> None:
+        """Raises: InvalidRequest for more images than a prompt may have."""
+        most = self._limits.max_images
         if most is not None and len(sources) > most:
             raise InvalidRequest(f"{field} has {len(sources)} images, at most {most} are allowed", field)
+
+    def process_all(
+        self, sources: Sequence[ImageSource], field: str, fetched: Mapping[str, bytes] = _NOTHING
+    ) -> list[ProcessedImage]:
+        """Images of a prompt. field: the caller's name of them. fetched: files of URLs. Raises: InvalidRequest."""
+        self.verify_number(sources, field)
+        max_bytes = self._limits.max_bytes
         found: list[ProcessedImage] = []
         num_bytes = 0
         for source in sources:
             image = source.image
-            if source.url is not None:
+            if source.url is not None and source.url in fetched:
+                image = open_image(fetched[source.url], source.where, field, self._limits.max_pixels)
+            elif source.url is not None:
                 image = open_image_url(source.url, source.where, field, self._limits.max_pixels)
             found.append(self.process(image, source.where, field))
             num_bytes += len(found[-1].data)

@@ -1,4 +1,4 @@
-"""Images of data URLs, opened without decoding: format and size are read from the header and checked first."""
+"""Images of URLs, opened without decoding: format and size are read from the header and checked first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(?:;[\w.+=-]+)*);base64,", re.ASCII)
+_REMOTE = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,20}:", re.ASCII | re.IGNORECASE)
+
+
+def is_remote(url: str) -> bool:
+    """True for a URL of HTTP."""
+    return _REMOTE.match(url) is not None
 
 
 def open_image_url(url: str, where: str, field: str, max_pixels: int) -> Image:
@@ -27,7 +33,11 @@ def open_image_url(url: str, where: str, field: str, max_pixels: int) -> Image:
     if head is None:
         scheme = _SCHEME.match(url)
         shown = scheme[0] if scheme else url[:20]
-        raise InvalidRequest(f"{where} begins with {shown!r}; images are taken as data:image/...;base64 alone", field)
+        raise InvalidRequest(
+            f"{where} begins with {shown!r}; images are taken as data:image/...;base64, and through a router from hosts of "
+            "its setting allowed_media_domains",
+            field,
+        )
     if not head["type"].startswith("image/"):
         raise InvalidRequest(f"{where} has the type {head['type'][:40]!r}, image/... is needed", field)
     try:
