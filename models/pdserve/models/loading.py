@@ -141,6 +141,8 @@ def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: Ran
     if device == "meta":
         return embedding_name, head_name  # no weight is read: the larger of both possible sizes
     is_equal = are_equal(head, embedding, TORCH_DTYPES[config.dtype])
+    for compared in (head, embedding):
+        checkpoint.release(compared)
     if is_equal if shard.group is None else shard.group.minimum(is_equal):
         return embedding_name, embedding_name
     log.warning(

@@ -93,7 +93,10 @@ def _repeats(target: _Target, other: Tensor, source: WeightSource, weights: Weig
     name = target.sources[0][0]
     if other.is_meta:  # no weight is read: the larger of both possible sizes
         return False
-    if not are_equal(source.read(name, tuple(other.shape), FLOATS), other.cpu(), weights.dtype):
+    stored = source.read(name, tuple(other.shape), FLOATS)
+    is_equal = are_equal(stored, other.cpu(), weights.dtype)
+    source.release(stored)
+    if not is_equal:
         return False
     weights.skip(name)
     return True

@@ -40,6 +40,9 @@ class RenamedWeights:
     ) -> Tensor:
         return self._checkpoint.read(self._stored(name), shape, dtypes, part)
 
+    def release(self, tensor: Tensor) -> None:
+        self._checkpoint.release(tensor)
+
     def _stored(self, name: str) -> str:
         return self._stored_names.get(name, name)
 

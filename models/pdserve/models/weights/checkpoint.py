@@ -18,6 +18,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.json_file import MAX_INDEX_BYTES, parse_json_object, refuse_pointer
 from pdserve.models.json_object import JsonObject
+from pdserve.models.weights.mapped_pages import drop_mapped_pages
 from pdserve.models.weights.rank_shard import Part
 
 _SINGLE = "model.safetensors"
@@ -53,6 +54,9 @@ class WeightSource(Protocol):
         self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
     ) -> Tensor:
         """A tensor of this shape and one of these dtypes, or a part of it, which the caller copies. Raises: ConfigError."""
+
+    def release(self, tensor: Tensor) -> None:
+        """Return the memory of a tensor that `read` returned, of which the caller uses nothing any more."""
 
 
 class Checkpoint:
@@ -98,6 +102,10 @@ class Checkpoint:
         handle = self._handle(name)
         tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part.slices(len(shape))]
         return tensor
+
+    def release(self, tensor: Tensor) -> None:
+        """The file stays mapped while it is open, and its pages would count as memory of this process."""
+        drop_mapped_pages(tensor)
 
     def _handle(self, name: str) -> Any:
         file = self._file_of.get(name)

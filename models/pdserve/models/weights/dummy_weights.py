@@ -58,6 +58,9 @@ class DummyWeights:
         whole = self._drawn(name, shape)
         return whole if part is None else whole[part.slices(len(shape))]
 
+    def release(self, tensor: Tensor) -> None:
+        """Nothing: the tensor is the caller's."""
+
     def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._shapes[name] = shape
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -87,7 +87,9 @@ class WeightLoader:
 
     def packed(self, name: str, *shape: int) -> Tensor:
         """A copy on the device of bytes that the caller unpacks. Raises: ConfigError, as `tensor`."""
-        tensor = self._checkpoint.read(name, shape, ("U8",)).to(self._device, copy=True)
+        source = self._checkpoint.read(name, shape, ("U8",))
+        tensor = source.to(self._device, copy=True)
+        self._checkpoint.release(source)
         self._count(name, self._whole_bytes(shape), tensor.nbytes)
         return tensor
 
@@ -121,6 +123,7 @@ class WeightLoader:
             )
         source = self._checkpoint.read(weight, shape, (_DTYPE_OF[stored.values],), part)
         values, scales = source.to(self._device, copy=True), self._scales(weight, shape[0])
+        self._checkpoint.release(source)
         if part is not None and part.dim == 0:
             scales = scales[part.start : part.stop].contiguous()
         if stored.rounds_inputs:
@@ -158,6 +161,7 @@ class WeightLoader:
         source = self._checkpoint.read(name, shape, FLOATS, part)
         tensor = source.to(self._device, dtype or self.dtype, copy=True)
         verify_finite(tensor, source, self._checkpoint.where(name))
+        self._checkpoint.release(source)
         return tensor
 
     def _count(self, name: str, loaded: int, kept: int) -> None:
