@@ -31,8 +31,10 @@ from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.prompt import (
     ChatInput,
     EmbedsInput,
+    EncodedPrompt,
     LengthRule,
     Prompt,
+    TextInput,
     TokenInput,
     Truncation,
     encode_prompt,
@@ -45,6 +47,9 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 _TOKENIZER_THREADS = 2
 MAX_ASIDE = 256
 """Calls that may wait for the thread beside the tokenizer's."""
+SHORT_CHARS = 1024
+"""Characters of a prompt that is tokenized in the event loop, at most, which takes a fraction of a millisecond."""
+_SHORT_MESSAGES = 8
 _SEED_BITS = 63
 T = TypeVar("T")
 
@@ -211,12 +216,17 @@ class Preparation:
                 sources = await threads.run(request.client.tenant, lambda: without_images(prompt.messages)[1])
                 images.verify_number(sources, field)
                 files = await fetched.enter_async_context(self._remote_images.fetched(sources, field))
-            encoded = await threads.run(
-                request.client.tenant,
-                lambda: encode_prompt(
+
+            def encode() -> EncodedPrompt:
+                return encode_prompt(
                     self.tokenizer, prompt, field, rule, truncates=truncates, images=images, fetched_images=files
-                ),
-            )
+                )
+
+            if not is_own and images is None and not threads.num_waiting and _is_short(prompt):
+                # the way to a thread and back costs more
+                encoded = encode()
+            else:
+                encoded = await threads.run(request.client.tenant, encode)
         if encoded.features:
             self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)
@@ -348,3 +358,15 @@ class Preparation:
 
 def _num_image_bytes(features: Iterable[MultiModalFeatureSpec]) -> int:
     return sum(len(feature.data) for feature in features)
+
+
+def _is_short(prompt: Prompt) -> bool:
+    """True for a text, or a chat of plain texts alone, of at most `SHORT_CHARS` characters."""
+    if isinstance(prompt, TextInput):
+        return len(prompt.text) <= SHORT_CHARS
+    if not isinstance(prompt, ChatInput) or prompt.tools or prompt.template_variables:
+        return False
+    if len(prompt.messages) > _SHORT_MESSAGES:
+        return False
+    values = [value for message in prompt.messages for value in message.values()]
+    return all(isinstance(value, str) for value in values) and sum(map(len, values)) <= SHORT_CHARS
