@@ -29,6 +29,7 @@ from probe import Prober, prompt_of
 from safetensors.torch import save_file
 
 from pdserve.common.block_hash import BLOCK_HASH_BYTES
+from pdserve.common.settings.worker_settings import ModelImpl
 from pdserve.models.model_folder import model_folder
 from pdserve.models.model_impl import load_model_decoder
 from pdserve.router.placement.prefix_index import PrefixIndex
@@ -84,7 +85,7 @@ def size_of(model: Path) -> float:
     return (model / "model.safetensors").stat().st_size / MB
 
 
-def load_in_this_process(model: Path, impl: str) -> None:
+def load_in_this_process(model: Path, impl: ModelImpl) -> None:
     """Print the peak and the remainder of loading, beyond what the process had before."""
     # the libraries that a first load imports are no part of the weights
     load_model_decoder(model_folder("demo"), model_impl=impl)
@@ -178,7 +179,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         name, *arguments = options.child
-        index_in_this_process() if name == "index" else load_in_this_process(Path(arguments[0]), arguments[1])
+        index_in_this_process() if name == "index" else load_in_this_process(
+            Path(arguments[0]), "native" if arguments[1] == "native" else "transformers"
+        )
         return
     for name, value in conditions().items():
         print(f"{name:<12} {value}")

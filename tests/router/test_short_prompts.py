@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.requests import preparation
 from pdserve.router.requests.preparation import SHORT_CHARS, ClientRequest, Preparation
-from pdserve.text.prompt import ChatInput, TextInput
+from pdserve.text.prompt import ChatInput, TextInput, encode_prompt
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.waiting import eventually
 
@@ -25,14 +25,14 @@ def chat(*texts, **fields):
 @pytest.fixture
 def prepared(model_folder, monkeypatch):
     """(Preparation, threads in which prompts were encoded)."""
-    threads, encode = [], preparation.encode_prompt
+    threads: list[threading.Thread] = []
 
     def encode_here(*args, **kwargs):
         threads.append(threading.current_thread())
-        return encode(*args, **kwargs)
+        return encode_prompt(*args, **kwargs)
 
     monkeypatch.setattr(preparation, "encode_prompt", encode_here)
-    made = Preparation(Tokenizer.from_folder(model_folder), DeploymentKey(DEVELOPMENT_KEY), 1 << 20)
+    made = Preparation(Tokenizer.from_folder(model_folder), DEVELOPMENT_KEY, 1 << 20)
     yield made, threads
     made.close()
 
