@@ -109,7 +109,7 @@ def index_in_this_process() -> None:
 
 
 def in_a_process(*arguments: str) -> dict[str, float]:
-    """What this script prints with these arguments."""
+    """Run this script with these arguments; returns the object that it prints."""
     done = subprocess.run(
         [sys.executable, __file__, "--child", *arguments], check=True, stdout=subprocess.PIPE, text=True
     )
@@ -179,9 +179,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         name, *arguments = options.child
-        index_in_this_process() if name == "index" else load_in_this_process(
-            Path(arguments[0]), "native" if arguments[1] == "native" else "transformers"
-        )
+        if name == "index":
+            index_in_this_process()
+        else:
+            load_in_this_process(Path(arguments[0]), "native" if arguments[1] == "native" else "transformers")
         return
     for name, value in conditions().items():
         print(f"{name:<12} {value}")
