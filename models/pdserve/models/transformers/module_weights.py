@@ -163,8 +163,11 @@ def _tensors(
             raise ConfigError(f"{source.folder}: {target.name} is stored {len(target.sources)} times")
         name = target.sources[0][0]
         return {target.name: weights.tensor(name, *state[target.name].shape, dtype=dtypes[target.name])}
+    borrowed = set()
     for name, pattern in target.sources:
-        tensor = weights.tensor(name, *source.shape(name), dtype=dtypes[target.name])
+        # copies of a layer's experts would be in memory beside the tensor that is made of them, and leave holes there
+        tensor = weights.borrowed(name, *source.shape(name), dtype=dtypes[target.name])
+        borrowed.add(tensor.untyped_storage().data_ptr())
         target.converter.add_tensor(target.name, name, pattern, tensor)
     try:
         made: Mapping[str, Any] = target.converter.convert(target.name, model=model, config=model.config)
@@ -173,7 +176,11 @@ def _tensors(
         raise ConfigError(
             f"{source.folder}: {target.name} cannot be made of {len(target.sources)} weights: {shown}"
         ) from error
-    return {name: (value[0] if isinstance(value, list) else value).contiguous() for name, value in made.items()}
+    tensors = {name: (value[0] if isinstance(value, list) else value).contiguous() for name, value in made.items()}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in borrowed else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -81,6 +81,14 @@ class WeightLoader:
         self._count(name, self._whole_bytes(shape), tensor.nbytes)
         return tensor
 
+    def borrowed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """As `tensor`, but a view of the file if it has the dtype and the device: the caller makes another tensor of it at once."""
+        source = self._checkpoint.read(name, shape, FLOATS)
+        tensor = source.to(self._device, dtype or self.dtype)
+        verify_finite(tensor, source, self._checkpoint.where(name))
+        self._count(name, self._whole_bytes(shape), tensor.nbytes)
+        return tensor
+
     def skip(self, name: str) -> None:
         """Count a weight as read that has the numbers of another."""
         self._count(name, self._whole_bytes(self._checkpoint.shape(name)), 0)
