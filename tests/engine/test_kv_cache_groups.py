@@ -1,49 +1,58 @@
-"""A step over several KV cache groups: each has a pool, an attention back end, block tables and copies of its own."""
+"""Several KV cache groups: layers with a window free blocks that layers without one keep, and no text changes."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import random
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+
+from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, with_group_id
+from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator
 from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.engine.sequence_blocks import max_sequence_blocks, max_sequence_tokens
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
-from pdserve.models.model_inputs import ModelInputs
-from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, greedy_answer, make_hash_cache
+from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
+from tests.support.drafters import greedy_drafter, speculation, use_drafter
+from tests.support.engine_harness import Harness, MakeEngine, specs_of
+from tests.support.family_checkpoints import cases, make_family
+from tests.support.hash_model import (
+    VOCAB_SIZE,
+    HashAttention,
+    HashModel,
+    greedy_answer,
+    make_hash_cache,
+    prompt_of,
+    sampled_answer,
+    stored_block,
+)
+from tests.support.oracle import Oracle
+from tests.support.random_prompts import prompt_of as text_of
 
 PROMPT = [5, 9, 2, 7, 1, 4]
-SPECS = [AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, window=window) for window in (None, 64)]
+WINDOWS = (None, 5)
+SIZE = 4
+WINDOW = 13
+GROUPS = (None, WINDOW, WINDOW)
 
 
-class TwoGroups(HashModel):
-    """Stores and attends in both groups; the hashes must be equal."""
-
-    attention_specs = ((SPECS[0],), (SPECS[1],))
-
-    def forward(self, inputs: ModelInputs) -> Tensor:
-        found = [
-            super(TwoGroups, self).forward(ModelInputs(inputs.batch, {spec: inputs.plans[spec]}, inputs.token_ids))
-            for spec in SPECS
-        ]
-        assert torch.equal(*found)
-        return found[0]
-
-
-def test_each_group_has_its_pool_tables_and_copies() -> None:
-    caches = [make_hash_cache(8, 4), make_hash_cache(8, 4)]
-    config = EngineConfig(block_size=4, num_blocks=8, max_model_len=32)
-    attention = [HashAttention(cache) for cache in caches]
-    runner = ModelRunner(config, TwoGroups(), attention, TorchLayerOps(), caches, VOCAB_SIZE)
+def test_each_group_has_its_tables_in_one_pool() -> None:
+    cache = make_hash_cache(8, 4)
+    config = EngineConfig(block_size=4, num_blocks=8, max_model_len=16, kv_cache_specs=specs_of(WINDOWS))
+    attention = [HashAttention(cache) for _ in WINDOWS]
+    runner = ModelRunner(config, HashModel(WINDOWS), attention, TorchLayerOps(), [cache] * 2, VOCAB_SIZE)
     new = NewRequestData(
         req_id="a", token_ids=PROMPT, num_prompt_tokens=6, num_computed_tokens=0, block_ids=[[3, 1], [0, 5]],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=4),
     )  # fmt: skip
     steps = [
         SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"a": 6}),
-        SchedulerOutput(num_scheduled_tokens={"a": 1}, block_copies=[[], [(5, 7)]]),
+        SchedulerOutput(num_scheduled_tokens={"a": 1}, block_copies=[[(5, 7)]]),
         SchedulerOutput(num_scheduled_tokens={"a": 1}),
         SchedulerOutput(scheduled_cached_reqs=CachedRequestData({"a": [[6], [2]]}), num_scheduled_tokens={"a": 1}),
     ]
@@ -52,8 +61,189 @@ def test_each_group_has_its_pool_tables_and_copies() -> None:
         runner.execute_model(step)
         [[token_id]] = runner.sample_tokens(None).result().sampled_token_ids
         said.append(token_id)
-    assert said == greedy_answer(PROMPT, 4)
-    written = [caches[0][[3, 1, 6]].flatten()[:9], caches[1][[0, 5, 2]].flatten()[:9]]
-    assert torch.equal(*written)
-    assert torch.equal(caches[1][7][:2], caches[1][5][:2])
-    assert (caches[0][[0, 2, 4, 5, 7]] == make_hash_cache(1, 1)).all()
+    assert said == greedy_answer(PROMPT, 4, WINDOWS)
+    tokens = [*PROMPT, *said][:9]
+    for group, table in enumerate(([3, 1, 6], [0, 5, 2])):
+        assert cache[table].flatten()[:9].tolist() == stored_block(tokens, 0, group)
+    assert cache[7][:2].tolist() == cache[5][:2].tolist()
+    assert (cache[4] == make_hash_cache(1, 1)).all()
+
+
+def run_to_the_end(engine: Harness) -> int:
+    """The largest number of blocks in use after a step."""
+    most = 0
+    while engine.core.has_work:
+        engine.step()
+        most = max(most, engine.scheduler.pool.num_in_use)
+    engine.collect()
+    return most
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_only_the_group_without_a_window_keeps_a_long_sequence(make_engine: MakeEngine, chunk: int) -> None:
+    engine = make_engine(sliding_window=GROUPS, num_blocks=100, max_num_batched_tokens=chunk, max_model_len=200)
+    engine.add(prompt_of(120), "a", params={"max_tokens": 80})
+    of_window = -(-(WINDOW - 1 + chunk) // SIZE) + 1
+    assert 50 < run_to_the_end(engine) <= 50 + 2 * of_window
+    assert engine.answers["a"].token_ids == greedy_answer(prompt_of(120), 80, GROUPS)
+
+
+def test_a_sequence_of_the_largest_length_fits_alone(make_engine: MakeEngine) -> None:
+    fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8, "block_size": SIZE}
+    length = max_sequence_tokens(specs_of(GROUPS), 40, SIZE, 8)
+    assert (length, max_sequence_blocks(specs_of(GROUPS), length, SIZE, 8)) == (112, 40)
+    engine = make_engine(num_blocks=40, max_model_len=length, **fields)
+    for name in "ab":
+        engine.add(prompt_of(80), name, params={"max_tokens": 32, "temperature": 1.0, "seed": 3}, n=2)
+    engine.run()
+    for key, index in (("a/0", 0), ("a/1", 1), ("b/0", 0), ("b/1", 1)):
+        assert engine.answers[key].token_ids == sampled_answer(prompt_of(80), 32, seed=3, index=index, window=GROUPS)
+    assert engine.scheduler.num_preemptions > 0
+    with pytest.raises(
+        ValueError, match="max_model_len 113 exceeds the pool of 40 blocks of 4 tokens, with 3 KV cache"
+    ):
+        make_engine(num_blocks=40, max_model_len=length + 1, **fields)
+
+
+def test_a_hit_is_what_all_groups_have(make_engine: MakeEngine) -> None:
+    """Of a window that alone which the next token sees."""
+    engine = make_engine(sliding_window=GROUPS, num_blocks=60, max_num_batched_tokens=8, max_model_len=100)
+    prompt = prompt_of(60)
+    engine.ask(prompt)
+    pool, hashes = engine.scheduler.pool, engine.hasher.extend(engine.root, prompt)
+    for block_hash in hashes[:10]:
+        _forget(engine, with_group_id(block_hash, 1))
+    before = engine.model.num_tokens
+    answer = engine.ask(prompt)
+    assert (answer.num_cached_tokens, engine.model.num_tokens - before) == (56, 4 + 3)
+    assert answer.token_ids == greedy_answer(prompt, 4, GROUPS)
+    assert engine.ask(prompt[:40]).num_cached_tokens == 0, "a group has lost its last window"
+    _forget(engine, with_group_id(hashes[12], 2))
+    assert pool.find(hashes[12]) is not None
+    assert engine.ask(prompt).num_cached_tokens == 48
+    _forget(engine, hashes[3])
+    assert engine.ask(prompt).num_cached_tokens == 12
+
+
+def _forget(engine: Harness, name: bytes) -> None:
+    """Make the pool forget one cached block."""
+    pool = engine.scheduler.pool
+    block = pool.find(name)
+    if block is not None:
+        pool.num_cached -= 1
+        pool._give_up(block)
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (9, 4), (None, 20, 5), (None, None)])
+def test_i3_hits_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) -> None:
+    draw = random.Random(5)
+    for _ in range(150):
+        pool = BlockPool(200)
+        hashes = [bytes([number]) * BLOCK_HASH_BYTES for number in range(draw.randint(0, 30))]
+        for group in range(len(windows)):
+            for block_hash in hashes:
+                if draw.random() < 0.85:
+                    [block] = pool.allocate(1)
+                    pool.remember(block, with_group_id(block_hash, group))
+
+        def needs(group: int, end: int) -> range:
+            window = windows[group]
+            first = 0 if window is None or end == 0 else min(max(0, end * SIZE - window + 1) // SIZE, end - 1)
+            return range(first, end)
+
+        ends = [
+            end
+            for end in range(len(hashes) + 1)
+            if all(
+                pool.find(with_group_id(hashes[index], group)) is not None
+                for group in range(len(windows))
+                for index in needs(group, end)
+            )
+        ]
+        found = KVCacheCoordinator(pool, SIZE, specs_of(windows), 8).find_longest_cache_hit(hashes, 0)
+        assert [len(blocks) for blocks in found] == [max(ends)] * len(windows)
+        for group, blocks in enumerate(found):
+            for index, block in enumerate(blocks):
+                if index in needs(group, max(ends)):
+                    assert block.block_hash == with_group_id(hashes[index], group)
+                else:
+                    assert block is NULL_BLOCK
+
+
+def test_only_blocks_of_the_first_group_are_reported() -> None:
+    pool, hashes = BlockPool(4), [bytes([number]) * BLOCK_HASH_BYTES for number in range(2)]
+    blocks = pool.allocate(4)
+    for number, block in enumerate(blocks):
+        pool.remember(block, with_group_id(hashes[number // 2], number % 2))
+    assert pool.take_changes() == (hashes, [])
+    pool.release(blocks)
+    assert pool.forget_cached() == 4
+    assert pool.take_changes() == ([], hashes)
+
+
+@pytest.mark.parametrize("kept", [0, 9, 20])
+def test_a_session_that_goes_back_behind_its_window_is_computed_again(make_engine: MakeEngine, kept: int) -> None:
+    engine = make_engine(sliding_window=GROUPS, num_blocks=80)
+    engine.add(prompt_of(30), "s", resumable=True, params={"max_tokens": 21})
+    while not engine.turns.get("s"):
+        engine.step()
+    text = prompt_of(30) + engine.turns["s"][0].token_ids[:kept] + [7, 8, 9]
+    engine.resume("s", [7, 8, 9], num_kept_output_tokens=kept, max_tokens=20)
+    while len(engine.turns["s"]) == 1:
+        engine.step()
+    assert engine.turns["s"][1].token_ids == greedy_answer(text, 20, GROUPS)
+    engine.core.abort_request("s")
+
+
+def test_drafts_give_back_the_blocks_of_every_group(make_engine: MakeEngine) -> None:
+    engine = make_engine(sliding_window=GROUPS, speculative_config=speculation(5), num_blocks=80, max_model_len=128)
+    use_drafter(engine, greedy_drafter(0.6))
+    engine.add(prompt_of(30), "r", params={"max_tokens": 90})
+    run_to_the_end(engine)
+    assert engine.answers["r"].token_ids == greedy_answer(prompt_of(30), 90, GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("windows", "layers"),
+    [
+        ([512] * 5 + [None], [(5,), (0,), (1,), (2,), (3,), (4,)]),
+        ([8, None, 8, None], [(1, 3), (0, 2)]),
+        ([8, 8, 8], [(0, 1, 2)]),
+        ([None, None], [(0, 1)]),
+        ([8, 4, None, 8, 4, None], [(2, 5), (0, 3), (1, 4)]),
+        ([8] + [None] * 9, [tuple(range(10))]),
+    ],
+)
+def test_layers_of_equal_windows_are_groups_of_equal_size(
+    windows: list[int | None], layers: list[tuple[int, ...]]
+) -> None:
+    assert list(kv_cache_group_layers(windows)) == layers
+
+
+def test_groups_are_made_where_they_save_memory() -> None:
+    """Gemma 3 with 27 billion parameters: 10 layers of 62 see everything."""
+    windows = [None if layer % 6 == 5 else 1024 for layer in range(62)]
+    groups = kv_cache_group_layers(windows)
+    assert [len(layers) for layers in groups] == [10, 8, 9, 9, 8, 9, 9]
+    assert sorted(layer for layers in groups for layer in layers) == list(range(62))
+    assert all(len({windows[layer] for layer in layers}) == 1 for layers in groups)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_i1_a_model_with_groups_equals_transformers(
+    family: str, tmp_path: Path, make_real_engine: Callable[..., Harness]
+) -> None:
+    make_family(tmp_path, family, cases(family)[0])
+    oracle = Oracle(tmp_path)
+    fields = {"num_blocks": 150, "max_num_batched_tokens": 24, "block_size": 8, "max_model_len": 128}
+    engine = make_real_engine(tmp_path, hybrid_kv_cache=True, **fields)
+    assert len(engine.config.kv_cache_specs) > 1
+    prompts = {str(length): text_of(length) for length in (20, 53, 70)}
+    for again in range(2):
+        for name, prompt in prompts.items():
+            engine.add(prompt, f"{name} {again}", params={"max_tokens": 25})
+        engine.run()
+    for key, answer in engine.answers.items():
+        oracle.check(prompts[key.split()[0]], answer.token_ids)
+    assert engine.answers["70 1"].num_cached_tokens == 64
+    assert engine.scheduler.kv.num_freed_behind_window > 10

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.models.kv_cache import SlidingWindowSpec
 from tests.support.engine_harness import Harness
 from tests.support.engine_pair import Pair
 from tests.support.family_checkpoints import OPTIONS, cases, make_family
@@ -28,7 +29,8 @@ def test_i1_a_family_through_p_and_d_equals_transformers(
     pair.run()
     for request_id, prompt in prompts.items():
         oracle.check(prompt, pair.answer(request_id).token_ids)
-    window = pair.d.config.sliding_window or 1000
+    [spec] = pair.d.config.kv_cache_specs
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 1000
     assert {name: len(pair.transfers[name].landed) for name in prompts} == {
         name: -(-len(prompt) // 16) - max(0, len(prompt) - window + 1) // 16 for name, prompt in prompts.items()
     }

@@ -140,17 +140,17 @@ def test_a_failed_allocation_changes_nothing() -> None:
     from pdserve.common.request.engine_types import EngineCoreRequest
     from pdserve.common.request.sampling_params import SamplingParams
     from pdserve.engine.request import Request
-    from tests.support.engine_harness import KEY
+    from tests.support.engine_harness import KEY, specs_of
 
     pool = BlockPool(4)
-    kv = KVCacheManager(pool, BlockHasher(KEY, 4))
+    kv = KVCacheManager(pool, BlockHasher(KEY, 4), specs_of(None), step_tokens=8)
     core = EngineCoreRequest(request_id="a", prompt_token_ids=[1] * 20, sampling_params=SamplingParams())
     request = Request(core)
     assert kv.allocate_slots(request, 20) is None
     assert kv.allocate_slots(request, 16, keep_free=1) is None
     assert pool.num_available == 4
     assert kv.num_blocks(request) == 0
-    assert kv.allocate_slots(request, 13, keep_free=0) == [0, 1, 2, 3]
+    assert kv.allocate_slots(request, 13, keep_free=0) == [[0, 1, 2, 3]]
     assert kv.allocate_slots(request, 17) is None
     assert kv.allocate_slots(request, 16) == []
     kv.free(request)

@@ -6,7 +6,8 @@ that end elsewhere, sources that give up, transfers wanted late or never, events
 parts, preemption because everything is too small, in odd seeds steps that are launched before the tokens of the last one are
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
-Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do.
+Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
+KV cache groups; their requests are prefilled where they decode.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -20,11 +21,12 @@ import pytest
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
+from pdserve.engine.sequence_blocks import max_sequence_blocks
 from tests.support.drafters import speculation, text_or_greedy_drafter, use_drafter
-from tests.support.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine_harness import Answer, Harness, MakeEngine, specs_of
 from tests.support.engine_invariants import CacheContents, StepInvariants
 from tests.support.engine_pair import Pair
-from tests.support.hash_model import greedy_answer, sampled_answer
+from tests.support.hash_model import Window, greedy_answer, sampled_answer
 from tests.support.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
@@ -35,7 +37,7 @@ COMPILER_FAILED = InternalError("the compiler failed")
 class Session:
     """One on an engine of its own choice, and what its turns must say."""
 
-    def __init__(self, engine: Harness, name: str, window: int | None) -> None:
+    def __init__(self, engine: Harness, name: str, window: Window) -> None:
         self.engine, self.name, self.window = engine, name, window
         self.tokens: list[int] = []
         self.expected: list[list[int]] = []
@@ -63,8 +65,9 @@ class Session:
 class Life:
     """Requests to a pair of engines, and their expected results."""
 
-    def __init__(self, make_engine: MakeEngine, seed: int, window: int | None = None) -> None:
+    def __init__(self, make_engine: MakeEngine, seed: int, window: Window = None) -> None:
         self.window = window
+        self.has_groups = isinstance(window, tuple)
         self.draw = draw = random.Random(seed)
         common = {
             "max_model_len": 64,
@@ -79,7 +82,7 @@ class Life:
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
-        self.has_tiers = seed % 4 > 0
+        self.has_tiers = seed % 4 > 0 and not self.has_groups
         self.tier_draw = random.Random(seed)
         self.num_loads = 0
         self.num_form_drafts = 0
@@ -93,14 +96,14 @@ class Life:
             **common,
             num_blocks=draw.choice([16, 20, 32]),
             run_ahead_share=draw.choice([0.3, 0.5, 1.0]),
-            sliding_window=None if seed % 5 == 3 else window,
+            sliding_window=None if seed % 5 == 3 and not self.has_groups else window,
         )
         self.d = self._engine(
             make_engine,
             **common,
             num_blocks=draw.choice([16, 18, 24]),
             max_local_prefill_tokens=draw.choice([None, None, 10]),
-            sliding_window=None if seed % 5 == 4 else window,
+            sliding_window=None if seed % 5 == 4 and not self.has_groups else window,
         )
         self.d_grammars = self.compilers[1]
         self.pair = Pair(self.p, self.d, seed)
@@ -127,6 +130,13 @@ class Life:
         self.compilers.append(grammars)
         fields["grammar_timeout_s"] = 3600.0  # a grammar's turn comes when the life says so, on a busy machine too
         fields |= {"max_num_batched_tokens": budget, "max_num_seqs": places}
+        if isinstance(self.window, tuple):
+            step_tokens = fields["long_prefill_token_threshold"] or budget
+            specs = specs_of(self.window)
+            longest = max_sequence_blocks(specs, fields["max_model_len"], 4, step_tokens)
+            # a transfer source has room for its whole prompt in every group
+            least = len(specs) * 16 if "run_ahead_share" in fields else longest
+            fields["num_blocks"] = max(least, len(specs) * fields["num_blocks"] // 2)
         engine = make_engine(**fields, grammars=grammars, window=self.window)
         if engine.config.speculative_config is not None:
             use_drafter(engine, text_or_greedy_drafter(self.texts, 0.7, self.draw.randrange(2**32)))
@@ -243,11 +253,12 @@ class Life:
             fields["output"], answers[0] = answers[0][:resumed], answers[0][resumed:]
         self.expected |= {(request_id, index): answer for index, answer in enumerate(answers)}
         kind = draw.random()
-        if kind < 0.7:
+        if kind < 0.7 and not self.has_groups:
             self.pair.add(prompt, request_id, **fields)
         else:
             engine = self.d if kind < 0.9 or width > self.p.config.max_num_seqs else self.p
-            engine.add(prompt, request_id, prefill_here=draw.random() < 0.5, **fields)
+            prefill_here = draw.random() < 0.5 or self.has_groups
+            engine.add(prompt, request_id, prefill_here=prefill_here, **fields)
 
     def _end_one(self) -> None:
         if not self.widths:
@@ -302,7 +313,7 @@ class Life:
                 assert ends.error_code in ERRORS
 
 
-def live(make_engine: MakeEngine, seed: int, num_requests: int, window: int | None = None) -> Life:
+def live(make_engine: MakeEngine, seed: int, num_requests: int, window: Window = None) -> Life:
     try:
         life = Life(make_engine, seed, window)
         life.live(num_requests)
@@ -346,6 +357,28 @@ def test_i2_i3_i4_i6_i13_lives_with_a_window(make_engine: MakeEngine, harnesses:
     num_preemptions = num_null = 0
     for seed in seeds:
         life = live(make_engine, seed, 12, window=(1, 3, 4, 6, 9, 13, 20)[seed % 7])
+        for engine in (life.p, life.d):
+            num_preemptions += engine.scheduler.num_preemptions
+            num_null += engine.scheduler.kv.num_freed_behind_window
+        harnesses.clear()
+    assert num_null > 5 * len(seeds), "too few blocks are freed to show anything"
+    assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(5000, 5008),
+        *(pytest.param(range(first, first + 60), marks=pytest.mark.slow) for first in range(6000, 6180, 60)),
+    ],
+    ids=lambda seeds: str(seeds.start),
+)
+def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: list[Harness], seeds: range) -> None:
+    num_preemptions = num_null = 0
+    for seed in seeds:
+        life = live(
+            make_engine, seed, 12, window=((None, 5), (None, 3, 3), (9, 4), (None, 13, 4), (None, None, 7))[seed % 5]
+        )
         for engine in (life.p, life.d):
             num_preemptions += engine.scheduler.num_preemptions
             num_null += engine.scheduler.kv.num_freed_behind_window

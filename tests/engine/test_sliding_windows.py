@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, PoolCorrupt
+from pdserve.engine.kv_cache.single_type_kv_cache_manager import SlidingWindowManager
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
 from tests.support.drafters import greedy_drafter, speculation, use_drafter
 from tests.support.engine_harness import Harness, MakeEngine
@@ -94,7 +95,7 @@ def test_i3_hits_are_those_of_a_search_by_hand() -> None:
             first = min(max(0, end * SIZE - window.num_tokens + 1) // SIZE, keep_from, end - 1)
             if all(pool.find(block_hash) for block_hash in hashes[first:end]):
                 ends.append(end)
-        hit = window.longest_hit(pool, hashes, keep_from)
+        hit = SlidingWindowManager(pool, SIZE, 0, window, 8, is_alone=True).longest_hit(hashes, keep_from)
         assert len(hit) == max(ends)
         known = [block is NULL_BLOCK or block.block_hash == hashes[place] for place, block in enumerate(hit)]
         assert all(known)
@@ -142,14 +143,14 @@ def test_a_wanted_source_frees_what_nobody_wants(make_engine: MakeEngine) -> Non
     pair.add(prompt_of(100), "r")
     for _ in range(10):
         pair.round()
-    table = pair.p.scheduler.kv._tables["r"]
+    table = pair.p.scheduler.kv.coordinator.managers[0].tables["r"]
     assert table.count(NULL_BLOCK) > 8
     pair.run()
     alone = make_engine(**fields, run_ahead_share=1.0)
     alone.add(prompt_of(100), "r", transfer_source=True)
     for _ in range(10):
         alone.step()
-    assert NULL_BLOCK not in alone.scheduler.kv._tables["r"]
+    assert NULL_BLOCK not in alone.scheduler.kv.coordinator.managers[0].tables["r"]
     alone.core.abort_request("r")
 
 

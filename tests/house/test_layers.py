@@ -41,6 +41,7 @@ FLOORS = {
         {"request_messages"},
         {"arrays", "child_process", "config", "engine_info", "heartbeat", "output_stream", "prompt_embeds_values",
          "request", "scheduler_output", "socket_frames"},
+        {"sequence_blocks"},
     ),
     "models": (
         {"model_impl"}, {"encoder_decoder", "loading", "lora", "transformers"}, {"decoder", "read_config"},

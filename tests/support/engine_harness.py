@@ -29,11 +29,19 @@ from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
+from pdserve.engine.sequence_blocks import max_sequence_tokens
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
-from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, Window, make_hash_cache, windows_of
 from tests.support.held_loads import HeldLoads
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
+
+
+def specs_of(sliding_window: Window) -> tuple[KVCacheSpec, ...]:
+    """One per KV cache group."""
+    windows = windows_of(sliding_window)
+    return tuple(FullAttentionSpec() if window is None else SlidingWindowSpec(window) for window in windows)
 
 
 class Outbox:
@@ -112,14 +120,15 @@ class Harness:
         self.hasher = BlockHasher(KEY, config.block_size)
         self.root = self.hasher.root("fingerprint")
         self.outbox = Outbox()
-        attention = [HashAttention(kv_cache)] if isinstance(model, HashModel) else None
+        num_groups = len(config.kv_cache_specs)
+        attention = [HashAttention(kv_cache) for _ in range(num_groups)] if isinstance(model, HashModel) else None
         host_caches = make_host_caches([kv_cache], config.num_host_blocks) if config.num_host_blocks else None
         self.host_cache = None if host_caches is None else host_caches[0]
         """Slots of the host-memory tier."""
         self.core = make_engine_core(
             config,
             model,
-            [kv_cache],
+            [kv_cache] * num_groups,
             self.hasher,
             vocab_size,
             self.outbox if has_transfers else None,
@@ -265,22 +274,26 @@ def harnesses() -> Iterator[list[Harness]]:
 
 @pytest.fixture
 def make_engine(harnesses: list[Harness]) -> MakeEngine:
-    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. window: the model's,
-    if it is not `sliding_window`."""
+    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. sliding_window: of the
+    model and of its KV cache groups, one each. window: the model's, if the engine keeps every block."""
 
     def make(
         processors: Any = None,
         grammars: GrammarCompiler | None = None,
         model: HashModel | None = None,
-        window: int | None = None,
+        window: Window = None,
+        sliding_window: Window = None,
         has_transfers: bool = True,
         **fields: Any,
     ) -> Harness:
         fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
-        fields.setdefault("max_model_len", min(256, fields["block_size"] * fields["num_blocks"]))
-        config = EngineConfig(**fields)
+        specs = specs_of(sliding_window)
+        step_tokens = fields.get("long_prefill_token_threshold") or fields["max_num_batched_tokens"]
+        longest = max_sequence_tokens(specs, fields["num_blocks"], fields["block_size"], step_tokens)
+        fields.setdefault("max_model_len", min(256, longest))
+        config = EngineConfig(**fields, kv_cache_specs=specs)
         cache = make_hash_cache(config.num_blocks, config.block_size)
-        model = model or HashModel(window or config.sliding_window)
+        model = model or HashModel(window or sliding_window)
         harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
         harnesses.append(harness)
         return harness
@@ -312,18 +325,20 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         quantization: Literal["int8"] | None = None,
         cache_dtype: str | None = None,
         model_impl: ModelImpl = "native",
+        hybrid_kv_cache: bool = False,
         **fields: Any,
     ) -> Harness:
         decoder: Any = load_model_decoder(
-            folder, dtype="float32", model_impl=model_impl, device=device, quantization=quantization
+            folder, dtype="float32", model_impl=model_impl, device=device, quantization=quantization,
+            hybrid_kv_cache=hybrid_kv_cache,
         )
         lora = None
         head = decoder.config.classifier
         fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
         fields.setdefault("enable_prompt_embeds", True)
         fields["num_labels"] = 0 if head is None else head.num_labels
-        [group] = decoder.config.kv_cache_groups(fields["block_size"], "fingerprint")
-        config = EngineConfig(**fields, sliding_window=group.window)
+        groups = decoder.config.kv_cache_groups(fields["block_size"], "fingerprint")
+        config = EngineConfig(**fields, kv_cache_specs=tuple(group.spec for group in groups))
         if adapters:
             decoder, targets = with_lora_targets(
                 decoder, max_loras=config.max_loras, max_rank=8, kernels=config.kernels

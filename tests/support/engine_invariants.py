@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.engine.kv_cache.block_pool import with_group_id
 from pdserve.engine.request import Request, RequestStatus, Wait
 from tests.support.engine_harness import Harness
+from tests.support.hash_model import stored_block
 
 
 class CacheContents:
@@ -15,13 +17,16 @@ class CacheContents:
         self._hasher = engine.hasher
         self._root = engine.root
         self._expected: dict[bytes, list[int]] = {}
+        self._num_groups = len(engine.config.kv_cache_specs)
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """A prompt with its whole answer."""
         size = self._hasher.block_size
         for place, block_hash in enumerate(self._hasher.extend(self._root, list(token_ids))):
-            positions = range(place * size, (place + 1) * size)
-            self._expected[block_hash] = [position * 1024 + token_ids[position] for position in positions]
+            first = place * size
+            for group in range(self._num_groups):
+                content = stored_block(token_ids[first : first + size], first, group)
+                self._expected[with_group_id(block_hash, group)] = content
 
     def check(self, engine: Harness) -> None:
         """Every block that the prefix cache or the tier has holds what its hash says (I3, I13)."""
@@ -61,8 +66,7 @@ class StepInvariants:
         assert len(batch.rows) + len(batch._free_rows) == config.max_num_seqs, "a row of the batch was lost"
         for request in scheduler.requests.values():
             self._check_place(request)
-            table = scheduler.kv.num_blocks(request)
-            assert table * config.block_size >= request.num_computed_tokens, "computed, and nowhere to be found"
+            assert scheduler.kv.num_slots(request) >= request.num_computed_tokens, "computed, and nowhere to be found"
             assert request.num_computed_tokens <= request.num_tokens
         waiting = [request for queue in scheduler.waiting._queues for request in queue.first(999)]
         assert scheduler.waiting._num_tokens.keys() == {request.request_id for request in waiting}
@@ -148,8 +152,9 @@ class StepInvariants:
         assert max(computed, default=0) <= most
         for request in self._engine.scheduler.running.values():
             table = self._engine.scheduler.kv.num_blocks(request)
+            most = self._engine.scheduler.kv.num_groups * config.blocks_for(request.num_tokens)
             if drafts.limit(request) and request.num_uncomputed_tokens == 1:
-                assert table <= config.blocks_for(request.num_tokens), "blocks of drafts did not come back"
+                assert table <= most, "blocks of drafts did not come back"
 
     def _check_victims(self) -> None:
         """No sequence that kept its blocks, and could have been preempted, has a lower priority than a preempted one."""

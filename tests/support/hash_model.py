@@ -22,7 +22,11 @@ from pdserve.models.model_inputs import ModelInputs
 VOCAB_SIZE = 64
 _PRIME = 2**31 - 1
 _MAX_TOKENS = 4096
+_OF_GROUP = 1 << 24
+"""What tokens of one KV cache group have more in the cache than those of the group before."""
 _UNWRITTEN = -7
+Window = int | None | tuple[int | None, ...]
+"""Tokens that a query sees, None for all; one for each KV cache group, if there are several."""
 
 
 def prompt_of(length: int) -> list[int]:
@@ -42,8 +46,13 @@ _WEIGHTS = _powers()
 _SPREAD = (np.arange(1, VOCAB_SIZE + 1, dtype=np.int64) * 1_103_515_245) % _PRIME
 
 
-def _stored(token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    return positions * 1024 + token_ids
+def _stored(token_ids: NDArray[np.int64], positions: NDArray[np.int64], group: int = 0) -> NDArray[np.int64]:
+    return group * _OF_GROUP + positions * 1024 + token_ids
+
+
+def stored_block(token_ids: Sequence[int], first: int, group: int = 0) -> list[int]:
+    """What a block holds whose first token is at position `first`."""
+    return [group * _OF_GROUP + (first + place) * 1024 + token_id for place, token_id in enumerate(token_ids)]
 
 
 def _hashes(values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -62,11 +71,26 @@ def _windowed_hashes(values: NDArray[np.int64], count: int, window: int) -> NDAr
     return np.array([_hashes(values[max(0, end - window) : end])[-1] for end in ends], dtype=np.int64)
 
 
-def next_logits(token_ids: Sequence[int], window: int | None = None) -> NDArray[np.float32]:
+def windows_of(window: Window) -> tuple[int | None, ...]:
+    """One per KV cache group."""
+    return window if isinstance(window, tuple) else (window,)
+
+
+def next_logits(token_ids: Sequence[int], window: Window = None) -> NDArray[np.float32]:
     """`[V]`: what a correct engine sees after these tokens."""
     ids = np.asarray(token_ids, dtype=np.int64)
-    first = 0 if window is None else max(0, len(ids) - window)
-    return logits_of(ids[first:], np.arange(first, len(ids)))
+    found = np.zeros(1, np.int64)
+    for group, of_group in enumerate(windows_of(window)):
+        first = 0 if of_group is None else max(0, len(ids) - of_group)
+        found = _joined(found, _hashes(_stored(ids[first:], np.arange(first, len(ids)), group))[-1:], group)
+    logits: NDArray[np.float32] = _logits(found)[0]
+    return logits
+
+
+def _joined(hashes: NDArray[np.int64], of_group: NDArray[np.int64], group: int) -> NDArray[np.int64]:
+    """What a token sees in this group and those before."""
+    joined: NDArray[np.int64] = (hashes + (group + 1) * of_group) % _PRIME
+    return joined
 
 
 def logits_of(contents: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -75,7 +99,7 @@ def logits_of(contents: NDArray[np.int64], positions: NDArray[np.int64]) -> NDAr
     return logits
 
 
-def greedy_answer(prompt: Sequence[int], count: int, window: int | None = None) -> list[int]:
+def greedy_answer(prompt: Sequence[int], count: int, window: Window = None) -> list[int]:
     """The reference: `count` tokens after the prompt, without any engine."""
     tokens = list(prompt)
     for _ in range(count):
@@ -83,9 +107,7 @@ def greedy_answer(prompt: Sequence[int], count: int, window: int | None = None) 
     return tokens[len(prompt) :]
 
 
-def sampled_answer(
-    prompt: Sequence[int], count: int, *, seed: int, index: int = 0, window: int | None = None
-) -> list[int]:
+def sampled_answer(prompt: Sequence[int], count: int, *, seed: int, index: int = 0, window: Window = None) -> list[int]:
     """The reference for a sampled sequence: one token at a time, in no batch and without a cache. Temperature 1."""
     tokens = list(prompt)
     for position in range(count):
@@ -180,9 +202,11 @@ class HashModel:
         (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),),
     )
 
-    def __init__(self, window: int | None = None) -> None:
-        if window is not None:
-            self.attention_specs = ((replace(self.attention_specs[0][0], window=window),),)
+    def __init__(self, window: Window = None) -> None:
+        [[spec]] = HashModel.attention_specs
+        self.attention_specs = tuple(
+            (replace(spec, window=of_group, kv_cache_group=group),) for group, of_group in enumerate(windows_of(window))
+        )
         self.num_tokens = 0
         self.batches: list[tuple[int, int]] = []
         """(decode rows, prefill rows) of each step."""
@@ -197,10 +221,14 @@ class HashModel:
         total = len(inputs.token_ids)
         self.num_tokens += total
         self.batches.append((inputs.batch.num_decodes, total - inputs.batch.num_decodes))
-        [plan] = inputs.plans.values()
-        stored = torch.from_numpy(_stored(inputs.token_ids.numpy(), inputs.positions.numpy())).view(-1, 1, 1)
-        plan.store(0, stored, stored)
-        return plan.attend(0, stored, stored, stored)
+        found = np.zeros((total, 1), np.int64)
+        for group, [spec] in enumerate(self.attention_specs):
+            plan = inputs.plans[spec]
+            values = _stored(inputs.token_ids.numpy(), inputs.positions.numpy(), group)
+            stored = torch.from_numpy(values).view(-1, 1, 1)
+            plan.store(0, stored, stored)
+            found = _joined(found, plan.attend(0, stored, stored, stored).numpy(), group)
+        return torch.from_numpy(found)
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         raise AssertionError("a prompt of this model is never embeddings")

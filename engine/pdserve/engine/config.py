@@ -8,6 +8,8 @@ from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.sampling_params import MAX_SEQUENCES
 from pdserve.common.settings.service_settings import SchedulingPolicy
 from pdserve.common.settings.speculative_config import SpeculativeConfig
+from pdserve.engine.sequence_blocks import max_sequence_blocks
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class EngineConfig:
 
     block_size: int = 16
     num_blocks: int = 256
+    """Blocks of the pool, each with the keys and values of one KV cache group's layers."""
     max_model_len: int = 4096
     """Largest number of tokens of one sequence; at most what the pool holds. With an encoder: of both parts and the padding."""
     num_labels: int = 0
@@ -47,8 +50,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_sequences: int = MAX_SEQUENCES
     """Sequences of one request, at most; workers exchange messages about no more."""
-    sliding_window: int | None = None
-    """Tokens that the layer with the widest window attends to, the token's own included; None: some layer attends to all."""
+    kv_cache_specs: tuple[KVCacheSpec, ...] = (FullAttentionSpec(),)
+    """Of each KV cache group."""
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""
@@ -91,9 +94,11 @@ class EngineConfig:
     """Number of later arrivals that may pass the first request of a queue; then nothing passes it."""
 
     def __post_init__(self) -> None:
-        if self.max_model_len > self.num_blocks * self.block_size:
+        specs, size = self.kv_cache_specs, self.block_size
+        if max_sequence_blocks(specs, self.max_model_len, size, self.largest_chunk) > self.num_blocks:
             raise ValueError(
-                f"max_model_len {self.max_model_len} exceeds the pool of {self.num_blocks} blocks of {self.block_size} tokens"
+                f"max_model_len {self.max_model_len} exceeds the pool of {self.num_blocks} blocks of {size} tokens, "
+                f"with {len(specs)} KV cache groups"
             )
         if self.encoder_decoder is not None and self.max_model_len - self.encoder_decoder.max_len > self.largest_chunk:
             raise ValueError(
@@ -101,6 +106,8 @@ class EngineConfig:
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")
+        if self.num_host_blocks and len(specs) > 1:
+            raise ValueError(f"num_host_blocks is {self.num_host_blocks}, with {len(specs)} KV cache groups")
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -36,7 +36,10 @@ class EngineOptions(TypedDict, total=False):
     block_size: int
     """Tokens in a KV block."""
     num_blocks: int | None
-    """KV blocks in the pool; default: what `kv_cache_mib` holds."""
+    """KV blocks of all layers in the pool, or as much memory in blocks of a KV cache group's layers; default: what `kv_cache_mib`
+    holds."""
+    disable_hybrid_kv_cache_manager: bool
+    """True: layers with a window keep all blocks where other layers have none, in one KV cache group."""
     kv_cache_mib: int
     kv_host_mib: int
     """Main memory for cached blocks that the pool reuses, MiB; default 0. vLLM's `kv_offloading_size` is in GiB."""

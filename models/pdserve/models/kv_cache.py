@@ -1,11 +1,10 @@
-"""The KV cache: groups of layers, and a pool of blocks for each."""
+"""The KV cache: groups of layers, and the pool of blocks that they share."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,22 +14,43 @@ from pdserve.models.dtypes import CACHE_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
+class FullAttentionSpec:
+    """Keys and values of all tokens of a sequence are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowSpec:
+    """Keys and values of a sequence's last tokens are kept."""
+
+    sliding_window: int
+    """Number of tokens that a token attends to, itself included, in the layer with the widest window."""
+
+
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
+"""Which keys and values of a sequence a group's layers need."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
-    """Layers whose keys and values lie in one tensor, with one block table per sequence."""
+    """Layers whose keys and values of some tokens lie in one block, with one block table per sequence."""
 
     layers: tuple[int, ...]
-    kind: Literal["full_attention", "sliding_window"]
-    window: int | None
-    """Tokens of a sequence whose keys and values are kept, up to its last; None: all."""
+    """At most `layout.num_layers`; the places of missing ones are padding."""
+    spec: KVCacheSpec
     layout: KvLayout
+    """Equal in all groups: a block of the pool serves each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The cache of one model. Each group has `num_blocks` blocks in a tensor of its own."""
+    """The cache of one model: groups that share a pool of `num_blocks` blocks, one tensor."""
 
     num_blocks: int
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+
+    @property
+    def specs(self) -> tuple[KVCacheSpec, ...]:
+        return tuple(group.spec for group in self.kv_cache_groups)
 
 
 def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,15 +41,16 @@ def load_decoder(
     quantization: Quantization = None,
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
+    hybrid_kv_cache: bool = False,
 ) -> Decoder:
     """Read a Hugging Face model folder, or one rank's part of it.
 
     dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads
     config.json alone and draws the weights; `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the
     embedding, the output head and routers of experts stay in the dtype. shard: this rank's part. progress: called after a weight.
-    Raises: ConfigError, UnsupportedModel.
+    hybrid_kv_cache: see `ModelConfig`. Raises: ConfigError, UnsupportedModel.
     """
-    config = read_config(folder, dtype, max_model_len)
+    config = replace(read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache)
     config.verify_sharding(shard.size, folder)
     if config.unknown_fields:
         log.warning(

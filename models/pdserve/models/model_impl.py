@@ -83,6 +83,7 @@ def load_model_decoder(
     quantization: Quantization = None,
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
+    hybrid_kv_cache: bool = False,
 ) -> AnyDecoder:
     """As `load_decoder`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
     if _has_encoder(folder, model_impl):
@@ -104,6 +105,7 @@ def load_model_decoder(
             quantization=quantization,
             shard=shard,
             progress=progress,
+            hybrid_kv_cache=hybrid_kv_cache,
         )
     from pdserve.models.transformers.read_transformers_config import read_transformers_config
     from pdserve.models.transformers.transformers_decoder import TransformersDecoder

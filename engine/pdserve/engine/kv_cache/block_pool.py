@@ -14,11 +14,17 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.engine.kv_cache.host_tier import HostTier
 
 
 class PoolCorrupt(RuntimeError):
     """The pool's books do not add up: a bug."""
+
+
+def with_group_id(block_hash: bytes, group_id: int) -> bytes:
+    """The name of a block in the pool: the hash of its tokens, and the KV cache group whose layers it has. In group 0 the hash."""
+    return block_hash if group_id == 0 else block_hash + group_id.to_bytes(1)
 
 
 class KVCacheBlock:
@@ -30,6 +36,7 @@ class KVCacheBlock:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        """With its group, see `with_group_id`."""
         self.life = 0
         """Number of times that it was allocated; while it is unchanged, so is the block's content."""
 
@@ -197,13 +204,15 @@ class BlockPool:
             self._change(unknown, False)
 
     def _change(self, block_hash: bytes, known: bool) -> None:
+        if len(block_hash) > BLOCK_HASH_BYTES:
+            return  # of another group than 0
         if self._changes.get(block_hash) is (not known):
             del self._changes[block_hash]
         else:
             self._changes[block_hash] = known
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed): hashes that pool or tier has since the last call, and hashes that neither has any more."""
+        """(stored, removed): hashes that pool or tier has since the last call, and hashes that neither has any more; of group 0."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}

@@ -26,6 +26,7 @@ from pdserve.engine.runner.encoder_decoder_settings import encoder_decoder_promp
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.runner.image_encoder import image_encoder, verify_image_model
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
+from pdserve.engine.runner.pool_size import host_slots, pool_size, with_kv_cache_groups
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
@@ -46,9 +47,6 @@ __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 Progress = Callable[[LoadProgress], None]
 
 _DEMO_STRING_CHARS = 64
-_DYNAMIC = (
-    ": beyond it the rope type 'dynamic' rotates all keys of a sequence again with each token, and cached keys are not"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class LoadedModel:
     decoder: AnyDecoder
     kv_cache_config: KVCacheConfig
     kv_caches: tuple[Tensor, ...]
-    """Pools, one per KV cache group: `[num_blocks, Hkv, L, 2, bs, D]`."""
+    """`[num_blocks, Hkv, L, 2, bs, D]`: per KV cache group the pool, which is the same tensor for all."""
     max_model_len: int
     tokenizer_fingerprint: str
     folder: Path
@@ -88,15 +86,8 @@ class LoadedModel:
 
     @property
     def layout(self) -> KvLayout:
-        """Layout of the blocks that transfers move; raises ValueError with several groups."""
-        [group] = self.kv_cache_config.kv_cache_groups
-        return group.layout
-
-    @property
-    def sliding_window(self) -> int | None:
-        """See `EngineConfig`."""
-        windows = [group.window for group in self.kv_cache_config.kv_cache_groups]
-        return None if None in windows else max(window for window in windows if window is not None)
+        """Layout of a block of the pool."""
+        return self.kv_cache_config.kv_cache_groups[0].layout
 
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
@@ -153,7 +144,7 @@ class LoadedModel:
             max_model_len=max_model_len,
             num_labels=self.num_labels,
             enable_prompt_embeds=settings.enable_prompt_embeds,
-            sliding_window=self.sliding_window,
+            kv_cache_specs=self.kv_cache_config.specs,
             max_num_batched_tokens=step_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_sequences=settings.max_n_sequences,
@@ -215,7 +206,7 @@ def rank_device(device: str, rank: int, size: int) -> str:
 
 
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
-    config = read_model_config(folder, settings.dtype, settings.model_impl)
+    config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
     verify_classifier(settings, folder, config)
     verify_image_model(settings, config)
     verify_encoder_decoder(settings, config)
@@ -226,6 +217,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     decoder = load_model_decoder(
         folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
         load_format=settings.load_format, quantization=settings.quantization, shard=shard, progress=progress,
+        hybrid_kv_cache=config.hybrid_kv_cache,
     )  # fmt: skip
     adapters = None
     if settings.enable_lora and isinstance(decoder, Decoder):
@@ -237,7 +229,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     config = decoder.config
     cache_dtype = settings.cache_dtype
     groups = config.kv_cache_groups(settings.block_size, _fingerprint(folder, settings, config), shard, cache_dtype)
-    block_bytes = sum(spec.layout.block_bytes for spec in groups)
+    block_bytes = groups[0].layout.block_bytes
     # ranks above 0 do not load it, but count its cache: all pools have equally many blocks
     draft_decoder = None if draft_folder is None or shard.rank > 0 else draft_folder.load(settings)
     left_bytes, pool_block_bytes = None, block_bytes
@@ -252,18 +244,18 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         left_bytes = budget.pool_bytes(settings, pool_block_bytes)
         if group is not None:
             left_bytes = group.minimum(left_bytes)
-    num_blocks, max_model_len = pool_size(settings, pool_block_bytes, config, left_bytes)
+    num_blocks, max_model_len = pool_size(settings, groups, pool_block_bytes, config, left_bytes)
     if group is not None:
         group.minimum(num_blocks)  # all have loaded
-    kv_caches = tuple(make_kv_cache(spec.layout, num_blocks, device) for spec in groups)
-    host_caches = make_host_caches(kv_caches, host_slots(settings, block_bytes)) if settings.kv_host_mib else ()
+    kv_cache = make_kv_cache(groups[0].layout, num_blocks, device)
+    host_caches = make_host_caches([kv_cache], host_slots(settings, block_bytes)) if settings.kv_host_mib else ()
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:
         draft_model = draft_folder.with_cache(draft_decoder, settings, num_blocks, max_model_len)
     return LoadedModel(
         decoder=decoder,
         kv_cache_config=KVCacheConfig(num_blocks, groups),
-        kv_caches=kv_caches,
+        kv_caches=(kv_cache,) * len(groups),
         max_model_len=max_model_len,
         tokenizer_fingerprint=tokenizer_fingerprint(folder),
         folder=folder,
@@ -287,12 +279,6 @@ def verify_classifier(settings: WorkerSettings, folder: Path, model: ModelConfig
         raise ConfigError(f"speculative_config is set, and {told}")
 
 
-def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
-    """Blocks of the host-memory tier. block_bytes: of one block in every KV cache group. Raises: ConfigError if it holds none."""
-    num_slots = (settings.kv_host_mib << 20) // block_bytes
-    if num_slots < 1:
-        raise ConfigError(f"kv_host_mib is {settings.kv_host_mib}, one block has {block_bytes} bytes")
-    return num_slots
 
 
 def _budget(
@@ -344,34 +330,6 @@ def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> 
         return model_fingerprint(folder, kept)
     drawn = f"drawn by torch {torch.__version__} on {torch.device(settings.device).type}"
     return model_fingerprint(folder, kept, drawn)
-
-
-def pool_size(
-    settings: WorkerSettings, block_bytes: int, model: ModelConfig, left_bytes: int | None = None
-) -> tuple[int, int]:
-    """(blocks of each pool, tokens of the longest sequence that pool, model and settings allow).
-
-    block_bytes: of one block in every KV cache group. left_bytes: of a GPU, where no setting has the pool's size. Raises:
-    ConfigError naming the setting, its value and the limit.
-    """
-    num_bytes = (settings.pool_mib or 0) << 20 if left_bytes is None else left_bytes
-    num_blocks = settings.num_blocks or num_bytes // block_bytes
-    if num_blocks < 2:
-        raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes")
-    pool_tokens = num_blocks * settings.block_size
-    if isinstance(model, EncoderDecoderConfig):
-        pool_tokens = num_blocks // 2 * settings.block_size  # for each of the two parts of a sequence
-    limit = model.max_position_embeddings
-    if settings.max_model_len is not None:
-        if settings.max_model_len > model.derived_max_model_len:
-            reason = "" if model.rope.rope_type != "dynamic" else _DYNAMIC
-            raise ConfigError(
-                f"max_model_len is {settings.max_model_len}, the model supports at most {model.derived_max_model_len}{reason}"
-            )
-        if settings.max_model_len > pool_tokens:
-            raise ConfigError(f"max_model_len is {settings.max_model_len}, the pool holds {pool_tokens} tokens")
-        limit = settings.max_model_len
-    return num_blocks, min(limit, pool_tokens)
 
 
 def _check_device(name: str) -> None:

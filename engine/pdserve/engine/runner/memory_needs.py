@@ -8,7 +8,7 @@ from typing import Literal
 
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
-from pdserve.engine.runner.loaded_model import pool_size
+from pdserve.engine.runner.pool_size import pool_size, with_kv_cache_groups
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.loading import load_decoder
@@ -134,21 +134,19 @@ def draft_model_bytes(
 
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
-    config = read_model_config(folder, settings.dtype, settings.model_impl)
+    config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
     config.verify_options(settings.quantization, settings.enable_lora)
     shard = RankShard(0, settings.tensor_parallel_size)
     if shard.size > 1:
         config.verify_sharding(shard.size, folder)
-    block_bytes = sum(
-        group.layout.block_bytes
-        for group in config.kv_cache_groups(settings.block_size, "", shard, cache_dtype=settings.cache_dtype)
-    )
+    groups = config.kv_cache_groups(settings.block_size, "", shard, cache_dtype=settings.cache_dtype)
+    block_bytes = groups[0].layout.block_bytes
     on_gpu = settings.device != "cpu"
     # a pool without a size of its own takes what is left, and needs two blocks
     takes_rest = settings.num_blocks is None and settings.pool_mib is None
     num_blocks, max_model_len = 2, settings.block_size
     if not takes_rest:
-        num_blocks, max_model_len = pool_size(settings, block_bytes, config)
+        num_blocks, max_model_len = pool_size(settings, groups, block_bytes, config)
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(

@@ -81,8 +81,9 @@ class LargestSteps:
 
     @property
     def table_bytes(self) -> int:
-        """Block tables of all rows on the device."""
-        return self.num_rows * -(-self.max_model_len // self.block_size) * _TABLE_ENTRY_BYTES
+        """Block tables of all rows and KV cache groups on the device."""
+        num_blocks = -(-self.max_model_len // self.block_size)
+        return len(self.attention) * self.num_rows * num_blocks * _TABLE_ENTRY_BYTES
 
     @torch.inference_mode()
     def prefill(self) -> None:

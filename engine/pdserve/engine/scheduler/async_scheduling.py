@@ -84,7 +84,7 @@ class AsyncScheduling:
         for request, room in zip(continuing, rooms, strict=True):
             step.num_scheduled_tokens[request.request_id] = 1
             if missing and (added := self._kv.allocate_slots(request, room)):
-                step.scheduled_cached_reqs.new_block_ids[request.request_id] = [added]
+                step.scheduled_cached_reqs.new_block_ids[request.request_id] = added
         self._loads.fill(step)
         return step
 

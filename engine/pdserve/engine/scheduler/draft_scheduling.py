@@ -76,9 +76,11 @@ class DraftScheduling:
     def _num_in_free_blocks(self, request: Request) -> int:
         """Drafts for which there are blocks that no running sequence is about to need."""
         num_free = self._kv.pool.num_available - len(self._running)
-        missing = self._kv.num_blocks_missing(request, request.num_tokens)
-        num_blocks = self._kv.num_blocks(request) + missing + max(0, num_free - missing)
-        return num_blocks * self._config.block_size - request.num_tokens
+        num_spare = max(0, num_free - self._kv.num_blocks_missing(request, request.num_tokens)) // self._kv.num_groups
+        num_slots = max(
+            self._kv.num_slots(request), self._config.blocks_for(request.num_tokens) * self._config.block_size
+        )
+        return num_slots + num_spare * self._config.block_size - request.num_tokens
 
     def count(self, requests: Mapping[str, Request], scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Count the drafts of a step, before its tokens are reported."""

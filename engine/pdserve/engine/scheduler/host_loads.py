@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker
+from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler_output import SchedulerOutput
@@ -80,16 +81,16 @@ class HostLoads:
         return any(block_hash in self._hashes for block_hash in hashes)
 
     def allocate_slots(
-        self, request: Request, num_tokens: int, computed: KVCacheBlocks, keep_free: int, in_host: tuple[bytes, ...]
-    ) -> list[int] | None:
+        self, request: Request, room: int | Room, computed: KVCacheBlocks, keep_free: int, in_host: tuple[bytes, ...]
+    ) -> list[list[int]] | None:
         """As `KVCacheManager.allocate_slots`; begins to load the blocks after `computed`, if there are any.
 
         in_host: the result of `find`, in this step.
         """
         if self._tier is None or not in_host:
-            return self._kv.allocate_slots(request, num_tokens, computed, keep_free)
+            return self._kv.allocate_slots(request, room, computed, keep_free)
         slots = self._tier.pin(in_host)  # blocks that are given up for this sequence need slots themselves
-        added = self._kv.allocate_slots(request, num_tokens, computed, keep_free)
+        added = self._kv.allocate_slots(request, room, computed, keep_free)
         if added is None:
             self._tier.unpin(slots)
             return None

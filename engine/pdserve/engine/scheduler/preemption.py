@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.common.request.engine_types import EngineCoreEventType
+from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
@@ -24,18 +25,18 @@ class Preemption:
     returned."""
     num_preemptions: int = field(default=0, init=False)
 
-    def make_room(self, step: BatchBuilder, request: Request, num_tokens: int) -> list[int] | None:
+    def make_room(self, step: BatchBuilder, request: Request, room: Room) -> list[list[int]] | None:
         """Allocate blocks for a running sequence, and preempt others as needed.
 
         Sources that run ahead lose their blocks first, then sequences that wait for remote KV, then running ones. None if the
         sequence itself was preempted, or if blocks of an evicted one will be returned.
         """
-        while (added := self._kv.allocate_slots(request, num_tokens)) is None:
+        while (added := self._kv.allocate_slots(request, room)) is None:
             victim = self._running.victim()
             runs_ahead = victim is not None and victim.is_unwanted_source
             if not runs_ahead and self._evict(request):
                 step.preempted = True
-                return self._kv.allocate_slots(request, num_tokens)
+                return self._kv.allocate_slots(request, room)
             if victim is None:
                 return None  # only wanted sources run, and are never preempted: the sequence continues when one of them ends
             self._preempt(step, victim)

@@ -37,7 +37,7 @@ class RefusedAdmissions:
         No effect where blocks may come from a tier, or are missing behind a window: fewer than its tokens take may do then.
         """
         pool = self._kv.pool
-        if pool.tier is None and not self._kv.has_window:
+        if pool.tier is None and self._kv.keeps_every_block:
             num_known = sum(pool.find(block_hash) is not None for block_hash in request.block_hashes)
             state = _Refused(request.num_tokens, num_known, pool.num_remembered, pool.num_forgotten)
             self._refused[request.request_id] = state

@@ -131,7 +131,7 @@ class RemoteKvQueue:
             self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
             request.num_cached_tokens = first * self._config.block_size if in_host else num_in_pool
             request.mark("kv_reserved")
-            hold = self._holds.out(self._kv.hold(request, first, len(room)))
+            hold = self._holds.out(self._kv.hold(request, first, len(room[0])))
             self._receiving[request.request_id] = Receive(request, first, len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
             self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)

@@ -41,15 +41,15 @@ class RunningBatch(Mapping[str, Request]):
             self._forking[request.request_id] = request
 
     def new_request_data(
-        self, request: Request, block_ids: list[int], num_speculative_tokens: int = 0
+        self, request: Request, block_ids: list[list[int]], num_speculative_tokens: int = 0
     ) -> NewRequestData:
-        """All that the runner must know of a sequence that enters the batch. block_ids: its block table."""
+        """All that the runner must know of a sequence that enters the batch. block_ids: its block tables, per KV cache group."""
         return NewRequestData(
             req_id=request.request_id,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            block_ids=[block_ids],
+            block_ids=block_ids,
             sampling_params=request.sampling_params,
             pooling_params=request.core.pooling_params,
             has_prompt_embeds=request.core.prompt_embeds is not None,

@@ -45,7 +45,7 @@ class Scheduler:
         self.pool = BlockPool(
             config.num_blocks, enable_caching=config.enable_prefix_caching, num_host_blocks=config.num_host_blocks
         )
-        self.kv = KVCacheManager(self.pool, hasher, config.sliding_window)
+        self.kv = KVCacheManager(self.pool, hasher, config.kv_cache_specs, config.largest_chunk)
         self.holds = PinTracker(self.pool)
         self.starvation = StarvationGuard(config.max_overtakes)
         self.loads = HostLoads(self.kv, self.holds)
@@ -296,7 +296,7 @@ class Scheduler:
                 if drafts:
                     step.put_drafts(request, drafts)
                 if added:
-                    step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = [added]
+                    step.output.scheduled_cached_reqs.new_block_ids[request.request_id] = added
 
     def _evict(self, taker: Request) -> bool:
         """Evict a sequence that waits for remote KV in favour of a running one.

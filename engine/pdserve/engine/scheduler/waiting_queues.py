@@ -11,6 +11,7 @@ import enum
 
 from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.admission_order import AdmissionOrder
@@ -152,11 +153,11 @@ class WaitingQueues:
         num_tokens = encoded.num_tokens
         if not num_tokens and not in_host:
             return Refusal.NO_ENCODER_ROOM
-        room = request.num_tokens if in_host else self.room(request, cached, num_tokens)
+        room = self.room(request, cached, request.num_tokens - cached if in_host else num_tokens)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         if self._loads.allocate_slots(request, room, computed, keep_free, in_host) is None:
-            if not self._kv.num_blocks(request):
+            if not self._kv.has_blocks(request):
                 self._refused.add(request)
             return Refusal.NO_ROOM
         self.remove(request)
@@ -172,13 +173,12 @@ class WaitingQueues:
         running.encoder.commit(request, encoded)
         return num_tokens
 
-    def room(self, request: Request, num_computed_tokens: int, num_scheduled_tokens: int) -> int:
+    def room(self, request: Request, num_computed_tokens: int, num_scheduled_tokens: int) -> Room:
         """Tokens for which a sequence needs blocks in a step that computes `num_scheduled_tokens` after the computed ones."""
         num_tokens = num_computed_tokens + num_scheduled_tokens
         if not self._config.reserve_whole_prompt:
-            return num_tokens
-        reserved = self._kv.num_reserved_tokens(request, num_computed_tokens, self._config.largest_chunk)
-        return max(num_tokens, reserved)
+            return (num_tokens,) * self._kv.num_groups
+        return self._kv.room(request, num_computed_tokens, num_tokens)
 
     def _admit_ready(self, request: Request, budget: int, running: RunningBatch) -> int | Refusal:
         num_tokens = self._config.chunk(request.num_uncomputed_tokens, budget)
@@ -196,7 +196,7 @@ class WaitingQueues:
 
         A session may have kept its own blocks.
         """
-        if self._kv.num_blocks(request):
+        if self._kv.has_blocks(request):
             return NO_BLOCKS, request.num_computed_tokens, ()
         limit = request.num_tokens - 1
         computed = self._kv.get_computed_blocks(request, limit)
@@ -245,8 +245,9 @@ class WaitingQueues:
             return False
         return cached > 0 and uncached <= limit and not self._too_long_for_here(request, uncached)
 
-    def _may_run_ahead(self, request: Request, room: int, running: RunningBatch) -> bool:
+    def _may_run_ahead(self, request: Request, room: Room, running: RunningBatch) -> bool:
         loaded = [*self._loads.requests, *self._ready.first(self._config.max_num_seqs)]
         others = [*running.unwanted_sources(), *(other for other in loaded if other.is_unwanted_source)]
         used = sum(map(self._kv.num_blocks, others))
-        return used + self._config.blocks_for(room) <= self._config.run_ahead_share * self._config.num_blocks
+        needed = sum(map(self._config.blocks_for, room))
+        return used + needed <= self._config.run_ahead_share * self._config.num_blocks

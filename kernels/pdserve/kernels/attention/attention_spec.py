@@ -27,6 +27,8 @@ class AttentionSpec:
     """False: a token also attends to later tokens of its sequence, up to the sequence's length."""
     distance_bias: bool = False
     """True: each head adds a number to a score, by the distance from the query back to the key, as T5's decoder does."""
+    kv_cache_group: int = 0
+    """Number of the KV cache group whose block tables the layers use."""
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
@@ -15,10 +15,11 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.classifier_config import ClassifierConfig
+from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
-from pdserve.models.kv_cache import KVCacheGroupSpec
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
@@ -78,6 +79,8 @@ class ModelConfig:
     """The classification head in place of the language-model head; None: the model generates."""
     vision: VisionConfig | None = None
     """The vision encoder; None: the model takes text alone."""
+    hybrid_kv_cache: bool = False
+    """True: layers with a window and others are KV cache groups of their own, where that saves memory."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -93,6 +96,7 @@ class ModelConfig:
             window=self.sliding_windows[layer],
             softcap=self.family.attention_softcap,
             sinks=self.family.has_sinks,
+            kv_cache_group=self.kv_cache_place(layer)[0],
         )
 
     def layer_rope(self, layer: int) -> RopeParameters | None:
@@ -120,8 +124,17 @@ class ModelConfig:
 
     @property
     def kv_cache_group_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each KV cache group. One group: a layer with a window keeps its whole context if another has none."""
-        return (tuple(range(self.num_layers)),)
+        """Layers of each KV cache group."""
+        if not self.hybrid_kv_cache:
+            return (tuple(range(self.num_layers)),)
+        return kv_cache_group_layers(self.sliding_windows)
+
+    def kv_cache_place(self, layer: int) -> tuple[int, int]:
+        """(number of the layer's KV cache group, the layer's index in the group's blocks)."""
+        for group_id, layers in enumerate(self.kv_cache_group_layers):
+            if layer in layers:
+                return group_id, layers.index(layer)
+        raise IndexError(f"layer {layer} of {self.num_layers}")
 
     def verify_sharding(self, size: int, folder: Path) -> None:
         """Check that `size` ranks can share the model. Raises: ConfigError naming the field of config.json, UnsupportedModel."""
@@ -146,9 +159,10 @@ class ModelConfig:
         groups = []
         for layers in self.kv_cache_group_layers:
             windows = [self.sliding_windows[layer] for layer in layers]
-            window = None if None in windows else max(window for window in windows if window is not None)
-            kind: Literal["full_attention", "sliding_window"] = "full_attention" if window is None else "sliding_window"
-            groups.append(KVCacheGroupSpec(layers, kind, window, layout))
+            spec: KVCacheSpec = FullAttentionSpec()
+            if None not in windows:
+                spec = SlidingWindowSpec(max(window for window in windows if window is not None))
+            groups.append(KVCacheGroupSpec(layers, spec, layout))
         return tuple(groups)
 
     def kv_layout(
@@ -163,7 +177,7 @@ class ModelConfig:
                 f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {self.head_dim}"
             )
         return KvLayout(
-            num_layers=self.num_layers,
+            num_layers=max(map(len, self.kv_cache_group_layers)),
             num_kv_heads=len(shard.heads(self.num_kv_heads)),
             total_num_kv_heads=self.num_kv_heads,
             tp_rank=shard.rank,
@@ -258,7 +272,7 @@ class FamilyLayers:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""
         prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
         attention = SelfAttention.load(
-            weights, f"{prefix}.self_attn", index, config.attention_spec(index), hidden,
+            weights, f"{prefix}.self_attn", config.kv_cache_place(index)[1], config.attention_spec(index), hidden,
             order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
             qk_norm_eps=eps if self.qk_norm or self.norms_projection else None, qk_norm_offset=self.norm_offset,
             norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,

@@ -23,7 +23,7 @@ class SelfAttention:
     """One layer's attention."""
 
     index: int
-    """The layer's index in the KV cache."""
+    """The layer's index in the blocks of its KV cache group."""
     spec: AttentionSpec
     order: HeadOrder
     """Order of a head's numbers in the checkpoint; here pairs are neighbours."""

@@ -51,8 +51,8 @@ class DraftModelFolder:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in every KV cache group."""
-        return sum(group.layout.block_bytes for group in self.groups)
+        """Bytes of one block."""
+        return self.groups[0].layout.block_bytes
 
     def max_model_len(self, max_model_len: int) -> int:
         """Tokens of the longest sequence that it drafts for. max_model_len: of the engine."""

@@ -1,0 +1,127 @@
+"""`KVCacheCoordinator`: the block tables of all KV cache groups together; what a sequence has is what it has in every group.
+
+The groups share one pool. A group's layers are equally many, or fewer by padding, so any block serves any group, and memory goes to
+the groups that need it: to those without a window where sequences are long, to all alike where they are short.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
+from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
+    RestingBlocks,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+    make_manager,
+)
+from pdserve.engine.kv_cache.sliding_window import SlidingWindow
+from pdserve.engine.request import Request
+from pdserve.models.kv_cache import KVCacheSpec
+
+Room = tuple[int, ...]
+"""Tokens for which a sequence has blocks, or needs them, per KV cache group."""
+
+
+class KVCacheCoordinator:
+    """One `SingleTypeKVCacheManager` per group, in the order of the groups."""
+
+    def __init__(self, pool: BlockPool, block_size: int, specs: Sequence[KVCacheSpec], step_tokens: int) -> None:
+        """step_tokens: of one sequence per step, at most."""
+        self.block_size = block_size
+        self.managers = tuple(
+            make_manager(spec, pool, block_size, group_id, step_tokens, is_alone=len(specs) == 1)
+            for group_id, spec in enumerate(specs)
+        )
+        self._full = [manager for manager in self.managers if not isinstance(manager, SlidingWindowManager)]
+        self._windows: dict[SlidingWindow, list[SlidingWindowManager]] = {}
+        for manager in self.managers:
+            if isinstance(manager, SlidingWindowManager):
+                self._windows.setdefault(manager.window, []).append(manager)
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[bytes], keep_from: int
+    ) -> tuple[tuple[KVCacheBlock, ...], ...]:
+        """Per group, the blocks of the longest beginning of a sequence that every group has, as far as a later token sees it.
+
+        block_hashes: of the sequence's full blocks. keep_from: in the only group, blocks from this one on are needed, seen or not.
+        """
+        if len(self.managers) == 1:
+            return (self.managers[0].longest_hit(block_hashes, keep_from),)
+        num_hit = len(block_hashes)
+        for manager in self._full:
+            num_hit = len(manager.longest_hit(block_hashes[:num_hit], num_hit))
+        is_stable = False
+        while not is_stable:
+            before = num_hit
+            for window, managers in self._windows.items():
+                num_hit = window.longest_hit(_in_all(managers, block_hashes), num_hit)
+            # a shorter hit of one window may need blocks that another has lost
+            is_stable = num_hit == before or len(self._windows) == 1
+        return tuple(self._hit(manager, block_hashes[:num_hit]) for manager in self.managers)
+
+    def _hit(self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes]) -> tuple[KVCacheBlock, ...]:
+        """Blocks of a hit that the group has."""
+        if not block_hashes:
+            return ()
+        first = 0
+        if isinstance(manager, SlidingWindowManager):
+            first = manager.window.first_needed_block(len(block_hashes))
+        found = (manager.find(block_hash) for block_hash in block_hashes[first:])
+        return (*[NULL_BLOCK] * first, *(block for block in found if block is not None))
+
+    def has_table(self, request: Request) -> bool:
+        """True if the sequence has blocks."""
+        return request.request_id in self.managers[0].tables
+
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        """True if the sequence's first `num_tokens` tokens have room in its tables, of every group."""
+        size = self.block_size
+        return not [one for one in self.managers if len(one.tables[request_id]) * size < num_tokens]
+
+    def num_blocks_missing(self, request: Request, room: Room, computed: Sequence[Sequence[KVCacheBlock]]) -> int:
+        """See `KVCacheManager.num_blocks_missing`. computed: per group; empty for none."""
+        if not computed:
+            computed = ((),) * len(self.managers)
+        return sum(
+            manager.num_blocks_missing(request, num_tokens, found)
+            for manager, num_tokens, found in zip(self.managers, room, computed, strict=True)
+        )
+
+    def touch_computed(self, request: Request, computed: Sequence[Sequence[KVCacheBlock]]) -> None:
+        """Begin a sequence's tables with blocks from the cache, per group; empty for none."""
+        for manager, found in zip(self.managers, computed or ((),) * len(self.managers), strict=True):
+            manager.touch_computed(request, found)
+
+    def allocate(self, request: Request, room: Room) -> list[list[int]]:
+        """Blocks for as many tokens; returns the ids of new ones, per group. Raises: PoolCorrupt if fewer are available."""
+        return [manager.allocate(request, num_tokens) for manager, num_tokens in zip(self.managers, room, strict=True)]
+
+    def free_skipped(self, request: Request, num_remembered: int) -> int:
+        """Release blocks that nothing needs any more; returns their number."""
+        return sum(manager.free_skipped(request, num_remembered) for manager in self.managers)
+
+    def sees_freed(self, request: Request, num_computed_tokens: int) -> bool:
+        """True if the next token of a sequence with as many computed tokens sees a block that it has no more."""
+        return any(
+            manager.num_null[request.request_id] > manager.num_skipped(request, num_computed_tokens)
+            for manager in self.managers
+        )
+
+    def rest(self, request: Request) -> list[RestingBlocks]:
+        """Release the references of a sequence whose blocks may be revived; returns its tables."""
+        return [manager.rest(request) for manager in self.managers]
+
+    def references(self) -> Counter[int]:
+        """Block id -> references by block tables."""
+        counts: Counter[int] = Counter()
+        for manager in self.managers:
+            for request_id, table in manager.tables.items():
+                counts.update(block.block_id for block in table[manager.num_null[request_id] :])
+        return counts
+
+
+def _in_all(managers: Sequence[SlidingWindowManager], block_hashes: Sequence[bytes]) -> Callable[[int], bool]:
+    """True for the index of a block that each of these groups has."""
+    return lambda index: all(manager.find(block_hashes[index]) is not None for manager in managers)

@@ -1,0 +1,215 @@
+"""`SingleTypeKVCacheManager`: the block tables of sequences in one KV cache group, for one type of attention.
+
+All groups take their blocks from one pool, and a block has the keys and values of the layers of one group. A new type of attention
+is a subclass that says which blocks a sequence needs, and a line in `make_manager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, with_group_id
+from pdserve.engine.kv_cache.sliding_window import SlidingWindow
+from pdserve.engine.request import Request
+from pdserve.engine.sequence_blocks import num_window_blocks
+from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec
+
+RestingBlocks = tuple[tuple[KVCacheBlock, ...], tuple[int, ...]]
+"""The blocks of a table without references, and their lives then."""
+
+
+class SingleTypeKVCacheManager:
+    """Block tables in one group. This class keeps every block of a sequence; `Request` ids are its keys."""
+
+    def __init__(self, pool: BlockPool, block_size: int, group_id: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.group_id = group_id
+        self.tables: dict[str, list[KVCacheBlock]] = {}
+        self.num_null: dict[str, int] = {}
+        """Null blocks at the beginning of each block table."""
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Places in the block table of a sequence of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_skipped(self, request: Request, num_computed_tokens: int) -> int:
+        """Number of first blocks that neither a later token nor the receiver of a transfer needs."""
+        return 0
+
+    def num_reserved_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens for which a sequence has blocks while it computes its prompt, so that it does not stop half-way."""
+        return request.num_tokens
+
+    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
+        """The longest beginning of a sequence of which the pool has every block that a later token sees; `NULL_BLOCK` for others.
+
+        block_hashes: of its full blocks. keep_from: blocks from this one on are needed, seen or not.
+        """
+        found = []
+        for name in self.names(block_hashes):
+            block = self.pool.find(name)
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def find(self, block_hash: bytes) -> KVCacheBlock | None:
+        """The pool's block of this group with this hash."""
+        return self.pool.find(with_group_id(block_hash, self.group_id))
+
+    def names(self, block_hashes: Sequence[bytes]) -> Iterable[bytes]:
+        """The names of these blocks in the pool."""
+        if self.group_id == 0:
+            return block_hashes
+        return (with_group_id(block_hash, self.group_id) for block_hash in block_hashes)
+
+    def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock]) -> int:
+        """See `KVCacheManager.num_blocks_missing`."""
+        table = self.tables.get(request.request_id)
+        have = len(table) if table is not None else len(computed)
+        revived = 0 if table is not None else sum(block.ref_cnt == 0 for block in computed)
+        return max(0, self.num_blocks_for(num_tokens) - have) + revived
+
+    def touch_computed(self, request: Request, computed: Sequence[KVCacheBlock]) -> None:
+        """Begin the table of a sequence with blocks from the cache. `allocate` follows for all groups after all of these calls."""
+        self.pool.touch(computed)
+        self.tables[request.request_id] = list(computed)
+        self.num_null[request.request_id] = _num_null(computed)
+
+    def allocate(self, request: Request, num_tokens: int) -> list[int]:
+        """Blocks for the first `num_tokens` tokens; returns the ids of new ones. Raises: PoolCorrupt if fewer are available."""
+        table = self.tables[request.request_id]
+        new = self.pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(table)))
+        table.extend(new)
+        return [block.block_id for block in new]
+
+    def free_skipped(self, request: Request, num_remembered: int) -> int:
+        """Release blocks that nothing needs any more, if the cache knows them; returns their number.
+
+        num_remembered: blocks of the sequence that have entered the cache.
+        """
+        return 0
+
+    def remember(self, request: Request, first: int, end: int) -> None:
+        """Add `table[first : end]` to the prefix cache; their hashes are known."""
+        table = self.tables[request.request_id]
+        first = max(first, self.num_null[request.request_id])
+        for block, name in zip(table[first:end], self.names(request.block_hashes[first:end]), strict=True):
+            self.pool.remember(block, name)
+
+    def drop_from(self, request: Request, num_kept: int) -> None:
+        """Release the blocks behind the first `num_kept`."""
+        table = self.tables[request.request_id]
+        if len(table) > num_kept:
+            self.pool.release(table[num_kept:])
+            del table[num_kept:]
+
+    def fork(self, request: Request, other: Request, num_full: int) -> KVCacheBlock | None:
+        """Make a table for a sequence that shares another's first `num_full` blocks, with a block of its own behind them.
+
+        Returns the block of the other at the place of the new one, None if it has none there. The pool has a block.
+        """
+        table = self.tables[request.request_id]
+        [own] = self.pool.allocate(1)
+        self.pool.touch(table[:num_full])
+        self.tables[other.request_id] = [*table[:num_full], own]
+        self.num_null[other.request_id] = self.num_null[request.request_id]
+        return table[num_full] if len(table) > num_full else None
+
+    def free(self, request: Request) -> None:
+        """Release the sequence's references. No effect without any."""
+        table = self.tables.pop(request.request_id, None)
+        if table is not None:
+            del self.num_null[request.request_id]
+            self.pool.release(table)
+
+    def rest(self, request: Request) -> RestingBlocks:
+        """Release the references of a sequence whose blocks may be revived."""
+        blocks = tuple(self.tables.pop(request.request_id))
+        del self.num_null[request.request_id]
+        self.pool.release(blocks, keep=True)
+        return blocks, tuple(block.life for block in blocks)
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Layers that attend to the whole sequence."""
+
+
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """Layers with a window: blocks behind it are freed before the next ones are allocated."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        group_id: int,
+        window: SlidingWindow,
+        step_tokens: int,
+        *,
+        is_alone: bool,
+    ) -> None:
+        """step_tokens: of one sequence per step, at most. is_alone: True for the only group, of which a receiver may ask for blocks
+        that no token sees: older workers keep them. In one of several groups no receiver does."""
+        super().__init__(pool, block_size, group_id)
+        self.window = window
+        self._num_reserved_blocks = num_window_blocks(window.num_tokens, block_size, step_tokens)
+        self._is_alone = is_alone
+
+    def num_skipped(self, request: Request, num_computed_tokens: int) -> int:
+        num_skipped = self.window.num_skipped_blocks(num_computed_tokens)
+        return min(num_skipped, first_sent(request, num_skipped)) if self._is_alone else num_skipped
+
+    def num_reserved_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        # a wanted source cannot be preempted for a block that it lacks because others share those behind its window
+        if request.core.transfer_source:
+            return request.num_tokens
+        num_blocks = self.window.num_skipped_blocks(num_computed_tokens) + self._num_reserved_blocks
+        return min(request.num_tokens, num_blocks * self.block_size)
+
+    def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
+        found: dict[int, KVCacheBlock] = {}
+
+        def has(index: int) -> bool:
+            block = self.find(block_hashes[index])
+            if block is not None:
+                found[index] = block
+            return block is not None
+
+        end = self.window.longest_hit(has, len(block_hashes), keep_from)
+        if end == 0:
+            return ()
+        first = self.window.first_needed_block(end, keep_from)
+        return (*[NULL_BLOCK] * first, *(found[index] for index in range(first, end)))
+
+    def free_skipped(self, request: Request, num_remembered: int) -> int:
+        table = self.tables[request.request_id]
+        first = self.num_null[request.request_id]
+        end = min(self.num_skipped(request, request.num_computed_tokens), num_remembered)
+        if end <= first:
+            return 0
+        self.pool.release(table[first:end])
+        table[first:end] = [NULL_BLOCK] * (end - first)
+        self.num_null[request.request_id] = end
+        return end - first
+
+
+def make_manager(
+    spec: KVCacheSpec, pool: BlockPool, block_size: int, group_id: int, step_tokens: int, *, is_alone: bool
+) -> SingleTypeKVCacheManager:
+    """step_tokens, is_alone: see `SlidingWindowManager`."""
+    if isinstance(spec, SlidingWindowSpec):
+        window = SlidingWindow(spec.sliding_window, block_size)
+        return SlidingWindowManager(pool, block_size, group_id, window, step_tokens, is_alone=is_alone)
+    return FullAttentionManager(pool, block_size, group_id)
+
+
+def first_sent(request: Request, otherwise: int) -> int:
+    """The first block that a transfer source must keep for its receiver, 0 while none has asked; `otherwise` if it is no source."""
+    if not request.core.transfer_source:
+        return otherwise
+    return request.wanted_from or 0
+
+
+def _num_null(blocks: Sequence[KVCacheBlock]) -> int:
+    return sum(block is NULL_BLOCK for block in blocks)
