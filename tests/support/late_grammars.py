@@ -16,7 +16,7 @@ from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsPa
 from pdserve.engine.structured_outputs.grammar import GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher
-from tests.support.hash_model import VOCAB_SIZE, next_logits, sampled_token
+from tests.support.hash_model import VOCAB_SIZE, Window, next_logits, sampled_token
 
 EOS = VOCAB_SIZE - 1
 _CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -57,7 +57,7 @@ class Form:
         temperature: float,
         seed: int = 0,
         index: int = 0,
-        window: int | None = None,
+        window: Window = None,
     ) -> list[int]:
         """The reference: at most `count` tokens, EOS the last if it comes; one at a time, in no batch, without a cache."""
         tokens = list(prompt)

@@ -279,8 +279,6 @@ def verify_classifier(settings: WorkerSettings, folder: Path, model: ModelConfig
         raise ConfigError(f"speculative_config is set, and {told}")
 
 
-
-
 def _budget(
     settings: WorkerSettings,
     models: Sequence[tuple[AnyDecoder, Sequence[KVCacheGroupSpec]]],
