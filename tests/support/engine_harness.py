@@ -329,7 +329,11 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         **fields: Any,
     ) -> Harness:
         decoder: Any = load_model_decoder(
-            folder, dtype="float32", model_impl=model_impl, device=device, quantization=quantization,
+            folder,
+            dtype="float32",
+            model_impl=model_impl,
+            device=device,
+            quantization=quantization,
             hybrid_kv_cache=hybrid_kv_cache,
         )
         lora = None

@@ -34,7 +34,6 @@ from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
-from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.model_folder import DEMO, model_folder
