@@ -106,7 +106,7 @@ def test_a_sequence_of_the_largest_length_fits_alone(make_engine: MakeEngine) ->
 
 
 def test_a_hit_is_what_all_groups_have(make_engine: MakeEngine) -> None:
-    """Of a window that alone which the next token sees."""
+    """A window needs that alone which the next token sees."""
     engine = make_engine(sliding_window=GROUPS, num_blocks=60, max_num_batched_tokens=8, max_model_len=100)
     prompt = prompt_of(60)
     engine.ask(prompt)

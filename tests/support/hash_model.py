@@ -23,7 +23,7 @@ VOCAB_SIZE = 64
 _PRIME = 2**31 - 1
 _MAX_TOKENS = 4096
 _OF_GROUP = 1 << 24
-"""What tokens of one KV cache group have more in the cache than those of the group before."""
+"""Difference between what one KV cache group and the next hold of a token."""
 _UNWRITTEN = -7
 Window = int | None | tuple[int | None, ...]
 """Tokens that a query sees, None for all; one for each KV cache group, if there are several."""
@@ -51,7 +51,7 @@ def _stored(token_ids: NDArray[np.int64], positions: NDArray[np.int64], group: i
 
 
 def stored_block(token_ids: Sequence[int], first: int, group: int = 0) -> list[int]:
-    """What a block holds whose first token is at position `first`."""
+    """The content of a block whose first token is at position `first`."""
     return [group * _OF_GROUP + (first + place) * 1024 + token_id for place, token_id in enumerate(token_ids)]
 
 
@@ -88,7 +88,7 @@ def next_logits(token_ids: Sequence[int], window: Window = None) -> NDArray[np.f
 
 
 def _joined(hashes: NDArray[np.int64], of_group: NDArray[np.int64], group: int) -> NDArray[np.int64]:
-    """What a token sees in this group and those before."""
+    """A hash of what a token sees in this group and those before."""
     joined: NDArray[np.int64] = (hashes + (group + 1) * of_group) % _PRIME
     return joined
 

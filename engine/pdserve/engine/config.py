@@ -51,7 +51,7 @@ class EngineConfig:
     max_sequences: int = MAX_SEQUENCES
     """Sequences of one request, at most; workers exchange messages about no more."""
     kv_cache_specs: tuple[KVCacheSpec, ...] = (FullAttentionSpec(),)
-    """Of each KV cache group."""
+    """The type of each KV cache group."""
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""

@@ -27,7 +27,7 @@ class SlidingWindowSpec:
 
 
 KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
-"""Which keys and values of a sequence a group's layers need."""
+"""The type of a group: it says which keys and values of a sequence its layers need."""
 
 
 @dataclass(frozen=True, slots=True)
