@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -104,6 +105,58 @@ def processor(limits: ImageLimits) -> ImageProcessor:
 
 def sources(*files: bytes) -> list[ImageSource]:
     return [ImageSource(f"images[{place}]", url_of(data)) for place, data in enumerate(files)]
+
+
+def rgb_of(data: bytes, kind: str = "image/png") -> np.ndarray:
+    """`[H, W, 3]`: what a model gets of a file."""
+    [image] = processor(ImageLimits(MAX_PIXELS)).process_all([ImageSource("image", url_of(data, kind))], "messages")
+    _, height, width = image.grid_thw
+    return np.frombuffer(image.data, np.uint8).reshape(height * 4, width * 4, 3)
+
+
+def is_near(pixel: np.ndarray, *colour: int) -> bool:
+    return bool(np.abs(pixel.astype(int) - colour).max() < 12)
+
+
+def test_colours_of_other_modes() -> None:
+    cyan = file_of(Image.new("CMYK", (32, 32), (255, 0, 0, 0)), "JPEG")
+    assert is_near(rgb_of(cyan, "image/jpeg")[16, 16], 0, 255, 255)
+    # 16 bits per pixel
+    grey = Image.fromarray(np.full((32, 32), 0x4080, np.uint16))
+    assert Image.open(io.BytesIO(file_of(grey))).mode == "I;16"
+    assert is_near(rgb_of(file_of(grey))[16, 16], 64, 64, 64)
+    assert is_near(rgb_of(file_of(Image.new("1", (32, 32), 0)))[16, 16], 0, 0, 0)
+    assert is_near(rgb_of(file_of(Image.new("LA", (32, 32), (0, 0))))[16, 16], 255, 255, 255)
+    palette = Image.new("P", (32, 32), 1)
+    palette.putpalette([0, 0, 0, 200, 10, 10])
+    assert is_near(rgb_of(file_of(palette))[16, 16], 200, 10, 10)
+    assert is_near(rgb_of(file_of(palette, "GIF"), "image/gif")[16, 16], 200, 10, 10)
+
+
+def test_a_photo_stands_upright() -> None:
+    photo = Image.new("RGB", (64, 32), "white")
+    photo.paste("red", (0, 0, 32, 32))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees to the right
+    photo.save(file := io.BytesIO(), "JPEG", exif=exif, quality=95)
+    seen = rgb_of(file.getvalue(), "image/jpeg")
+    assert seen.shape[0] > seen.shape[1]
+    assert is_near(seen[4, 8], 255, 0, 0)
+    assert is_near(seen[-4, 8], 255, 255, 255)
+
+
+def test_of_an_animation_the_first_frame_is_seen() -> None:
+    frames = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue", "green")]
+    for kind in ("GIF", "WEBP", "PNG"):
+        frames[0].save(file := io.BytesIO(), kind, save_all=True, append_images=frames[1:], duration=50)
+        assert is_near(rgb_of(file.getvalue(), f"image/{kind.lower()}")[16, 16], 255, 0, 0), kind
+
+
+def test_long_and_small_images() -> None:
+    assert rgb_of(file_of(Image.new("RGB", (1, 1), "red"))).shape == (8, 8, 3)
+    assert rgb_of(file_of(Image.new("RGB", (1, 150), "red")))[100, 4].tolist() == [255, 0, 0]
+    with pytest.raises(InvalidRequest, match="image is 1 x 300, the sides of an image may differ by a factor of 200"):
+        rgb_of(file_of(Image.new("RGB", (1, 300))))
 
 
 def test_files_that_are_refused_while_they_are_decoded() -> None:

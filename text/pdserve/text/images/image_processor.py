@@ -69,9 +69,11 @@ class ImageProcessor:
         for source in sources:
             image = source.image
             if source.url is not None and source.url in fetched:
-                image = open_image(fetched[source.url], source.where, field, self._limits.max_pixels)
+                file = open_image(fetched[source.url], source.where, field, self._limits.max_pixels)
+                image = _upright(file, source.where, field)
             elif source.url is not None:
-                image = open_image_url(source.url, source.where, field, self._limits.max_pixels)
+                file = open_image_url(source.url, source.where, field, self._limits.max_pixels)
+                image = _upright(file, source.where, field)
             found.append(self.process(image, source.where, field))
             num_bytes += len(found[-1].data)
             if max_bytes is not None and num_bytes > max_bytes:
@@ -121,10 +123,24 @@ def _pillow_image(image: object, where: str, field: str) -> Image:
     raise InvalidRequest(f"{where} is of type {type(image).__name__}; a PIL.Image.Image or an array is needed", field)
 
 
+def _upright(file: Image, where: str, field: str) -> Image:
+    """The image of a file, turned as its EXIF data say. Raises: InvalidRequest."""
+    from PIL import ExifTags, ImageOps
+
+    try:
+        turned = file.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return ImageOps.exif_transpose(file) if turned else file
+    except Exception as error:  # as decoders do
+        raise InvalidRequest(f"{where} cannot be decoded: {error!s:.200}", field) from error
+
+
 def _on_white(image: Image) -> Image:
     """In red, green and blue; what is transparent becomes white."""
     import PIL.Image
 
+    if image.mode.startswith("I;16"):
+        # Pillow would take values above 255 for white
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     over = image.convert("RGBA")
