@@ -28,6 +28,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
         return
     parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
+    parts |= {"images, about": needs.images} if needs.images else {}
     draft = {"the draft model": needs.draft_model} if needs.draft_model else {}
     on_host = {"KV blocks in transfer": needs.transfers} if needs.on_gpu else parts
     on_device = parts | {"KV blocks in transfer": needs.transfers}

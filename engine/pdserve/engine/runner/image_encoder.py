@@ -1,4 +1,4 @@
-"""`image_encoder`: the limits of a model's vision encoder, and the settings with which it is not served."""
+"""`image_encoder`: the limits and memory of a model's vision encoder, and the settings with which it is not served."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EncoderConfig
 from pdserve.models.config.model_config import ModelConfig
+from pdserve.models.dtypes import TORCH_DTYPES
+
+_FLOAT_BYTES = 4
+_PIXEL_COPIES = 2
+"""Normalized pixels are there as an image, and as patches."""
 
 
 def verify_image_model(settings: WorkerSettings, config: ModelConfig) -> None:
@@ -41,3 +46,21 @@ def image_encoder(
         max_num_encoder_input_tokens=room,
         encoder_cache_size=room,
     )
+
+
+def encoder_bytes(folder: Path, settings: WorkerSettings, config: ModelConfig) -> int:
+    """Bytes beside the weights that images take: the encoder's cache, and what encoding the largest image needs, an estimate.
+
+    0 for a model without images. Raises: ConfigError.
+    """
+    encoder = image_encoder(folder, settings, config, settings.max_model_len or config.max_position_embeddings)
+    if encoder is None or config.vision is None:
+        return 0
+    vision, size = config.vision, TORCH_DTYPES[config.dtype].itemsize
+    cached = encoder.encoder_cache_size * (1 + vision.num_deepstack) * config.hidden_size * size
+    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2 * _FLOAT_BYTES
+    hidden, inner = (int(vision.values[name]) for name in ("hidden_size", "intermediate_size"))
+    # beside the residual and its norm: queries, keys and values with their rotation in float32, or the MLP's products
+    attention, mlp = 3 * hidden * size + 4 * hidden * _FLOAT_BYTES, 3 * inner * size
+    of_patch = _PIXEL_COPIES * pixels + 2 * hidden * size + max(attention, mlp)
+    return cached + encoder.max_image_tokens * vision.merge_size**2 * of_patch

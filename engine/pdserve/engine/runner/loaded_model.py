@@ -24,7 +24,7 @@ from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
 from pdserve.engine.runner.host_blocks import make_host_caches
-from pdserve.engine.runner.image_encoder import image_encoder, verify_image_model
+from pdserve.engine.runner.image_encoder import encoder_bytes, image_encoder, verify_image_model
 from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.runner.pool_size import host_slots, pool_size, with_kv_cache_groups
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
@@ -240,7 +240,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
             if draft_decoder is not None:
                 models.append((draft_decoder, draft_folder.groups))
         budget = _budget(settings, models, place, CudaMemory(place))
-        left_bytes = budget.pool_bytes(settings, pool_block_bytes)
+        left_bytes = budget.pool_bytes(settings, pool_block_bytes, encoder_bytes(folder, settings, config))
         if group is not None:
             left_bytes = group.minimum(left_bytes)
     num_blocks, max_model_len = pool_size(settings, groups, pool_block_bytes, config, left_bytes)

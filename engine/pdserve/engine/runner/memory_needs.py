@@ -8,6 +8,7 @@ from typing import Literal
 
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
+from pdserve.engine.runner.image_encoder import encoder_bytes
 from pdserve.engine.runner.pool_size import pool_size, with_kv_cache_groups
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.dtypes import TORCH_DTYPES
@@ -45,6 +46,8 @@ class MemoryNeeds:
     """Processes that share the model on this machine; each has a GPU of its own."""
     draft_model: int = 0
     """Weights and cache of the model that drafts, which rank 0 alone has."""
+    images: int = 0
+    """Beside the weights: kept outputs of the vision encoder, and what encoding the largest image needs, an estimate."""
 
     @property
     def host(self) -> int:
@@ -59,7 +62,7 @@ class MemoryNeeds:
 
     @property
     def _of_model(self) -> int:
-        return self.weights + self.pool + self.step
+        return self.weights + self.pool + self.step + self.images
 
 
 def weight_bytes(
@@ -161,5 +164,6 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         host_tier=settings.kv_host_mib << 20,
         on_gpu=on_gpu,
         ranks=shard.size,
+        images=encoder_bytes(folder, settings, config),
         draft_model=draft_model_bytes(folder, settings, config, num_blocks, max_model_len),
     )

@@ -164,16 +164,20 @@ class PoolBudget:
         graphs = decode + num_graphs * GRAPH_BYTES if num_graphs else 0
         return cls(total, total - free, step, graphs, settings.kv_ring_mib << 20)
 
-    def pool_bytes(self, settings: WorkerSettings, block_bytes: int) -> int:
-        """Bytes that `gpu_memory_utilization` leaves for the pool. Raises: ConfigError if that is less than two blocks."""
+    def pool_bytes(self, settings: WorkerSettings, block_bytes: int, image_bytes: int = 0) -> int:
+        """Bytes that `gpu_memory_utilization` leaves for the pool. image_bytes: needed by the vision encoder.
+
+        Raises: ConfigError if that is less than two blocks.
+        """
         allowed = int(self.total * settings.gpu_memory_utilization)
-        left = allowed - self.used - self.step - self.graphs - self.transfers
+        left = allowed - self.used - self.step - self.graphs - self.transfers - image_bytes
         if left < 2 * block_bytes:
+            images = f", images {image_bytes // _MIB} MiB" if image_bytes else ""
             raise ConfigError(
                 f"gpu_memory_utilization is {settings.gpu_memory_utilization}, which allows {allowed // _MIB} of the GPU's "
                 f"{self.total // _MIB} MiB: {self.used // _MIB} MiB are in use by weights and other processes, a step of "
                 f"max_num_batched_tokens {settings.step_tokens} and max_num_seqs {settings.max_num_seqs} needs "
-                f"{self.step // _MIB} MiB, graphs {self.graphs // _MIB} MiB and kv_ring_mib {self.transfers // _MIB} MiB; "
+                f"{self.step // _MIB} MiB, graphs {self.graphs // _MIB} MiB{images} and kv_ring_mib {self.transfers // _MIB} MiB; "
                 f"{max(left, 0) // _MIB} MiB are left for the KV pool, and two of its blocks have {2 * block_bytes // _MIB} MiB"
             )
         return left
