@@ -172,13 +172,15 @@ class Harness:
         self._num_requests += 1
         root = self.root if salt is None else self.hasher.root("fingerprint", salt)
         given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | (params or {})
+        hashes = self.hasher.extend(root, [*prompt, *output], hashed_spans(fields.get("mm_features", ())))
+        fields |= {"prompt_token_ids": list(prompt), "block_hashes": hashes}
+        if (prompts := self.config.encoder_decoder) is not None:
+            fields |= prompts.hashed(prompt, output, root, self.hasher)
         request = EngineCoreRequest(
             request_id=request_id or f"r{self._num_requests}",
-            prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(**given),
             eos_token_ids=eos,
             output_token_ids=list(output),
-            block_hashes=self.hasher.extend(root, [*prompt, *output], hashed_spans(fields.get("mm_features", ()))),
             hash_root=root,
             **fields,
         )

@@ -50,6 +50,9 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences of one request, at most; likewise."""
     data_parallel_rank: int | None = None
     """The setting of this name: requests may prefer the decode workers of a rank."""
+    decoder_prompt_len: int = 0
+    """Tokens with which the decoder beside an encoder begins; 0: a decoder alone. With an encoder, prompt and decoder's tokens have
+    the length `max_model_len` each."""
 
     @property
     def key(self) -> WorkerKey:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts, verify_encoder_features
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.multimodal import verify_features
 from pdserve.common.request.pooling_params import verify_generates
@@ -86,7 +86,7 @@ class RequestVerifier:
                 "resumable is set, and a session's later input would have to be encoded with the earlier one",
                 "resumable",
             )
-        prompts.verify_features(request)
+        verify_encoder_features(request)
         prompts.verify_lengths(request.encoder_prompt.num_tokens, request.sampling_params.output_limit)
 
     def _verify_resumed(self, request: EngineCoreRequest) -> None:

@@ -117,7 +117,7 @@ def _admitted(request: EngineCoreRequest) -> prefill_pb2.Admitted:
 
 def _computed(request: EngineCoreRequest, outputs: Sequence[EngineCoreOutput]) -> prefill_pb2.Computed:
     return prefill_pb2.Computed(
-        num_tokens=len(request.given_token_ids),
+        num_tokens=request.num_sent_tokens,
         request_digest=request.request_digest,
         first_outputs=[outputs_to_wire(output, {}) for output in outputs],
         moments=_moments(outputs[0], _MOMENTS),

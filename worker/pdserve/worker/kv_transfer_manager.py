@@ -244,8 +244,7 @@ class KvTransferManager:
             source.first_tokens[output.index] = output.new_token_ids[0]
             if len(source.first_tokens) == source.request.n:
                 tokens = tuple(token_id for _, token_id in sorted(source.first_tokens.items()))
-                num_tokens = len(source.request.prompt_token_ids) + len(source.request.output_token_ids)
-                source.transfer.computed(SourceResult(num_tokens, tokens))
+                source.transfer.computed(SourceResult(source.request.num_sent_tokens, tokens))
 
     def _prefill_again(self, source: _Source) -> None:
         """`Want` arrived after the prefill had ended and its blocks were reused: prefill again, mostly from cache.

@@ -8,6 +8,7 @@ from typing import Any
 from pdserve.common.block_hash import BlockHasher, request_extras
 from pdserve.common.errors import DigestMismatch, InvalidRequest
 from pdserve.common.image_processor_config import ImageProcessorConfig
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import hashed_spans, images_extras
@@ -33,11 +34,15 @@ class RequestReader:
         max_model_len: int,
         vocab_size: int | None = None,
         images: ImageProcessorConfig | None = None,
+        encoder_decoder: EncoderDecoderPrompts | None = None,
     ) -> None:
-        """images: how pixels were made; None for a model without images."""
+        """images: how pixels were made; None for a model without images. encoder_decoder: how prompts are laid out, of a model with
+        an encoder; None for a decoder alone."""
         self._images = images
+        self._encoder_decoder = encoder_decoder
         self._hasher = hasher
-        self._max_model_len = max_model_len
+        # prompt and output each have this length, where an encoder reads the prompt
+        self._max_model_len = max_model_len if encoder_decoder is None else 2 * max_model_len
         self._vocab_size = vocab_size
 
     def request(self, message: RequestMessage, attempt: int = 0, **fields: Any) -> EngineCoreRequest:
@@ -50,11 +55,16 @@ class RequestReader:
         request.verify_received(self._max_model_len)
         self._verify_images(request)
         carried = request.carried() | {"request_id": engine_request_id(request.request_id, attempt, request.index)}
+        carried["block_hashes"] = self._block_hashes(request)
+        if (prompts := self._encoder_decoder) is not None:
+            prompts.verify(request)
+            carried |= prompts.hashed(
+                request.prompt_token_ids, request.output_token_ids, request.hash_root, self._hasher
+            )
         return EngineCoreRequest(
             **carried,
             sequence_stem=sequence_stem(request.request_id, attempt),
             arrival_time=time.monotonic(),
-            block_hashes=self._block_hashes(request),
             **fields,
         )
 

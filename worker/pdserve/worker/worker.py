@@ -89,7 +89,7 @@ class Worker:
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.reader = RequestReader(
             BlockHasher(deployment_key, settings.block_size), info.engine.max_model_len, info.engine.vocab_size,
-            info.engine.images,
+            info.engine.images, info.engine.encoder_decoder,
         )  # fmt: skip
         loggers = load_stat_loggers(settings.stat_loggers, info.engine)
         recorder = StatRecorder(loggers) if loggers else None
@@ -118,6 +118,7 @@ class Worker:
 
     def _identity(self, role: WorkerRole) -> WorkerIdentity:
         settings, info = self.settings, self.host.info
+        prompts = info.engine.encoder_decoder
         host = settings.peers_host
         address = host_and_port(host, self.port)
         return WorkerIdentity(
@@ -134,7 +135,8 @@ class Worker:
             connectors=info.connectors,
             max_local_prefill_tokens=settings.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
-            hidden_size=0 if info.engine.num_labels else info.engine.hidden_size,
+            hidden_size=0 if info.engine.num_labels or prompts is not None else info.engine.hidden_size,
+            decoder_prompt_len=0 if prompts is None else prompts.num_decoder_prompt_tokens,
             num_labels=info.engine.num_labels,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,

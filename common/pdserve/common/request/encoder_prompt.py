@@ -53,7 +53,7 @@ class EncoderDecoderPrompts(msgspec.Struct, frozen=True, array_like=True):
 
     def verify(self, request: GenerationRequest) -> None:
         """Refuse what such a model does not serve. Raises: InvalidRequest, PromptTooLong, by the client's names."""
-        self.verify_features(request)
+        verify_encoder_features(request)
         self.verify_lengths(len(request.prompt_token_ids), request.sampling_params.output_limit)
 
     def verify_lengths(self, num_tokens: int, max_tokens: int) -> None:
@@ -69,21 +69,6 @@ class EncoderDecoderPrompts(msgspec.Struct, frozen=True, array_like=True):
                 "max_tokens",
             )
 
-    def verify_features(self, request: GenerationRequest) -> None:
-        """Raises: InvalidRequest naming a field that a model with an encoder does not serve."""
-        if request.pooling_params is not None:
-            raise InvalidRequest(
-                "pooling_params is given, and a model with an encoder generates alone", "pooling_params"
-            )
-        if request.prompt_embeds is not None:
-            raise InvalidRequest(
-                "prompt_embeds is given, and the encoder of this model reads token ids", "prompt_embeds"
-            )
-        if (num := request.sampling_params.prompt_logprobs) is not None:
-            raise InvalidRequest(
-                f"prompt_logprobs is {num}, and an encoder gives its prompt no probabilities", "prompt_logprobs"
-            )
-
     def laid_out(self, prompt: Sequence[int], block_size: int) -> dict[str, Any]:
         """Fields of an `EngineCoreRequest`: the prompt's tokens with padding, and the part of them that the encoder reads."""
         encoder = EncoderPrompt(len(prompt), _round_up(len(prompt), block_size))
@@ -96,6 +81,18 @@ class EncoderDecoderPrompts(msgspec.Struct, frozen=True, array_like=True):
         identifier = hashlib.blake2b(token_bytes(prompt), digest_size=_IDENTIFIER_BYTES).digest()
         span = HashedSpan(0, fields["encoder_prompt"].num_slots, identifier)
         return fields | {"block_hashes": hasher.extend(root, [*fields["prompt_token_ids"], *output], (span,))}
+
+
+def verify_encoder_features(request: GenerationRequest) -> None:
+    """Raises: InvalidRequest naming a field that a model with an encoder does not serve."""
+    if request.pooling_params is not None:
+        raise InvalidRequest("pooling_params is given, and a model with an encoder generates alone", "pooling_params")
+    if request.prompt_embeds is not None:
+        raise InvalidRequest("prompt_embeds is given, and the encoder of this model reads token ids", "prompt_embeds")
+    if (num := request.sampling_params.prompt_logprobs) is not None:
+        raise InvalidRequest(
+            f"prompt_logprobs is {num}, and an encoder gives its prompt no probabilities", "prompt_logprobs"
+        )
 
 
 def _round_up(number: int, multiple: int) -> int:

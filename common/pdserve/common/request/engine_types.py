@@ -57,6 +57,12 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
         if self.eos_token_id is not None and self.eos_token_id not in self.eos_token_ids:
             self.eos_token_ids = (self.eos_token_id, *self.eos_token_ids)
 
+    @property
+    def num_sent_tokens(self) -> int:
+        """Tokens of prompt and earlier output, as the router sent them: without what an encoder's layout adds."""
+        num_prompt = len(self.prompt_token_ids) if self.encoder_prompt is None else self.encoder_prompt.num_tokens
+        return num_prompt + len(self.output_token_ids)
+
     def sequence_id(self, index: int) -> str:
         """Id of one of the request's sequences in the engine; that of the first is the request's."""
         return self.request_id if index == self.index else f"{self.sequence_stem or self.request_id}.{index}"

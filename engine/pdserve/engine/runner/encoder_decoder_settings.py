@@ -13,8 +13,6 @@ def verify_encoder_decoder(settings: WorkerSettings, config: ModelConfig) -> Non
     """Raises: ConfigError naming a setting with which a model with an encoder is not served."""
     if not isinstance(config, EncoderDecoderConfig):
         return
-    if settings.section in ("prefill", "decode"):
-        raise ConfigError(f"{config.architecture} has an encoder, and prefill and decode do not serve it yet; LLM does")
     if config.has_distance_bias and settings.attention_backend in ("triton", "sdpa"):
         raise ConfigError(
             f"attention_backend is {settings.attention_backend!r}, whose kernels do not compute the relative position bias of "

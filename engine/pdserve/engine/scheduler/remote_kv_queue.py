@@ -189,10 +189,10 @@ class RemoteKvQueue:
         if receive is None:
             return None
         request = receive.request
-        if event.num_tokens != request.num_given_tokens or len(event.token_ids) != request.num_sequences:
+        if event.num_tokens != request.core.num_sent_tokens or len(event.token_ids) != request.num_sequences:
             text = (
                 f"the source computed {event.num_tokens} tokens and sampled {len(event.token_ids)}, "
-                f"{request.num_given_tokens} tokens and {request.num_sequences} sequences were asked for"
+                f"{request.core.num_sent_tokens} tokens and {request.num_sequences} sequences were asked for"
             )
             return ReceiveFailed(event.request_id, DigestMismatch(text))
         receive.finished = event

@@ -13,6 +13,7 @@ import msgspec
 from pdserve.common.block_hash import BlockHasher, placement_hash, request_extras
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
+from pdserve.common.request.encoder_prompt import verify_encoder_features
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
 from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
@@ -38,10 +39,10 @@ from pdserve.text.prompt import (
     TokenInput,
     Truncation,
     encode_prompt,
-    resolve_max_tokens,
     verify_cache_salt,
     verify_prompt_tokens,
 )
+from pdserve.text.prompt_room import PromptRoom
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _TOKENIZER_THREADS = 2
@@ -114,6 +115,13 @@ class Limits(msgspec.Struct, frozen=True):
     """Most likely tokens per position."""
     max_n_sequences: int = MAX_SEQUENCES
     """Sequences of one request."""
+    decoder_prompt_len: int = 0
+    """See `WorkerIdentity`."""
+
+    @property
+    def room(self) -> PromptRoom:
+        """Tokens of prompt and output."""
+        return PromptRoom(self.max_model_len, self.decoder_prompt_len)
 
     @classmethod
     def of(cls, workers: Iterable[Worker]) -> Limits | None:
@@ -127,6 +135,7 @@ class Limits(msgspec.Struct, frozen=True):
             min(i.hidden_size for i in identities),
             min(i.max_logprobs for i in identities),
             min(i.max_n_sequences for i in identities),
+            max(i.decoder_prompt_len for i in identities),
         )
 
 
@@ -202,8 +211,10 @@ class Preparation:
         """
         if isinstance(request.prompt, TokenInput | EmbedsInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field, images=self._images).token_ids
-        max_model_len = limits.max_model_len if limits is not None else self._model_len
-        rule = LengthRule(max_model_len, num_before, has_output=request.pooling_params is None)
+        room = limits.room if limits is not None else PromptRoom(self._model_len)
+        rule = room.rule(num_before)
+        if request.pooling_params is not None:
+            rule = LengthRule(room.max_model_len, num_before, has_output=False)
         prompt, field = request.prompt, request.field
         truncates = request.truncation is not None
         images = self._images if request.pooling_params is None else None
@@ -273,21 +284,22 @@ class Preparation:
             kind = "a beam search" if request.beams is not None else "a session"
             raise InvalidRequest(f"{request.field} has images, and the prompt of {kind} has none", request.field)
         if request.truncation is not None:
-            rule = LengthRule(limits.max_model_len, num_before)
+            rule = limits.room.rule(num_before)
             token_ids = request.truncation.apply(token_ids, rule, request.max_tokens)
         verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
         verify_cache_salt(request.cache_salt)
         request.verify_client()
         params = request.sampling_params
+        if limits.decoder_prompt_len:
+            verify_encoder_features(request)
         sampling = msgspec.structs.replace(
             for_engines(params),
             # workers know no text
             bad_words=(),
             bad_words_token_ids=bad_words,
-            max_tokens=resolve_max_tokens(
+            max_tokens=limits.room.resolve_max_tokens(
                 request.prompt,
                 num_before + len(token_ids),
-                limits.max_model_len,
                 request.max_tokens,
                 field=request.field,
                 max_tokens_field=request.max_tokens_field,

@@ -54,6 +54,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
     _within("num_labels", identity.num_labels, 0, MAX_LABELS)
     _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)
+    _within("decoder_prompt_len", identity.decoder_prompt_len, 0, identity.max_model_len - 1)
     _within("data_parallel_rank", identity.data_parallel_rank or 0, 0, MAX_DATA_PARALLEL_RANK)
     _within("the number of connectors", len(identity.connectors), 0, MAX_CONNECTORS)
     for connector in identity.connectors:

@@ -235,6 +235,8 @@ class OutputProcessor:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
+        self.context_token_ids = prompt_token_ids if continues_prompt else []
+        """Tokens whose text the output's goes on from."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens that needed no computing; set by the caller."""
         self.metrics: RequestMetrics | None = None
@@ -252,7 +254,7 @@ class OutputProcessor:
         self._states = tuple(
             RequestState(
                 index,
-                _detokenizer(tokenizer, prompt_token_ids if continues_prompt else (), params),
+                _detokenizer(tokenizer, self.context_token_ids, params),
                 None if automaton is None else StopStringMatcher(automaton, include),
                 params.min_tokens,
                 frozenset() if include else frozenset(stop_ids),

@@ -150,8 +150,10 @@ class ProcHost:
             raise self._ended_with or WorkerLost(PROCESS_ENDED)
         engine = self._info.engine
         self.stats = SchedulerStats(num_blocks_total=engine.num_blocks, num_blocks_free=engine.num_blocks)
+        prompts = engine.encoder_decoder
         self.verifier = RequestVerifier(
-            max_model_len=engine.max_model_len,
+            max_model_len=engine.max_model_len if prompts is None else prompts.max_sequence_len(engine.block_size),
+            encoder_decoder=prompts,
             max_num_seqs=engine.max_num_seqs,
             max_sequences=settings.max_n_sequences,
             vocab_size=engine.vocab_size,

@@ -89,7 +89,7 @@ class BeamPromptTask(PromptTask):
     def _output(self, index: int, beam: Beam, finish_reason: str) -> CompletionOutput:
         params = self._request.sampling_params
         detokenizer = self._services.preparation.tokenizer.detokenizer(
-            self._processor.prompt_token_ids if self._processor is not None else (),
+            self._processor.context_token_ids if self._processor is not None else (),
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )

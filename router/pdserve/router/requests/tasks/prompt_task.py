@@ -123,9 +123,9 @@ class PromptTask:
     async def _serve(self) -> None:
         before = self.token_ids_before
         token_ids = await self._services.preparation.tokenize(self._request, self._limits_now(), len(before))
-        bad_words = await self._services.preparation.bad_words(self._request)
+        bad_words, limits = await self._services.preparation.bad_words(self._request), await self._limits()
         request = self._services.preparation.complete(
-            self.request_id, self._request, token_ids, await self._limits(), bad_words, len(before)
+            self.request_id, self._request, token_ids, limits, bad_words, len(before)
         )
         token_ids = request.prompt_token_ids
         self.usage.prompt_tokens = len(before) + len(token_ids)
@@ -140,6 +140,7 @@ class PromptTask:
             sampling_params=request.sampling_params,
             num_sequences=self.num_sequences,
             num_tokens_before=len(before),
+            continues_prompt=limits.room.continues_prompt,
         )
         self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(self.usage.prompt_tokens)
@@ -338,8 +339,7 @@ class PromptTask:
         return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
 
     async def _limits(self) -> Limits:
-        limits = await self._services.fleet.wait_for(self._limits_now, WAIT_FOR_WORKER_S)
-        if limits is None:
+        if (limits := await self._services.fleet.wait_for(self._limits_now, WAIT_FOR_WORKER_S)) is None:
             raise self._no_worker()
         return limits
 
