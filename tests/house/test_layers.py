@@ -57,7 +57,7 @@ FLOORS = {
         {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"},
         {"engine_client", "lora_modules", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager", "ranks"},
         {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
-         "step_totals"},
+         "step_stream", "step_totals"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
-from pdserve.common.protocol import PROTOCOL_VERSION
+from pdserve.common.protocol import PROTOCOL_VERSION, STEP_STREAM_VERSION
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.protocol_3 import request_to_version_3, turn_to_version_3
 from pdserve.common.request.wire import layout_to_wire, request_from_wire
@@ -30,7 +30,10 @@ from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pdserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from pdserve.v1.step_stream_pb2_grpc import add_StepStreamServiceServicer_to_server
 from pdserve.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from pdserve.worker.step_stream.step_call import StepCall
+from pdserve.worker.step_stream.step_stream_servicer import CallHandler, StepStreamServicer
 from tests.support.kv_layouts import make_layout
 from tests.support.waiting import HANG_S
 
@@ -266,6 +269,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.hidden_size = HIDDEN_SIZE
         self.num_labels = 0
         self.sampler_version = 2
+        self.step_stream_version = STEP_STREAM_VERSION if protocol_version == PROTOCOL_VERSION else 0
         self.data_parallel_rank: int | None = None
         self.max_logprobs: int | None = None
         self.max_n_sequences = 0
@@ -306,6 +310,11 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         guard = CallGuard(CallVerifier(self.key, lambda: (self.worker_id, self.epoch)))
         self._server = make_server(*self.interceptors, guard)
         add_WorkerServiceServicer_to_server(self, self._server)
+        steps = {
+            "prefill_request": CallHandler(prefill_pb2.PrefillRequest.FromString, self._begin),
+            "decode_request": CallHandler(decode_pb2.DecodeRequest.FromString, self._begin),
+        }
+        add_StepStreamServiceServicer_to_server(StepStreamServicer(steps), self._server)
         if self.role == "prefill":
             add_PrefillServiceServicer_to_server(self, self._server)
         else:
@@ -358,6 +367,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             max_local_prefill_tokens=self.max_local_prefill_tokens,
             max_logprobs=self.max_logprobs,
             max_n_sequences=self.max_n_sequences,
+            step_stream_version=self.step_stream_version,
         )
 
     async def Watch(self, request_iterator, context):
@@ -404,6 +414,29 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
     async def Generate(self, request, context):
         async for event in self._play(Call(readable(request))):
             yield event
+
+    def _begin(self, request, call: StepCall) -> None:
+        """A call over the step stream."""
+        if isinstance(request, decode_pb2.DecodeRequest):
+            played = Call(readable(request))
+            ending = {"request_id": played.request.request.request_id, "attempt": request.attempt.number}
+            call.on_ended_sequences = lambda indexes: self.ended_sequences.put_nowait(
+                decode_pb2.EndSequencesRequest(**ending, indexes=indexes)
+            )
+            call.serve(self._stepped(self._play(played), call))
+        else:
+            call.serve(self._play(Call(readable(request))))
+
+    async def _stepped(self, events: AsyncGenerator[Any], call: StepCall) -> AsyncGenerator[Any]:
+        """Send what is tokens alone in columns, as a worker does."""
+        async with contextlib.aclosing(events):
+            async for event in events:
+                new = event.outputs
+                alone = request_pb2.Outputs(index=new.index, first_position=new.first_position, token_ids=new.token_ids)
+                if event.HasField("outputs") and new.token_ids and new == alone:
+                    call.tokens(new.index, new.first_position, list(new.token_ids))
+                else:
+                    yield event
 
     async def Session(self, request_iterator, context):
         async for event in self._play(

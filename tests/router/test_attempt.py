@@ -26,7 +26,7 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState, IllegalMove, moved
 from pdserve.router.attempts.attempt_failure import backoff_s
-from pdserve.router.attempts.worker_calls import Admitted
+from pdserve.router.attempts.call_events import Admitted
 from pdserve.router.placement.placement import Placement
 from tests.router import candidates
 from tests.router.fake_worker import (
@@ -530,13 +530,14 @@ class SilentCall:
 
     def __init__(self, *args, **kwargs):
         self.cancelled = False
+        self.tasks = []
         SilentCall.opened.append(self)
 
     def cancel(self):
         self.cancelled = True
 
-    async def next(self):
-        await asyncio.Event().wait()
+    def follow(self, on_event, on_end):
+        pass
 
 
 async def test_cancelling_reaches_both_calls_in_the_next_turn_of_the_loop(monkeypatch):

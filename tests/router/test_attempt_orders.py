@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from itertools import combinations
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,9 @@ from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState
 from pdserve.router.attempts.attempt_failure import AttemptFailed
-from pdserve.router.attempts.worker_calls import Admitted, CallFailed, Computed, Ended, Landed, Outputs
+from pdserve.router.attempts.call_events import Admitted, Computed, Ended, Landed, Outputs
 from pdserve.router.placement.placement import Placement
+from pdserve.router.workers.call_failure import CallFailed
 from pdserve.text.outputs.output_processor import PositionGap
 from tests.router.candidates import worker
 from tests.support.waiting import HANG_S
@@ -33,19 +33,26 @@ class FedCall:
     """A call whose events are fed one by one."""
 
     def __init__(self, *args, **kwargs):
-        self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.cancelled = False
         self.has_answered = False
+        self.tasks = []
+        self.on_event = self.on_end = None
         calls.append(self)
 
     def cancel(self):
         self.cancelled = True
 
-    async def next(self):
-        event = await self.events.get()
-        if isinstance(event, Exception):
-            raise event
-        return None if event is END else event
+    def follow(self, on_event, on_end):
+        self.on_event, self.on_end = on_event, on_end
+
+    def feed(self, event):
+        """Report this, as a call does until it is cancelled."""
+        if self.cancelled:
+            return
+        if event is END or isinstance(event, CallFailed):
+            self.on_end(None if event is END else event)
+        else:
+            self.on_event(event)
 
 
 calls: list[FedCall] = []
@@ -81,9 +88,8 @@ async def run(prefill, decode, prefill_turns, monkeypatch, relay=None):
     feeds = [iter(prefill), iter(decode)]
     for turn in range(len(prefill) + len(decode)):
         role = 0 if turn in prefill_turns else 1
-        calls[role].events.put_nowait(next(feeds[role]))
-        for _ in range(3):
-            await asyncio.sleep(0)
+        calls[role].feed(next(feeds[role]))
+        await asyncio.sleep(0)
     async with asyncio.timeout(HANG_S):
         [failure] = await asyncio.gather(running, return_exceptions=True)
     assert not EDGES[attempt.state]

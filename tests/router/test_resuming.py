@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -214,11 +215,17 @@ async def test_each_unfinished_sequence_goes_on_in_calls_of_its_own(cluster):
         for index, count in said_by_then.items()
         for p in range(1, count)
     ]
-    decode_scripts(cluster, play(ADMITTED, LANDED, *events, WorkerLost("gone")))
-    response = (await cluster.complete(max_tokens=8, n=3)).json()
-    texts = [(choice["text"], choice["finish_reason"]) for choice in response["choices"]]
-    assert texts == [(said(8), "length"), (said(8, 1), "length"), (said(4, 2), "stop")]
-    assert response["usage"]["completion_tokens"] == 8 + 8 + 4
+    has_first = asyncio.Event()
+    decode_scripts(cluster, play(ADMITTED, lambda *_: has_first.wait(), LANDED, *events, WorkerLost("gone")))
+    fields = {"prompt": "hello", "max_tokens": 8, "n": 3, "stream_options": {"include_usage": True}}
+    received = await cluster.streamed(has_first.set, **fields)
+    *chunks, last = (json.loads(line[6:]) for line in received.split("\n\n") if line.startswith("data: {"))
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    texts = ["".join(choice["text"] for choice in choices if choice["index"] == index) for index in range(3)]
+    assert texts == [said(8), said(8, 1), said(4, 2)]
+    ends = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
+    assert ends == {0: "length", 1: "length", 2: "stop"}
+    assert last["usage"]["completion_tokens"] == 8 + 8 + 4
     whole, *apart = decode_requests(cluster)
     assert not whole.request.HasField("resume")
     resumed = {request.request.resume.index: list(request.request.resume.output_token_ids) for request in apart}

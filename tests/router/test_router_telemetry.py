@@ -57,6 +57,7 @@ def trace() -> tuple[str, dict[str, str]]:
 async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
     cluster.of("decode").scripts = [play(ADMITTED, Evicted("gone"))]
+    cluster.of("decode").step_s = 0.02
     trace_id, headers = trace()
     response = await cluster.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, headers=headers)
     assert response.status_code == 200

@@ -182,11 +182,15 @@ async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warn
     await cluster.live(decode=2)
 
 
-@pytest.mark.parametrize("method", ["Prefill", "Generate", "Embed"])
-async def test_a_call_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, method):
+@pytest.mark.parametrize(
+    ("role", "method"),
+    [("prefill", "Prefill"), ("decode", "Generate"), ("prefill", "Embed"), ("prefill", "Open"), ("decode", "Open")],
+)
+async def test_a_call_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, role, method):
     caplog.set_level(logging.WARNING)
-    role = "decode" if method == "Generate" else "prefill"
-    odd = cluster.worker(role, worker_id=f"odd-{method}")
+    odd = cluster.worker(role, worker_id=f"odd-{role}-{method}")
+    if method != "Open":
+        odd.step_stream_version = 0
     odd.interceptors.append(Garbler(method))
     await odd.start()
     await cluster.start(policy="round_robin")

@@ -12,6 +12,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Bytes of one gRPC message, at most."""
 PROTOCOL_VERSION = 4
 """Raised by one with each change that older services do not support; comments describe the version before."""
+STEP_STREAM_VERSION = 1
+"""Version of `StepStreamService`, announced by workers apart from the protocol's: routers call it where it equals theirs."""
 OLDEST_AUTHENTICATED = 2
 MAX_DISTANCE = 1
 

@@ -48,6 +48,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Most likely tokens per position for which a client may ask; older workers have this default."""
     max_n_sequences: int = 16
     """Sequences of one request, at most; likewise."""
+    step_stream_version: int = 0
+    """Version of its `StepStreamService`; 0: routers open a gRPC stream per call."""
     data_parallel_rank: int | None = None
     """The setting of this name: requests may prefer the decode workers of a rank."""
     decoder_prompt_len: int = 0

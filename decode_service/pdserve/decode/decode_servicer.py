@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,38 +23,31 @@ from pdserve.common.errors import (
 )
 from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
+from pdserve.common.request.decode_wire import (
+    admitted_event,
+    landed_event,
+    needs_prefill_event,
+    output_events,
+    prefilling_locally_event,
+)
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import verify_request_id
 from pdserve.common.request.sampling_params import MOST_SEQUENCES
-from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.tasks.first_done import first_of
+from pdserve.decode.decode_moments import LOCAL_MOMENTS, REMOTE_MOMENTS
+from pdserve.decode.pushed_decode import PushedDecode
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
-from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.engine_client import EngineClient, Landing, RequestStream
 from pdserve.worker.request_reader import RequestReader, engine_request_id
+from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.call_stats import CallStats
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 
 _Turns = AsyncIterator[decode_pb2.DecodeTurn]
-
-_REMOTE_MOMENTS = {
-    "queued": (timeline.DECODE_QUEUED,),
-    "kv_reserved": (timeline.KV_RESERVED,),
-    "kv_first_landed": (timeline.KV_FIRST_LANDED,),
-    "kv_landed": (timeline.KV_LANDED,),
-    "scheduled": (timeline.DECODE_STARTED,),
-    "finished": (timeline.DECODE_FINISHED,),
-}
-_LOCAL_MOMENTS = {
-    "queued": (timeline.PREFILL_QUEUED,),
-    "scheduled": (timeline.PREFILL_STARTED,),
-    "first_token": (timeline.PREFILL_COMPUTED, timeline.DECODE_STARTED),
-    "finished": (timeline.DECODE_FINISHED,),
-}
-"""The engine's moment -> those of the timeline, where the prompt is prefilled here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +84,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Generate(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        engine_request, source = self._read(request)
+        async with contextlib.aclosing(self._generate(engine_request, source, metadata_of(context))) as events:
+            async for event in events:
+                yield event
+
+    def begin_decode(self, request: decode_pb2.DecodeRequest, call: StepCall) -> None:
+        """Serve `Generate` as a call of a step stream. Raises: PdServeError for a request that cannot be submitted."""
+        engine_request, source = self._read(request)
+        if engine_request.sampling_params.prompt_logprobs is not None:
+            # these are so large that they leave at the router's pace
+            call.serve(self._generate(engine_request, source, {}))
+            return
+        record = self.telemetry.call("decode", engine_request, {})
+        pushed = PushedDecode(call, self.engine, engine_request, record, self.block_bytes)
+        pushed.begin(self.settings.stream_interval, source)
+
+    def _read(self, request: decode_pb2.DecodeRequest) -> tuple[EngineCoreRequest, SourceRef | None]:
+        """The request for the engine, and the source of its KV. Raises: as `RequestReader.request`, `EngineClient.verify`."""
         remote = request.HasField("source")
         engine_request = self.reader.request(
             request,
@@ -104,22 +115,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: prefill workers compute embeddings", "pooling")
         self.engine.verify(engine_request)
-        record = self.telemetry.call("decode", engine_request, metadata_of(context))
-        source = self._source(request.source, engine_request) if remote else None
+        return engine_request, self._source(request.source, engine_request) if remote else None
+
+    async def _generate(
+        self, engine_request: EngineCoreRequest, source: SourceRef | None, metadata: Mapping[str, str]
+    ) -> AsyncGenerator[decode_pb2.DecodeEvent, None]:
+        remote = source is not None
+        record = self.telemetry.call("decode", engine_request, metadata)
         stream = None
         try:
             with record:
                 stream = self.engine.submit(engine_request, record.take, self.settings.stream_interval, source)
                 moment = timeline.DECODE_QUEUED if remote else timeline.PREFILL_QUEUED
-                yield decode_pb2.DecodeEvent(
-                    admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: engine_request.arrival_time}))
-                )
-                names = _REMOTE_MOMENTS if remote else _LOCAL_MOMENTS
+                yield admitted_event(moment, engine_request.arrival_time)
+                names = REMOTE_MOMENTS if remote else LOCAL_MOMENTS
                 async for event in _events(stream, stream.landed if remote else None, self.block_bytes, names):
                     yield event
         except NeedsPrefill as refusal:
-            needs = decode_pb2.NeedsPrefill(uncached_tokens=refusal.uncached_tokens)
-            yield decode_pb2.DecodeEvent(needs_prefill=needs)
+            yield needs_prefill_event(refusal.uncached_tokens)
         finally:
             self.engine.release(stream, record.close)
 
@@ -175,11 +188,10 @@ class _Session:
             record = self._record = self.telemetry.call("decode", request, headers)
             with record:
                 stream = self._stream = hand_over()
-                moments = moments_to_wire({timeline.PREFILL_QUEUED: request.arrival_time})
-                yield decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments))
+                yield admitted_event(timeline.PREFILL_QUEUED, request.arrival_time)
                 async for output in stream:
                     goes_on = output.awaits_input
-                    for event in _spoken(output, _LOCAL_MOMENTS):
+                    for event in output_events(output, LOCAL_MOMENTS):
                         yield event
             self._record = None
             record.close()
@@ -270,29 +282,18 @@ async def _events(
         try:
             await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
             if landed.done() and not landed.cancelled():
-                yield decode_pb2.DecodeEvent(landed=_landed(landed.result(), block_bytes))
+                num_blocks, connector = landed.result()
+                yield landed_event(num_blocks, block_bytes, connector)
             output = await first
         finally:
             first.cancel()
         if output.prefills_locally:
-            yield decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
-            names = _LOCAL_MOMENTS
+            yield prefilling_locally_event()
+            names = LOCAL_MOMENTS
             if not output.new_token_ids and output.finish_reason is None:
                 output = await anext(outputs)
-        for event in _spoken(output, names):
+        for event in output_events(output, names):
             yield event
     async for output in outputs:
-        for event in _spoken(output, names):
+        for event in output_events(output, names):
             yield event
-
-
-def _spoken(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> Iterator[decode_pb2.DecodeEvent]:
-    """The `Outputs` message of one output of the engine."""
-    for piece in prompt_logprobs_to_wire(output.prompt_logprobs, output.first_prompt_position):
-        yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
-    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
-
-
-def _landed(landing: Landing, block_bytes: int) -> decode_pb2.Landed:
-    num_blocks, connector = landing
-    return decode_pb2.Landed(num_blocks=num_blocks, transfer_bytes=num_blocks * block_bytes, connector=connector)

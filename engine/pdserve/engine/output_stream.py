@@ -24,11 +24,14 @@ class OutputStream:
         *,
         num_sequences: int = 1,
         interval: int = 1,
+        on_output: Callable[[EngineCoreOutput], None] | None = None,
     ) -> None:
         """observer: called with each output when it arrives, read or not. num_sequences: number of sequences of the request.
 
-        interval: tokens of a sequence per output; its first token and its end are not delayed.
+        interval: tokens of a sequence per output; its first token and its end are not delayed. on_output: gets the outputs, errors
+        included, in place of a reader; must not raise.
         """
+        self._on_output = on_output
         self.request_id = request_id
         self._num_sequences = num_sequences
         self._num_open = num_sequences
@@ -61,7 +64,10 @@ class OutputStream:
             if self._waits(output):
                 self._held[output.index] = output
                 return
-        self._outputs.put_nowait(output)
+        if self._on_output is not None:
+            self._on_output(output)
+        else:
+            self._outputs.put_nowait(output)
 
     def _waits(self, output: EngineCoreOutput) -> bool:
         """True if the output may be delayed until more tokens of the sequence arrive."""

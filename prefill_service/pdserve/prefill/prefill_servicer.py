@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.common import timeline
@@ -18,6 +19,7 @@ from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 
 _MOMENTS = {
@@ -46,6 +48,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        async with contextlib.aclosing(self._prefill(request, metadata_of(context))) as events:
+            async for event in events:
+                yield event
+
+    def begin_prefill(self, request: prefill_pb2.PrefillRequest, call: StepCall) -> None:
+        """Serve `Prefill` as a call of a step stream."""
+        call.serve(self._prefill(request, {}))
+
+    async def _prefill(
+        self, request: prefill_pb2.PrefillRequest, metadata: Mapping[str, str]
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         engine_request = self.reader.request(request, request.attempt.number, transfer_source=bool(request.transfer_id))
         if engine_request.pooling_params is not None:
             raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
@@ -56,7 +69,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if request.transfer_id:
             verify_worker_id("receiver.worker_id", request.receiver.worker_id)
         self.engine.verify(engine_request)
-        record = self.telemetry.call("prefill", engine_request, metadata_of(context))
+        record = self.telemetry.call("prefill", engine_request, metadata)
         transfer = self._expected(request, engine_request) if request.transfer_id else None
         stream = None
         try:

@@ -237,6 +237,7 @@ class Identity(google.protobuf.message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: builtins.int
     MAX_N_SEQUENCES_FIELD_NUMBER: builtins.int
     DECODER_PROMPT_LEN_FIELD_NUMBER: builtins.int
+    STEP_STREAM_VERSION_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
     """64 random bits, new at each start"""
@@ -266,6 +267,8 @@ class Identity(google.protobuf.message.Message):
     """sequences of one request, at most; 0: 16"""
     decoder_prompt_len: builtins.int
     """tokens with which the decoder beside an encoder begins; 0: a decoder alone"""
+    step_stream_version: builtins.int
+    """of StepStreamService; 0: the worker does not serve it"""
     @property
     def layout(self) -> pdserve.v1.kv_source_pb2.KvLayout: ...
     @property
@@ -293,10 +296,11 @@ class Identity(google.protobuf.message.Message):
         max_logprobs: builtins.int | None = ...,
         max_n_sequences: builtins.int = ...,
         decoder_prompt_len: builtins.int = ...,
+        step_stream_version: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "decoder_prompt_len", b"decoder_prompt_len", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "decoder_prompt_len", b"decoder_prompt_len", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "step_stream_version", b"step_stream_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]

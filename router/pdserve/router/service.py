@@ -112,7 +112,7 @@ async def serve_process(
         held = index if directory is None else None
         async with Fleet(
             settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
-            insecure=settings.insecure,
+            insecure=settings.insecure, step_streams=settings.step_streams,
         ) as fleet:  # fmt: skip
             inference = Inference(models, settings, fleet, preparation, index, bodies, parent)
             if directory is not None:

@@ -66,8 +66,9 @@ class RequestStream(OutputStream):
         request: EngineCoreRequest,
         observer: Callable[[EngineCoreOutput], None] | None,
         interval: int,
+        on_output: Callable[[EngineCoreOutput], None] | None = None,
     ) -> None:
-        super().__init__(request.request_id, observer, num_sequences=request.n, interval=interval)
+        super().__init__(request.request_id, observer, num_sequences=request.n, interval=interval, on_output=on_output)
         loop = asyncio.get_running_loop()
         self.landed: asyncio.Future[Landing] = loop.create_future()
         """Done when all blocks of a transfer to this worker have landed."""
@@ -175,12 +176,14 @@ class EngineClient:
         observer: Callable[[EngineCoreOutput], None] | None = None,
         stream_interval: int = 1,
         transfer: ExpectedTransfer | SourceRef | None = None,
+        on_output: Callable[[EngineCoreOutput], None] | None = None,
     ) -> RequestStream:
         """Queue a request that `verify` has passed. Its stream raises DeadlineExceeded when its deadline passes, whatever the
         router does.
 
         stream_interval: `OutputStream`'s. transfer: where the request's blocks go, or come from; one that cannot begin ends the
-        request with InvalidRequest or TransferFailed. Raises: Draining, WorkerLost; Overloaded when `max_waiting` requests wait.
+        request with InvalidRequest or TransferFailed. on_output: `OutputStream`'s; it may be called before this returns.
+        Raises: Draining, WorkerLost; Overloaded when `max_waiting` requests wait.
         """
         if self.draining:
             raise Draining("the worker is draining")
@@ -190,7 +193,7 @@ class EngineClient:
             raise Overloaded(
                 f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
             )
-        stream = RequestStream(request, observer, stream_interval)
+        stream = RequestStream(request, observer, stream_interval, on_output)
         self._streams[request.request_id] = stream
         self._sequence_ids[request.request_id] = _sequence_ids(request)
         self._taken.update(_sequence_ids(request))
@@ -285,7 +288,7 @@ class EngineClient:
 
     def died_with(self, cause: PdServeError) -> None:
         self.died.set()
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             if stream.awaits_more:  # it was on its way to the engine, which never took it in
                 stream.put(failed_output(stream.request_id, cause))
             if not stream.source_ended.done():

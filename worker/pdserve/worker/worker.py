@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,7 +22,7 @@ from pdserve.common.errors import Draining
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import abort_with, bind, make_server
 from pdserve.common.processes.shared_interpreter import share_interpreter
-from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, STEP_STREAM_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
@@ -37,7 +37,7 @@ from pdserve.engine.sampling.sampler import SAMPLER_VERSION
 from pdserve.engine.stats.stat_logger import load_stat_loggers
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.kv_transfer.control.source_transfer import PeerId
-from pdserve.v1 import worker_pb2_grpc
+from pdserve.v1 import step_stream_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.engine_host.engine_host import EngineHost
 from pdserve.worker.engine_watchdog import EngineWatchdog
@@ -45,6 +45,7 @@ from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
+from pdserve.worker.step_stream.step_stream_servicer import CallHandler, StepStreamServicer
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker_servicer import WorkerServicer
@@ -110,6 +111,7 @@ class Worker:
         self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
         self.lora_modules = LoraModules(host, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
         self._following_adapters: asyncio.Task[None] | None = None
+        self._step_streams: StepStreamServicer | None = None
         self._add_servicers(add_servicers)
 
     def _offer_adapters(self, adapters: KnownAdapters) -> None:
@@ -142,6 +144,7 @@ class Worker:
             data_parallel_rank=settings.data_parallel_rank,
             max_logprobs=settings.max_logprobs,
             max_n_sequences=settings.max_n_sequences,
+            step_stream_version=STEP_STREAM_VERSION,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:
@@ -155,6 +158,12 @@ class Worker:
         """Add `KvSourceService`, for roles whose blocks others read; returns its name."""
         self.host.add_attach(self.server, self._callers)
         return "pdserve.v1.KvSourceService"
+
+    def serve_step_streams(self, handlers: Mapping[str, CallHandler]) -> str:
+        """Add `StepStreamService` for the calls that the role serves; returns its name."""
+        self._step_streams = StepStreamServicer(handlers)
+        step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(self._step_streams, self.server)
+        return "pdserve.v1.StepStreamService"
 
     async def start(self) -> None:
         """Warm the engine up, then answer. Raises: ConfigError for adapters of the settings that cannot be used."""
@@ -242,6 +251,8 @@ class Worker:
         for task in (self._reporting_health, self._watching_loop, self._following_adapters):
             if task is not None:
                 task.cancel()
+        if self._step_streams is not None and not self.engine.died.is_set():
+            self._step_streams.close()
         await self.server.stop(None if self.engine.died.is_set() else STOP_GRACE_S)
         if self._watchdog is not None:
             self._watchdog.stop()

@@ -19,7 +19,7 @@ from pdserve.common.kv_events import WorkerKey
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.peer_message import parsed
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 
 Req = TypeVar("Req", bound=Message)
 Res = TypeVar("Res", bound=Message)
@@ -44,6 +44,7 @@ SESSION = Method("/pdserve.v1.DecodeService/Session", decode_pb2.DecodeTurn, dec
 END_SEQUENCES = Method(
     "/pdserve.v1.DecodeService/EndSequences", decode_pb2.EndSequencesRequest, decode_pb2.EndSequencesResponse
 )
+STEP_STREAM = Method("/pdserve.v1.StepStreamService/Open", step_stream_pb2.StepCommands, step_stream_pb2.StepOutputs)
 ATTACH = Method("/pdserve.v1.KvSourceService/Attach", kv_source_pb2.AttachRequest, kv_source_pb2.AttachEvent)
 MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_pb2.MeetResponse)
 

@@ -1,6 +1,6 @@
 """`RoleGuard`: the interceptor of a worker's server that lets each method be called by the roles that need it alone.
 
-    router                     PrefillService, DecodeService, WorkerService
+    router                     PrefillService, DecodeService, StepStreamService, WorkerService
     decode worker              KvSourceService
     any role                   health, reflection
 
@@ -28,6 +28,7 @@ _ROUTERS = (ServiceRole.ROUTER,)
 CALLERS: dict[str, tuple[ServiceRole, ...]] = {
     "pdserve.v1.PrefillService": _ROUTERS,
     "pdserve.v1.DecodeService": _ROUTERS,
+    "pdserve.v1.StepStreamService": _ROUTERS,
     "pdserve.v1.WorkerService": _ROUTERS,
     "pdserve.v1.KvSourceService": (ServiceRole.DECODE,),
     "grpc.health.v1.Health": tuple(ServiceRole),

@@ -24,23 +24,22 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
-from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import (
+from pdserve.router.attempts.call_events import (
     Admitted,
-    CallFailed,
     Computed,
-    DecodeCall,
     DecodeCallEvent,
     Ended,
     Landed,
     NeedsPrefill,
     Outputs,
-    PrefillCall,
     PrefillCallEvent,
     PrefillingLocally,
     PromptLogprobs,
 )
+from pdserve.router.attempts.outgoing_request import OutgoingRequest
+from pdserve.router.attempts.worker_calls import DecodeCall, PrefillCall
 from pdserve.router.placement.placement import Placement
+from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import LoadReservation, Worker
 from pdserve.text.outputs.output_processor import PositionConflict
 
@@ -118,7 +117,8 @@ class Attempt:
         self._ended: asyncio.Future[None] | None = None
         self._prefill_call: PrefillCall | None = None
         self._decode_call: DecodeCall | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._calls: list[PrefillCall | DecodeCall] = []
+        """Both, also after `_drop_prefill`."""
         self._reservations: list[LoadReservation] = []
         self._unsubscribe: list[Callable[[], None]] = []
 
@@ -140,8 +140,8 @@ class Attempt:
             raise
         finally:
             self._cancel_calls()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
+            if tasks := [task for call in self._calls for task in call.tasks]:
+                await asyncio.wait(tasks)
             if self._ended.done() and not self._ended.cancelled():
                 # retrieve the tasks' results, also after a cancellation
                 self._ended.exception()
@@ -166,7 +166,7 @@ class Attempt:
         if prefill is not None:
             call = PrefillCall(prefill, outgoing, self.number, self._transfer_id, decode)
             self._prefill_call = call
-            self._tasks.append(asyncio.create_task(self._follow_prefill(call, prefill)))
+            self._calls.append(call)
         if decode is not None:
             self._decode_call = DecodeCall(
                 decode,
@@ -177,15 +177,16 @@ class Attempt:
                 prefill_here=self.placement.prefill_here,
                 local_prefill_tokens=self.placement.local_prefill_tokens,
             )
-            self._tasks.append(asyncio.create_task(self._follow_decode(self._decode_call, decode)))
+            self._calls.append(self._decode_call)
+        if self._prefill_call is not None:
+            self._prefill_call.follow(self._prefill_event, self._prefill_ended)
+        if self._decode_call is not None:
+            self._decode_call.follow(self._decode_event, self._decode_ended)
 
     def _cancel_calls(self) -> None:
         """Cancel both calls; takes effect in this turn of the event loop."""
-        for call in (self._prefill_call, self._decode_call):
-            if call is not None:
-                call.cancel()
-        for task in self._tasks:
-            task.cancel()
+        for call in self._calls:
+            call.cancel()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
         for reservation in self._reservations:
@@ -212,39 +213,42 @@ class Attempt:
         num_finished = sum(outputs.finish_reason is not None for outputs in self._early)
         return num_finished == self.request.n
 
-    async def _follow_prefill(self, call: PrefillCall, worker: Worker) -> None:
+    def _prefill_event(self, event: PrefillCallEvent) -> None:
         try:
-            while (event := await call.next()) is not None:
-                self._on_prefill(event)
-                if self._over:
-                    return
-            self._on_prefill_lost(worker, WorkerLost(f"prefill worker {worker} ended its call early"), died=False)
-        except CallFailed as failure:
-            if isinstance(failure.error, Draining):
-                worker.refuse_more()
-            self._on_prefill_lost(worker, failure.error, failure.died)
-        except PdServeError as error:
-            self._end(AttemptFailed(error, worker))
+            self._on_prefill(event)
         except Exception as error:
-            log.exception("request %s: the prefill call failed in the router", self.request.request_id)
-            self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
+            self._fail(error, self.placement.prefill)
 
-    async def _follow_decode(self, call: DecodeCall, worker: Worker) -> None:
+    def _prefill_ended(self, failure: CallFailed | None) -> None:
+        worker = self.placement.prefill
+        if failure is None:
+            self._on_prefill_lost(worker, WorkerLost(f"prefill worker {worker} ended its call early"), died=False)
+            return
+        if isinstance(failure.error, Draining) and worker is not None:
+            worker.refuse_more()
+        self._on_prefill_lost(worker, failure.error, failure.died)
+
+    def _decode_event(self, event: DecodeCallEvent) -> None:
         try:
-            while (event := await call.next()) is not None:
-                self._on_decode(event)
-                if self._over:
-                    return
-            if not self._decode_finished:
-                error = WorkerLost(f"decode worker {worker} ended its call before the last token")
-                self._end(AttemptFailed(error, worker))
-        except CallFailed as failure:
-            self._on_decode_lost(worker, failure)
-        except PdServeError as error:
-            self._end(AttemptFailed(error, worker))
+            self._on_decode(event)
         except Exception as error:
-            log.exception("request %s: the decode call failed in the router", self.request.request_id)
-            self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
+            self._fail(error, self.placement.decode)
+
+    def _decode_ended(self, failure: CallFailed | None) -> None:
+        worker = self.placement.decode
+        if failure is not None:
+            self._on_decode_lost(worker, failure)
+        elif not self._decode_finished:
+            error = WorkerLost(f"decode worker {worker} ended its call before the last token")
+            self._end(AttemptFailed(error, worker))
+
+    def _fail(self, error: Exception, worker: Worker | None) -> None:
+        """End the attempt because of an event that a worker sent."""
+        if isinstance(error, PdServeError):
+            self._end(AttemptFailed(error, worker))
+            return
+        log.error("request %s: a call failed in the router", self.request.request_id, exc_info=error)
+        self._end(AttemptFailed(InternalError(f"the router failed: {type(error).__name__}")))
 
     def _on_prefill(self, event: PrefillCallEvent) -> None:
         match event:
@@ -323,7 +327,7 @@ class Attempt:
             self._end()
         elif outputs.finish_reason is None and self._decode_call is not None:
             # a stop string has ended its text, so decode need not continue it
-            self._tasks.append(asyncio.create_task(self._decode_call.end_sequence(outputs.index)))
+            self._decode_call.end_sequence(outputs.index)
 
     def _take_early(self) -> None:
         """Relay the decode outputs that arrived before the first token; their errors are not the prefill worker's."""
@@ -343,7 +347,6 @@ class Attempt:
         if self._prefill_call is not None:
             call, self._prefill_call = self._prefill_call, None
             call.cancel()
-            self._tasks[0].cancel()
             self._reservations[0].end()
             self._unsubscribe[0]()
         if self.state is AttemptState.PREFILLING:
@@ -357,9 +360,9 @@ class Attempt:
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
         self._end(_lost(self._prefill_call, worker, error, died=died, in_transfer=kv_lost))
 
-    def _on_decode_lost(self, worker: Worker, failure: CallFailed) -> None:
+    def _on_decode_lost(self, worker: Worker | None, failure: CallFailed) -> None:
         error = failure.error
-        if isinstance(error, Draining):
+        if isinstance(error, Draining) and worker is not None:
             worker.refuse_more()
         if self._decode_finished:
             return

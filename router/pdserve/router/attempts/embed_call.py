@@ -12,8 +12,9 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.net.service_channel import EMBED, readable, warn_of
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire import moments_from_wire
+from pdserve.router.attempts.call_events import Moments
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.attempts.worker_calls import CallFailed, Moments, call_failed
+from pdserve.router.workers.call_failure import CallFailed, call_failed
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import prefill_pb2, request_pb2
 

@@ -1,135 +1,50 @@
-"""gRPC calls to workers, with their events as plain values."""
+"""Calls of attempts and sessions to workers."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
-import msgspec
 from google.protobuf.message import Message
 
-from pdserve.common.errors import Cancelled, InternalError, PdServeError, PeerError, WorkerLost, WrongWorker
-from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
-from pdserve.common.net.service_channel import END_SEQUENCES, GENERATE, PREFILL, SESSION, Method, readable, warn_of
-from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.errors import InternalError, PeerError, WorkerLost
+from pdserve.common.net.service_channel import END_SEQUENCES, SESSION, readable, warn_of
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire import (
-    finish_reason_from_wire,
-    logprobs_from_wire,
-    moments_from_wire,
-)
 from pdserve.common.tasks.first_done import first_of
+from pdserve.router.attempts.call_events import (
+    CallReader,
+    DecodeCallEvent,
+    DecodeReader,
+    PrefillCallEvent,
+    PrefillReader,
+)
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
+from pdserve.router.workers.call_failure import CallFailed, call_failed
+from pdserve.router.workers.step_stream import MAX_SUBMISSION_BYTES, StepCall
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
-Moments = dict[str, int]
-"""name -> wall-clock nanoseconds"""
-_NO_MOMENTS: Moments = {}
-_ENDS = {number: name.lower() for name, number in prefill_pb2.Ended.How.items()}
-"""Number -> name of the end of a transfer; a newer worker may send other numbers."""
-
-
-class Admitted(msgspec.Struct, gc=False):
-    moments: Moments
-
-
-class Outputs(msgspec.Struct, gc=False):
-    """New tokens of one sequence."""
-
-    index: int
-    first_position: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    num_cached_tokens: int = 0
-    moments: Moments = _NO_MOMENTS
-    logprobs: LogprobsLists | None = None
-
-
-class Computed(msgspec.Struct):
-    """The prefill worker has computed the prompt's KV and the first token."""
-
-    num_tokens: int
-    request_digest: bytes
-    first_outputs: list[Outputs]
-    moments: Moments
-
-
-class PromptLogprobs(msgspec.Struct):
-    """Log-probabilities of consecutive prompt tokens."""
-
-    first_position: int
-    """Position in the prompt."""
-    logprobs: LogprobsLists
-
-
-class Ended(msgspec.Struct, gc=False):
-    """The transfer has ended at its source."""
-
-    released: bool
-    """True if the receiver has all blocks; otherwise the source gave up, or its lease expired."""
-    cause: str
-    moments: Moments
-
-
-class NeedsPrefill(msgspec.Struct, gc=False):
-    uncached_tokens: int
-
-
-class PrefillingLocally(msgspec.Struct, gc=False):
-    pass
-
-
-class Landed(msgspec.Struct, gc=False):
-    num_blocks: int
-    transfer_bytes: int
-    connector: str
-    moments: Moments
-
-
-class UnknownEvent(msgspec.Struct, gc=False):
-    """An event that this router does not know, from a newer worker."""
-
-
-PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
-DecodeCallEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
 END_SEQUENCE_TIMEOUT_S = 1.0
 E = TypeVar("E")
 M = TypeVar("M", bound=Message)
 
 
-class CallFailed(Exception):
-    """A call ended with an error."""
-
-    def __init__(self, error: PdServeError, died: bool) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.died = died
-        """True if the channel broke without an answer from the worker, or the worker reported that its engine failed."""
-
-
-class _WorkerCall(abc.ABC, Generic[M, E]):
-    """One open call. Call `next` until it returns None; `cancel` at any time, also repeatedly."""
+class _OwnStream(Generic[M, E]):
+    """A call with a gRPC stream of its own. Call `next` until it returns None; `cancel` at any time, also repeatedly."""
 
     def __init__(
         self,
         worker: Worker,
         call: grpc.aio.UnaryStreamCall[Any, M] | grpc.aio.StreamStreamCall[Any, M],
-        request: GenerationRequest,
+        reader: CallReader[M, E],
     ) -> None:
         self._call = call
         self._peer = f"worker {worker}"
-        self._sampling = request.sampling_params
-        """Parameters of the request, or of a session's last turn; the size of events is checked against them."""
-        self._num_sequences = request.n
-        self._num_prompt_tokens = len(request.prompt_token_ids)
-        self.has_answered = False
-        """True if the worker has sent anything, and so has admitted the request."""
+        self._reader = reader
 
     def cancel(self) -> None:
         """End the call at both ends; sent in this turn of the event loop."""
@@ -140,9 +55,7 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
         try:
             message: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            failure = call_failed(error)
-            self.has_answered |= _said_by_worker(error) and not isinstance(failure.error, WrongWorker)
-            raise failure from error
+            raise call_failed(error) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -150,130 +63,131 @@ class _WorkerCall(abc.ABC, Generic[M, E]):
             raise CallFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
         except grpc.aio.UsageError as error:
             raise CallFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
-        self.has_answered = True
         if message is grpc.aio.EOF:
             return None
         try:
             message = readable(message)
         except PeerError as error:
-            raise CallFailed(error, died=False) from error
+            raise CallFailed(error, died=False, is_answer=True) from error
         try:
-            return self._read(message)
+            return self._reader.read(message)
         except PeerError as error:
             warn_of(self._peer, error)
-            raise CallFailed(error, died=False) from error
+            raise CallFailed(error, died=False, is_answer=True) from error
 
-    @abc.abstractmethod
-    def _read(self, message: M) -> E:
-        """The message as a plain value; `UnknownEvent` for an unknown one."""
 
-    def _prompt_logprobs(self, message: request_pb2.PromptLogprobs) -> PromptLogprobs:
-        count, limit = len(message.logprobs.sampled_ranks), self._num_prompt_tokens
-        if count > limit or message.first_position > limit:
-            raise PeerError(
-                f"a worker sent log-probabilities of {count} prompt tokens from position {message.first_position} on, "
-                f"where the prompt has {limit}"
-            )
-        self._verify_width(message.logprobs, self._sampling.prompt_logprobs)
-        return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
+class _AttemptCall(Generic[M, E]):
+    """A call over the worker's step stream if it serves one, else with a stream of its own. `follow` it once; `cancel` at any
+    time, also repeatedly."""
 
-    def _outputs(self, message: request_pb2.Outputs) -> Outputs:
-        num_tokens, limit = len(message.token_ids), self._sampling.output_limit
-        if message.first_position + num_tokens > limit:
-            raise PeerError(
-                f"a worker sent {num_tokens} tokens from position {message.first_position} on, where max_tokens is {limit}"
-            )
-        if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
-            raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
-        self._verify_width(message.logprobs, self._sampling.logprobs)
-        return Outputs(
-            message.index,
-            message.first_position,
-            list(message.token_ids),
-            finish_reason_from_wire(message.finish_reason),
-            message.stop_token_id if message.HasField("stop_token_id") else None,
-            message.num_cached_tokens,
-            moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
-            logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+    def __init__(self, worker: Worker, request: GenerationRequest, reader: CallReader[M, E], field: str) -> None:
+        """field: of `Submission`."""
+        self._worker = worker
+        self._request = request
+        self._reader = reader
+        self._field = field
+        self._step_call: StepCall | None = None
+        self._own: _OwnStream[M, E] | None = None
+        self._is_over = False
+        self.tasks: list[asyncio.Task[None]] = []
+        """Have ended soon after `cancel`."""
+        self.has_answered = False
+        """True if the worker has sent anything, and so has admitted the request."""
+
+    def _open(
+        self, message: Message, on_event: Callable[[E], None], on_end: Callable[[CallFailed | None], None]
+    ) -> None:
+        self._on_event, self._on_end = on_event, on_end
+        steps = self._worker.step_stream
+        if steps is not None and message.ByteSize() <= MAX_SUBMISSION_BYTES:
+            self._step_call = steps.submit(self._field, message.SerializeToString(), self)
+            return
+        request = self._request
+        call = self._worker.channel.unary_stream(
+            self._reader.method, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
         )
+        self._own = _OwnStream(self._worker, call, self._reader)
+        self.tasks.append(asyncio.create_task(self._read(self._own)))
 
-    @staticmethod
-    def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:
-        if logprobs.width > 1 + (asked or 0):
-            raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were requested")
+    def cancel(self) -> None:
+        """End the call at both ends; sent in this turn of the event loop. Nothing of it is reported any more."""
+        self._is_over = True
+        if self._step_call is not None:
+            self._step_call.cancel()
+        if self._own is not None:
+            self._own.cancel()
+        for task in self.tasks:
+            task.cancel()
+
+    async def _read(self, call: _OwnStream[M, E]) -> None:
+        try:
+            while (event := await call.next()) is not None:
+                self.has_answered = True
+                self._on_event(event)
+                if self._is_over:
+                    return
+        except CallFailed as failure:
+            self.ended(failure)
+        else:
+            self.ended(None)
+
+    # ---- `StepListener`
+
+    def tokens(self, index: int, first_position: int, token_ids: list[int]) -> None:
+        """See `StepListener`."""
+        self.has_answered = True
+        try:
+            event: Any = self._reader.tokens(index, first_position, token_ids)
+        except PeerError as error:
+            self._fail(error)
+        else:
+            self._on_event(event)
+
+    def event(self, message: bytes) -> None:
+        """See `StepListener`."""
+        self.has_answered = True
+        try:
+            event = self._reader.read_bytes(message, f"worker {self._worker}")
+        except PeerError as error:
+            self._fail(error)
+        else:
+            self._on_event(event)
+
+    def ended(self, failure: CallFailed | None) -> None:
+        """See `StepListener`."""
+        self.has_answered |= failure is None or failure.is_answer
+        if not self._is_over:
+            self._is_over = True
+            self._on_end(failure)
+
+    def _fail(self, error: PeerError) -> None:
+        warn_of(f"worker {self._worker}", error)
+        if self._step_call is not None:
+            self._step_call.cancel()
+        self.ended(CallFailed(error, died=False, is_answer=True))
 
 
-def _opened(
-    worker: Worker, method: Method[Any, M], message: Message, request: GenerationRequest
-) -> grpc.aio.UnaryStreamCall[Any, M]:
-    timeout_s, headers = request.remaining_s, request.trace_headers
-    return worker.channel.unary_stream(method, message, timeout=timeout_s, metadata=headers.items())
-
-
-class PrefillCall(_WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
+class PrefillCall(_AttemptCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
         self, worker: Worker, outgoing: OutgoingRequest, number: int, transfer_id: bytes, receiver: Worker | None
     ) -> None:
-        """Open the call. receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
+        """receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
         request = outgoing.request
-        message = prefill_pb2.PrefillRequest(
+        super().__init__(worker, request, PrefillReader(request), "prefill_request")
+        self._message = prefill_pb2.PrefillRequest(
             **outgoing.fields(worker),
             attempt=request_pb2.Attempt(number=number),
             transfer_id=transfer_id,
         )
         if receiver is not None:
-            message.receiver.worker_id, message.receiver.epoch = receiver.key
-        super().__init__(worker, _opened(worker, PREFILL, message, request), request)
+            self._message.receiver.worker_id, self._message.receiver.epoch = receiver.key
 
-    def _read(self, message: prefill_pb2.PrefillEvent) -> PrefillCallEvent:
-        match message.WhichOneof("event"):
-            case "admitted":
-                return Admitted(moments_from_wire(message.admitted.moments))
-            case "computed":
-                computed = message.computed
-                if (num := len(computed.first_outputs)) > self._num_sequences:
-                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were requested")
-                return Computed(
-                    num_tokens=computed.num_tokens,
-                    request_digest=computed.request_digest,
-                    first_outputs=[self._outputs(outputs) for outputs in computed.first_outputs],
-                    moments=moments_from_wire(computed.moments),
-                )
-            case "prompt_logprobs":
-                return self._prompt_logprobs(message.prompt_logprobs)
-            case "ended":
-                released = message.ended.how == prefill_pb2.Ended.RELEASED
-                how = _ENDS.get(message.ended.how, "ended")
-                cause = f"{how}: {message.ended.cause}" if message.ended.cause else how
-                return Ended(released, cause, moments_from_wire(message.ended.moments))
-            case _:
-                return UnknownEvent()
+    def follow(self, on_event: Callable[[PrefillCallEvent], None], on_end: Callable[[CallFailed | None], None]) -> None:
+        """Open the call. on_end: called once and last, unless the call is cancelled; None: it has ended well. Neither raises."""
+        self._open(self._message, on_event, on_end)
 
 
-class _DecodeServiceCall(_WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
-    def _read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
-        """Decode and check an event. Raises: PeerError if it has more than was requested."""
-        match message.WhichOneof("event"):
-            case "outputs":
-                return self._outputs(message.outputs)
-            case "prompt_logprobs":
-                return self._prompt_logprobs(message.prompt_logprobs)
-            case "admitted":
-                return Admitted(moments_from_wire(message.admitted.moments))
-            case "needs_prefill":
-                return NeedsPrefill(message.needs_prefill.uncached_tokens)
-            case "prefilling_locally":
-                return PrefillingLocally()
-            case "landed":
-                landed = message.landed
-                return Landed(
-                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
-                )
-            case _:
-                return UnknownEvent()
-
-
-class DecodeCall(_DecodeServiceCall):
+class DecodeCall(_AttemptCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     def __init__(
         self,
         worker: Worker,
@@ -285,31 +199,41 @@ class DecodeCall(_DecodeServiceCall):
         prefill_here: bool,
         local_prefill_tokens: int | None,
     ) -> None:
-        """Opens the call. source: the worker that sends the KV blocks; None to prefill at `worker`."""
+        """source: the worker that sends the KV blocks; None to prefill at `worker`."""
         request = outgoing.request
-        self._channel = worker.channel
-        self._of_sequences = decode_pb2.EndSequencesRequest(request_id=request.request_id, attempt=number)
-        message = decode_pb2.DecodeRequest(
+        super().__init__(worker, request, DecodeReader(request), "decode_request")
+        self._number = number
+        self._message = decode_pb2.DecodeRequest(
             **outgoing.fields(worker),
             attempt=request_pb2.Attempt(
                 number=number, prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens
             ),
         )
         if source is not None:
-            message.source.worker_id, message.source.epoch = source.key
-            message.source.address = source.identity.address
-            message.source.transfer_id = transfer_id
-        super().__init__(worker, _opened(worker, GENERATE, message, request), request)
+            self._message.source.worker_id, self._message.source.epoch = source.key
+            self._message.source.address = source.identity.address
+            self._message.source.transfer_id = transfer_id
 
-    async def end_sequence(self, index: int) -> None:
+    def follow(self, on_event: Callable[[DecodeCallEvent], None], on_end: Callable[[CallFailed | None], None]) -> None:
+        """As `PrefillCall.follow`."""
+        self._open(self._message, on_event, on_end)
+
+    def end_sequence(self, index: int) -> None:
         """Request the end of a sequence. Its later outputs are dropped."""
-        request = decode_pb2.EndSequencesRequest(indexes=[index])
-        request.MergeFrom(self._of_sequences)
+        if self._step_call is not None:
+            self._step_call.end_sequence(index)
+        else:
+            self.tasks.append(asyncio.create_task(self._end_sequence(index)))
+
+    async def _end_sequence(self, index: int) -> None:
+        request = decode_pb2.EndSequencesRequest(
+            request_id=self._request.request_id, attempt=self._number, indexes=[index]
+        )
         with contextlib.suppress(grpc.aio.AioRpcError):
-            await self._channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
+            await self._worker.channel.unary_unary(END_SEQUENCES, request, timeout=END_SEQUENCE_TIMEOUT_S)
 
 
-class SessionCall(_DecodeServiceCall):
+class SessionCall(_OwnStream[decode_pb2.DecodeEvent, DecodeCallEvent]):
     """A session's call: `open` it or `go_on` with a turn, then `next` until the turn's last outputs."""
 
     def __init__(self, worker: Worker, request: GenerationRequest) -> None:
@@ -324,7 +248,7 @@ class SessionCall(_DecodeServiceCall):
         self._request_id = request.request_id
         self._num_turns = 0
         """Turns before the running one."""
-        super().__init__(worker, self._turns, request)
+        super().__init__(worker, self._turns, DecodeReader(request))
 
     def cancel(self) -> None:
         super().cancel()
@@ -336,8 +260,7 @@ class SessionCall(_DecodeServiceCall):
 
     async def go_on(self, request: GenerationRequest) -> None:
         """Send the next turn, of which prompt, sampling parameters and trace headers count."""
-        self._num_prompt_tokens += self._sampling.output_limit + len(request.prompt_token_ids)
-        self._sampling = request.sampling_params
+        self._reader.go_on(request)
         self._num_turns += 1
         turn = OutgoingRequest(request).fields(self._worker, version_3="next")
         await self._write(decode_pb2.DecodeTurn(**turn))
@@ -356,23 +279,3 @@ class SessionCall(_DecodeServiceCall):
                 # the call has ended; `next` raises the cause
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     writing.result()
-
-
-def _said_by_worker(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """True if the worker sent the error; False if the channel broke."""
-    return any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ())
-
-
-def call_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
-    """The failure of a call, and whether the worker died."""
-    error = from_rpc_error(rpc_error)
-    if _said_by_worker(rpc_error):
-        if isinstance(error, WrongWorker):
-            # another epoch of the worker answered
-            return CallFailed(error, died=True)
-        # a worker reports this only about itself, if its engine has failed and its process exits
-        return CallFailed(error, died=isinstance(error, WorkerLost))
-    if isinstance(error, Cancelled):
-        # a stopping server cancels its calls; the router did not cancel this one
-        error = WorkerLost(f"the worker ended the call: {error.message}")
-    return CallFailed(error, died=isinstance(error, WorkerLost))

@@ -18,14 +18,8 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.protocol_3 import LAST_VERSION
 from pdserve.common.timeline import now_unix_ns
-from pdserve.router.attempts.worker_calls import (
-    Admitted,
-    CallFailed,
-    DecodeCallEvent,
-    Outputs,
-    PromptLogprobs,
-    SessionCall,
-)
+from pdserve.router.attempts.call_events import Admitted, DecodeCallEvent, Outputs, PromptLogprobs
+from pdserve.router.attempts.worker_calls import SessionCall
 from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.router.requests.client_stream import ClientStream
@@ -34,6 +28,7 @@ from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
+from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.outputs.request_output import CompletionOutput

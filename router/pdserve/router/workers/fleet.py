@@ -61,13 +61,15 @@ class Fleet:
         tls: ClientTls | None = None,
         *,
         insecure: bool = False,
+        step_streams: bool = True,
     ) -> None:
         """held: receives the workers' blocks; None if the directory reads them.
 
-        insecure: connect without TLS also to addresses of the directory beyond loopback.
+        insecure: connect without TLS also to addresses of the directory beyond loopback. step_streams: see `Worker`.
         """
         self._expected = expected
         self._tls = tls
+        self._step_streams = step_streams
         self._may_leave_machine = insecure or tls is not None
         self._passed_over: set[str] = set()
         """Addresses that were logged because they would need an unencrypted connection; limited in number."""
@@ -274,7 +276,10 @@ class Fleet:
                 watched.check_tick(now - TICK_STILL_S)
 
     def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WorkerWatcher:
-        return WorkerWatcher(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
+        return WorkerWatcher(
+            address, role, self._expected, self._on_change, self._held, self._tls, found=found,
+            step_streams=self._step_streams,
+        )  # fmt: skip
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._keep(asyncio.create_task(coroutine))

@@ -13,8 +13,10 @@ import msgspec
 
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.protocol import STEP_STREAM_VERSION
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
 from pdserve.common.worker_identity import WorkerIdentity
+from pdserve.router.workers.step_stream import StepStream
 
 REPORT_LAG_S = 0.25
 """Greatest age of a load report on arrival, seconds: calls that ended within it may still be counted there."""
@@ -84,11 +86,17 @@ class Worker:
         channel: ServiceChannel,
         load: WorkerLoad | None = None,
         adapters: KnownAdapters = NO_ADAPTERS,
+        *,
+        step_streams: bool = True,
     ) -> None:
+        """step_streams: use the worker's `StepStreamService`, if it serves ours."""
         self.identity = identity
         self.adapters = adapters
         """LoRA adapters that requests may name there."""
         self.channel = channel
+        serves_steps = step_streams and identity.step_stream_version == STEP_STREAM_VERSION
+        self.step_stream = StepStream(channel, str(self)) if serves_steps else None
+        """The stream of all calls; None if each call has a stream of its own."""
         self.load = load or WorkerLoad()
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
@@ -164,6 +172,8 @@ class Worker:
         callbacks, self._on_lost = self._on_lost, set()
         for on_lost in callbacks:
             on_lost(self)
+        if self.step_stream is not None:
+            self.step_stream.close()
 
     def subscribe_lost(self, on_lost: Callable[[Worker], None]) -> Callable[[], None]:
         """Call `tell` when the worker is lost; the returned function unsubscribes."""

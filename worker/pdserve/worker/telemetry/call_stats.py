@@ -90,6 +90,10 @@ class CallStats:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.left(error)
+
+    def left(self, error: BaseException | None) -> None:
+        """Note the end of the call, with what ended it early."""
         self.ended_at = time.monotonic()
         if isinstance(error, PdServeError):
             self.cause = error

@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.common import timeline as moments
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.router.attempts.worker_calls import Outputs
+from pdserve.router.attempts.call_events import Outputs
 from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams, candidates_of, step_params

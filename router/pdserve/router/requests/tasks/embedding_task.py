@@ -22,7 +22,6 @@ from pdserve.router.admission.shared_admission import RequestAdmission
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.attempts.embed_call import Embedded, embed
-from pdserve.router.attempts.worker_calls import CallFailed
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.placement.worker_selector import pooling_workers
 from pdserve.router.requests.client_error import as_client_sees
@@ -33,6 +32,7 @@ from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
+from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import Worker
 
 log = logging.getLogger(__name__)

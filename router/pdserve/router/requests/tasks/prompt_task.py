@@ -26,8 +26,8 @@ from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.place import Cost, RunningPlace
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
+from pdserve.router.attempts.call_events import Outputs, PromptLogprobs
 from pdserve.router.attempts.crash_guard import CrashGuard
-from pdserve.router.attempts.worker_calls import Outputs, PromptLogprobs
 from pdserve.router.placement.placement import PlacementHint
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees

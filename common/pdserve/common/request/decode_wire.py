@@ -1,0 +1,35 @@
+"""Events of a decode call, as `DecodeEvent` messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pdserve.common.request.engine_types import EngineCoreOutput
+from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.v1 import decode_pb2, prefill_pb2
+
+
+def admitted_event(moment: str, arrival_time: float) -> decode_pb2.DecodeEvent:
+    """arrival_time: `time.monotonic()` seconds."""
+    return decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: arrival_time})))
+
+
+def landed_event(num_blocks: int, block_bytes: int, connector: str) -> decode_pb2.DecodeEvent:
+    """block_bytes: of one block."""
+    landed = decode_pb2.Landed(num_blocks=num_blocks, transfer_bytes=num_blocks * block_bytes, connector=connector)
+    return decode_pb2.DecodeEvent(landed=landed)
+
+
+def needs_prefill_event(uncached_tokens: int) -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(needs_prefill=decode_pb2.NeedsPrefill(uncached_tokens=uncached_tokens))
+
+
+def prefilling_locally_event() -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(prefilling_locally=decode_pb2.PrefillingLocally())
+
+
+def output_events(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> Iterator[decode_pb2.DecodeEvent]:
+    """The `Outputs` message of one output of the engine, after the prompt's log-probabilities. names: see `outputs_to_wire`."""
+    for piece in prompt_logprobs_to_wire(output.prompt_logprobs, output.first_prompt_position):
+        yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
+    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))

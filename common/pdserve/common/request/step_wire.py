@@ -1,0 +1,140 @@
+"""Messages of `StepStreamService` as plain values, in both directions; received ones are validated here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import NamedTuple
+
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError, from_code
+from pdserve.v1 import step_stream_pb2
+
+MAX_KEY = (1 << 32) - 1
+_MAX_END_CHARS = 2000
+"""Characters of an error's message."""
+
+
+def end_to_wire(error: PdServeError | None) -> step_stream_pb2.CallEnd:
+    """error: None if the call has ended well."""
+    if error is None:
+        return step_stream_pb2.CallEnd()
+    return step_stream_pb2.CallEnd(
+        code=error.code,
+        message=error.message.encode(errors="replace").decode()[:_MAX_END_CHARS],
+        field=(error.field or "").encode(errors="replace").decode() if isinstance(error, InvalidRequest) else "",
+        retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else 0.0,
+    )
+
+
+def end_from_wire(end: step_stream_pb2.CallEnd) -> PdServeError | None:
+    """The peer's error; None if the call has ended well."""
+    if not end.code:
+        return None
+    error = from_code(end.code, end.message, end.field)
+    if isinstance(error, Overloaded):
+        error.by_peer = True
+        if 0 <= end.retry_after_s < float("inf"):
+            error.retry_after_s = end.retry_after_s
+    return error
+
+
+class StepTokens(NamedTuple):
+    """New tokens of one sequence of a call."""
+
+    key: int
+    sequence: int
+    """Its index."""
+    first_position: int
+    token_ids: list[int]
+
+
+class StepEvent(NamedTuple):
+    """An event of a call other than new tokens alone."""
+
+    key: int
+    message: bytes = b""
+    """Serialized, as in a gRPC stream of the call's own."""
+    is_end: bool = False
+    error: PdServeError | None = None
+    """With the end: the error that ended the call."""
+
+
+def step_outputs(entries: Iterable[StepTokens | StepEvent]) -> step_stream_pb2.StepOutputs:
+    """One message. Tokens of one sequence that follow one another without an event of its call between them are merged."""
+    keys: list[int] = []
+    indexes: list[int] = []
+    first_positions: list[int] = []
+    token_ids: list[list[int]] = []
+    events: list[step_stream_pb2.CallEvent] = []
+    last: dict[int, int] = {}
+    """Key -> its last entry, to which its next tokens may be added."""
+    for entry in entries:
+        if isinstance(entry, StepEvent):
+            last.pop(entry.key, None)
+            event = step_stream_pb2.CallEvent(key=entry.key, num_before=len(keys))
+            if entry.is_end:
+                event.end.CopyFrom(end_to_wire(entry.error))
+            else:
+                event.message = entry.message
+            events.append(event)
+            continue
+        key, index, first_position, ids = entry
+        place = last.get(key)
+        if (
+            place is not None
+            and indexes[place] == index
+            and first_positions[place] + len(token_ids[place]) == first_position
+        ):
+            token_ids[place] = token_ids[place] + ids
+            continue
+        last[key] = len(keys)
+        keys.append(key)
+        indexes.append(index)
+        first_positions.append(first_position)
+        token_ids.append(ids)
+    num_tokens = [len(ids) for ids in token_ids]
+    return step_stream_pb2.StepOutputs(
+        keys=keys,
+        indexes=indexes if any(indexes) else (),
+        first_positions=first_positions,
+        num_tokens=num_tokens if num_tokens.count(1) != len(num_tokens) else (),
+        token_ids=chain.from_iterable(token_ids),
+        events=events,
+    )
+
+
+class Columns(NamedTuple):
+    """The columns of a `StepOutputs`, of equal lengths."""
+
+    keys: list[int]
+    indexes: list[int]
+    first_positions: list[int]
+    token_ids: list[list[int]]
+
+
+def columns_of(message: step_stream_pb2.StepOutputs) -> Columns:
+    """Raises: PeerError for columns that do not fit together, or events that are not in their order."""
+    keys, first_positions = list(message.keys), list(message.first_positions)
+    flat, num_tokens, indexes = list(message.token_ids), list(message.num_tokens), list(message.indexes)
+    count = len(keys)
+    fits = (len(num_tokens), sum(num_tokens)) == (count, len(flat)) if num_tokens else len(flat) == count
+    if not fits or len(first_positions) != count or (indexes and len(indexes) != count):
+        raise PeerError(
+            f"a step has {count} keys, {len(indexes)} indexes, {len(first_positions)} positions, {len(num_tokens)} numbers "
+            f"of tokens and {len(flat)} tokens, which do not fit together"
+        )
+    if num_tokens:
+        token_ids, at = [], 0
+        for num in num_tokens:
+            token_ids.append(flat[at : at + num])
+            at += num
+    else:
+        token_ids = [[token_id] for token_id in flat]
+    before = 0
+    for event in message.events:
+        if not before <= event.num_before <= count:
+            raise PeerError(
+                f"a step's event comes after {event.num_before} of {count} entries, and one before it after {before}"
+            )
+        before = event.num_before
+    return Columns(keys, indexes or [0] * count, first_positions, token_ids)

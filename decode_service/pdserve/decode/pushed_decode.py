@@ -1,0 +1,125 @@
+"""`PushedDecode`: a decode call of a step stream, whose outputs pass from the engine to the stream without a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from pdserve.common import timeline
+from pdserve.common.errors import InternalError, NeedsPrefill, PdServeError
+from pdserve.common.request.decode_wire import (
+    admitted_event,
+    landed_event,
+    needs_prefill_event,
+    output_events,
+    prefilling_locally_event,
+)
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.decode.decode_moments import LOCAL_MOMENTS, REMOTE_MOMENTS
+from pdserve.engine.output_stream import engine_error
+from pdserve.kv_transfer.control.receiver_transfer import SourceRef
+from pdserve.worker.engine_client import EngineClient, Landing, RequestStream
+from pdserve.worker.step_stream.step_call import StepCall
+from pdserve.worker.telemetry.call_stats import CallStats
+
+
+class PushedDecode:
+    """From `begin` to the last output of the last sequence, an error, or the router's cancellation. Sends what
+    `DecodeServicer.Generate` sends."""
+
+    def __init__(
+        self, call: StepCall, engine: EngineClient, request: EngineCoreRequest, record: CallStats, block_bytes: int
+    ) -> None:
+        """block_bytes: of a KV block."""
+        self._call = call
+        self._engine = engine
+        self._request = request
+        self._record = record
+        self._block_bytes = block_bytes
+        self._names = REMOTE_MOMENTS if request.remote_prefill else LOCAL_MOMENTS
+        self._num_open = request.n
+        self._stream: RequestStream | None = None
+        self._early: list[EngineCoreOutput] = []
+        """Outputs from before the request was submitted: a refusal."""
+        self._has_begun = False
+        """True after the first output, which reports more than tokens."""
+        self._has_ended = False
+
+    def begin(self, stream_interval: int, source: SourceRef | None) -> None:
+        """Submit the request; its refusal ends the call."""
+        try:
+            self._stream = self._engine.submit(
+                self._request, self._record.take, stream_interval, source, on_output=self._take
+            )
+        except PdServeError as error:
+            self._end(error)
+            return
+        self._call.on_cancel = self._cancel
+        self._call.on_ended_sequences = self._end_sequences
+        moment = timeline.PREFILL_QUEUED if source is None else timeline.DECODE_QUEUED
+        self._call.event(admitted_event(moment, self._request.arrival_time))
+        if source is not None:
+            self._stream.landed.add_done_callback(self._landed)
+        for output in self._early:
+            self._take(output)
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        if self._stream is None:
+            self._early.append(output)
+            return
+        if self._has_ended:
+            return
+        try:
+            self._send(output)
+        except Exception as error:
+            self._end(InternalError(f"the service failed: {type(error).__name__}"))
+            self._call.fail(error)
+
+    def _send(self, output: EngineCoreOutput) -> None:
+        if (
+            self._has_begun
+            and output.finish_reason is None
+            and output.new_logprobs is None
+            and not output.moments
+            and not output.error_code
+        ):
+            self._call.tokens(output.index, output.first_position, output.new_token_ids)
+            return
+        if output.error_code:
+            self._end(engine_error(output))
+            return
+        if output.prefills_locally and not self._has_begun:
+            self._call.event(prefilling_locally_event())
+            self._names = LOCAL_MOMENTS
+        if output.new_token_ids or output.finish_reason is not None:
+            self._has_begun = True
+            for event in output_events(output, self._names):
+                self._call.event(event)
+        if output.finish_reason is not None:
+            self._num_open -= 1
+            if self._num_open <= 0:
+                self._end(None)
+
+    def _landed(self, landed: asyncio.Future[Landing]) -> None:
+        if not landed.cancelled():
+            num_blocks, connector = landed.result()
+            self._call.event(landed_event(num_blocks, self._block_bytes, connector))
+
+    def _end_sequences(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            self._engine.end_sequence(self._request.request_id, index)
+
+    def _cancel(self) -> None:
+        self._end(asyncio.CancelledError())
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the call at the engine and at the router; the first end counts."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._record.left(error)
+        self._engine.release(self._stream, self._record.close)
+        if isinstance(error, NeedsPrefill):
+            self._call.event(needs_prefill_event(error.uncached_tokens))
+            error = None
+        self._call.end(error if isinstance(error, PdServeError) else None)

@@ -1,0 +1,219 @@
+"""Events of a worker's calls as plain values, checked against what was requested."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+from google.protobuf.message import Message
+
+from pdserve.common.errors import PeerError
+from pdserve.common.net.service_channel import GENERATE, PREFILL, Method
+from pdserve.common.request.engine_types import FinishReason, LogprobsLists
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.wire import finish_reason_from_wire, logprobs_from_wire, moments_from_wire
+from pdserve.common.security.peer_message import parsed
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
+
+Moments = dict[str, int]
+"""name -> wall-clock nanoseconds"""
+_NO_MOMENTS: Moments = {}
+_ENDS = {number: name.lower() for name, number in prefill_pb2.Ended.How.items()}
+"""Number -> name of the end of a transfer; a newer worker may send other numbers."""
+
+
+class Admitted(msgspec.Struct, gc=False):
+    moments: Moments
+
+
+class Outputs(msgspec.Struct, gc=False):
+    """New tokens of one sequence."""
+
+    index: int
+    first_position: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    moments: Moments = _NO_MOMENTS
+    logprobs: LogprobsLists | None = None
+
+
+class Computed(msgspec.Struct):
+    """The prefill worker has computed the prompt's KV and the first token."""
+
+    num_tokens: int
+    request_digest: bytes
+    first_outputs: list[Outputs]
+    moments: Moments
+
+
+class PromptLogprobs(msgspec.Struct):
+    """Log-probabilities of consecutive prompt tokens."""
+
+    first_position: int
+    """Position in the prompt."""
+    logprobs: LogprobsLists
+
+
+class Ended(msgspec.Struct, gc=False):
+    """The transfer has ended at its source."""
+
+    released: bool
+    """True if the receiver has all blocks; otherwise the source gave up, or its lease expired."""
+    cause: str
+    moments: Moments
+
+
+class NeedsPrefill(msgspec.Struct, gc=False):
+    uncached_tokens: int
+
+
+class PrefillingLocally(msgspec.Struct, gc=False):
+    pass
+
+
+class Landed(msgspec.Struct, gc=False):
+    num_blocks: int
+    transfer_bytes: int
+    connector: str
+    moments: Moments
+
+
+class UnknownEvent(msgspec.Struct, gc=False):
+    """An event that this router does not know, from a newer worker."""
+
+
+PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
+DecodeCallEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
+E = TypeVar("E")
+M = TypeVar("M", bound=Message)
+
+
+class CallReader(abc.ABC, Generic[M, E]):
+    """Reads the events of one call."""
+
+    method: ClassVar[Method[Any, Any]]
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._sampling = request.sampling_params
+        """Parameters of the request, or of a session's last turn; the size of events is checked against them."""
+        self._num_sequences = request.n
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._max_tokens = request.sampling_params.output_limit
+
+    def go_on(self, request: GenerationRequest) -> None:
+        """Read a session's next turn."""
+        self._num_prompt_tokens += self._max_tokens + len(request.prompt_token_ids)
+        self._sampling = request.sampling_params
+        self._max_tokens = request.sampling_params.output_limit
+
+    def read_bytes(self, message: bytes, peer: str) -> E:
+        """As `read`, for a serialized event. Raises: PeerError, also if it cannot be decoded."""
+        kind = self.method.response
+        return self.read(parsed(f"a {kind.DESCRIPTOR.name} from {peer}", kind.FromString, message))
+
+    @abc.abstractmethod
+    def read(self, message: M) -> E:
+        """The event as a plain value; `UnknownEvent` for an unknown one. Raises: PeerError if it has more than was requested."""
+
+    def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
+        """Outputs that are tokens alone. Raises: PeerError."""
+        if first_position + len(token_ids) > self._max_tokens:
+            raise PeerError(
+                f"a worker sent {len(token_ids)} tokens from position {first_position} on, where max_tokens is "
+                f"{self._max_tokens}"
+            )
+        return Outputs(index, first_position, token_ids)
+
+    def _prompt_logprobs(self, message: request_pb2.PromptLogprobs) -> PromptLogprobs:
+        count, limit = len(message.logprobs.sampled_ranks), self._num_prompt_tokens
+        if count > limit or message.first_position > limit:
+            raise PeerError(
+                f"a worker sent log-probabilities of {count} prompt tokens from position {message.first_position} on, "
+                f"where the prompt has {limit}"
+            )
+        self._verify_width(message.logprobs, self._sampling.prompt_logprobs)
+        return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
+
+    def _outputs(self, message: request_pb2.Outputs) -> Outputs:
+        num_tokens, limit = len(message.token_ids), self._max_tokens
+        if message.first_position + num_tokens > limit:
+            raise PeerError(
+                f"a worker sent {num_tokens} tokens from position {message.first_position} on, where max_tokens is {limit}"
+            )
+        if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
+            raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
+        self._verify_width(message.logprobs, self._sampling.logprobs)
+        return Outputs(
+            message.index,
+            message.first_position,
+            list(message.token_ids),
+            finish_reason_from_wire(message.finish_reason),
+            message.stop_token_id if message.HasField("stop_token_id") else None,
+            message.num_cached_tokens,
+            moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
+            logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+        )
+
+    @staticmethod
+    def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:
+        if logprobs.width > 1 + (asked or 0):
+            raise PeerError(f"a worker sent {logprobs.width} log-probabilities per token, where {asked} were requested")
+
+
+class PrefillReader(CallReader[prefill_pb2.PrefillEvent, PrefillCallEvent]):
+    method = PREFILL
+
+    def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
+        """Raises: PeerError: a prefill worker sends its first tokens with `Computed`."""
+        raise PeerError("a prefill worker sent tokens alone")
+
+    def read(self, message: prefill_pb2.PrefillEvent) -> PrefillCallEvent:
+        match message.WhichOneof("event"):
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "computed":
+                computed = message.computed
+                if (num := len(computed.first_outputs)) > self._num_sequences:
+                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were requested")
+                return Computed(
+                    num_tokens=computed.num_tokens,
+                    request_digest=computed.request_digest,
+                    first_outputs=[self._outputs(outputs) for outputs in computed.first_outputs],
+                    moments=moments_from_wire(computed.moments),
+                )
+            case "prompt_logprobs":
+                return self._prompt_logprobs(message.prompt_logprobs)
+            case "ended":
+                released = message.ended.how == prefill_pb2.Ended.RELEASED
+                how = _ENDS.get(message.ended.how, "ended")
+                cause = f"{how}: {message.ended.cause}" if message.ended.cause else how
+                return Ended(released, cause, moments_from_wire(message.ended.moments))
+            case _:
+                return UnknownEvent()
+
+
+class DecodeReader(CallReader[decode_pb2.DecodeEvent, DecodeCallEvent]):
+    method = GENERATE
+
+    def read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
+        match message.WhichOneof("event"):
+            case "outputs":
+                return self._outputs(message.outputs)
+            case "prompt_logprobs":
+                return self._prompt_logprobs(message.prompt_logprobs)
+            case "admitted":
+                return Admitted(moments_from_wire(message.admitted.moments))
+            case "needs_prefill":
+                return NeedsPrefill(message.needs_prefill.uncached_tokens)
+            case "prefilling_locally":
+                return PrefillingLocally()
+            case "landed":
+                landed = message.landed
+                return Landed(
+                    landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
+                )
+            case _:
+                return UnknownEvent()

@@ -1,0 +1,38 @@
+"""`CallFailed`: the end of a worker's call with an error, and what it says about the worker."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from pdserve.common.errors import Cancelled, PdServeError, WorkerLost, WrongWorker
+from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
+
+
+class CallFailed(Exception):
+    """A call ended with an error."""
+
+    def __init__(self, error: PdServeError, died: bool, *, is_answer: bool = False) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.died = died
+        """True if the channel broke without an answer from the worker, or the worker reported that its engine failed."""
+        self.is_answer = is_answer
+        """True if the worker sent the error, and so may have admitted the request."""
+
+
+def said_by_worker(error: PdServeError) -> CallFailed:
+    """The failure of a call that the worker itself ended."""
+    # a worker reports WorkerLost only about itself, if its engine has failed and its process exits; WrongWorker comes from
+    # another epoch of the worker
+    return CallFailed(error, died=isinstance(error, WorkerLost), is_answer=not isinstance(error, WrongWorker))
+
+
+def call_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
+    """The failure of a call, and whether the worker died."""
+    error = from_rpc_error(rpc_error)
+    if any(name == ERROR_CODE_KEY for name, _ in rpc_error.trailing_metadata() or ()):
+        return said_by_worker(error)
+    if isinstance(error, Cancelled):
+        # a stopping server cancels its calls; the router did not cancel this one
+        error = WorkerLost(f"the worker ended the call: {error.message}")
+    return CallFailed(error, died=isinstance(error, WorkerLost))

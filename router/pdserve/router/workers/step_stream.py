@@ -1,0 +1,209 @@
+"""`StepStream`: the calls of this router at one worker, over one gRPC stream with one message per step of its engine.
+
+The stream is opened with its first call, and again with the first call after it broke. What breaks it ends each of its calls, as a
+broken channel ends calls with streams of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from typing import Any, Protocol
+
+import grpc.aio
+
+from pdserve.common.errors import InternalError, PeerError, WorkerLost
+from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, readable, warn_of
+from pdserve.common.request.step_wire import Columns, columns_of, end_from_wire
+from pdserve.router.workers.call_failure import CallFailed, call_failed, said_by_worker
+from pdserve.v1 import step_stream_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_SUBMISSION_BYTES = 256 << 10
+"""Larger requests are sent in calls with streams of their own, so that no cancellation waits behind them."""
+
+_MESSAGE_BYTES = 256 << 10
+"""Bytes of submissions at which a message ends, so that it has at most twice as many; workers take at least 1 MiB."""
+
+
+class StepListener(Protocol):
+    """Gets the output of one call. Called in the asyncio thread; must not raise."""
+
+    def tokens(self, index: int, first_position: int, token_ids: list[int]) -> None:
+        """New tokens of a sequence."""
+
+    def event(self, message: bytes) -> None:
+        """Another event, serialized."""
+
+    def ended(self, failure: CallFailed | None) -> None:
+        """The call has ended; None: well. Called once, and last."""
+
+
+class StepStream:
+    """Used in the asyncio thread."""
+
+    def __init__(self, channel: ServiceChannel, worker: str) -> None:
+        """worker: name for messages."""
+        self._channel = channel
+        self._worker = worker
+        self._connection: _Connection | None = None
+
+    def submit(self, field: str, message: bytes, listener: StepListener) -> StepCall:
+        """Begin a call. field: of `Submission`. message: serialized, at most `MAX_SUBMISSION_BYTES`."""
+        if self._connection is None or self._connection.has_ended:
+            self._connection = _Connection(self._channel, self._worker)
+        return self._connection.submit(field, message, listener)
+
+    def close(self) -> None:
+        """End the stream with its calls, if it is open."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+class StepCall:
+    """One call of a stream, for the caller."""
+
+    __slots__ = ("_connection", "_key")
+
+    def __init__(self, connection: _Connection, key: int) -> None:
+        self._connection = connection
+        self._key = key
+
+    def cancel(self) -> None:
+        """End the call at both ends; its listener hears nothing more. Repeated calls have no effect."""
+        self._connection.cancel(self._key)
+
+    def end_sequence(self, index: int) -> None:
+        """Request the end of a sequence whose text is complete."""
+        self._connection.end_sequence(self._key, index)
+
+
+class _Connection:
+    """One stream, from its first call to its end."""
+
+    def __init__(self, channel: ServiceChannel, worker: str) -> None:
+        self._channel = channel
+        self._worker = worker
+        self._keys = itertools.count(1)
+        self._listeners: dict[int, StepListener] = {}
+        self._unsent: dict[int, step_stream_pb2.Submission] = {}
+        self._ended_sequences: list[step_stream_pb2.EndedSequences] = []
+        self._cancelled: dict[int, None] = {}
+        """Keys of calls to cancel; one that ends meanwhile is removed."""
+        self._has_commands = asyncio.Event()
+        self._call: Any = None
+        self.has_ended = False
+        self._tasks = [asyncio.create_task(self._run(), name="step stream")]
+
+    def submit(self, field: str, message: bytes, listener: StepListener) -> StepCall:
+        """See `StepStream.submit`."""
+        key = next(self._keys)
+        self._listeners[key] = listener
+        self._unsent[key] = step_stream_pb2.Submission(key=key, **{field: message})
+        self._has_commands.set()
+        return StepCall(self, key)
+
+    def cancel(self, key: int) -> None:
+        """See `StepCall.cancel`."""
+        if self._listeners.pop(key, None) is not None and self._unsent.pop(key, None) is None:
+            self._cancelled[key] = None
+            self._has_commands.set()
+
+    def end_sequence(self, key: int, index: int) -> None:
+        """See `StepCall.end_sequence`."""
+        if key in self._listeners:
+            self._ended_sequences.append(step_stream_pb2.EndedSequences(key=key, indexes=[index]))
+            self._has_commands.set()
+
+    def close(self) -> None:
+        """End the stream; its calls fail."""
+        self._tasks[0].cancel()
+        # a task that is cancelled before its first step runs nothing
+        self._end(CallFailed(WorkerLost(f"the stream of worker {self._worker} was closed"), died=True))
+
+    async def _run(self) -> None:
+        failure = CallFailed(WorkerLost(f"the stream of worker {self._worker} was closed"), died=True)
+        try:
+            first = self._take()
+            self._call = self._channel.stream_stream(STEP_STREAM, first)
+            self._tasks.append(asyncio.create_task(self._write(first), name="step stream writer"))
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                self._deliver(readable(message))
+            failure = CallFailed(WorkerLost(f"worker {self._worker} ended its stream"), died=False, is_answer=True)
+        except grpc.aio.AioRpcError as error:
+            failure = call_failed(error)
+        except PeerError as error:
+            failure = CallFailed(error, died=False, is_answer=True)
+        except grpc.aio.UsageError as error:
+            failure = CallFailed(InternalError(f"the stream cannot be read: {error}"), died=False)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            failure = CallFailed(WorkerLost("the stream was cancelled, but not by this router"), died=True)
+        except Exception as error:
+            log.exception("the stream of worker %s failed in the router", self._worker)
+            failure = CallFailed(InternalError(f"the router failed: {type(error).__name__}"), died=False)
+        finally:
+            self._end(failure)
+
+    def _end(self, failure: CallFailed) -> None:
+        self.has_ended = True
+        for task in self._tasks[1:]:
+            task.cancel()
+        if self._call is not None:
+            self._call.cancel()
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.ended(failure)
+
+    def _take(self) -> bytes:
+        """Serialize commands that are not sent yet: all but submissions beyond `_MESSAGE_BYTES`."""
+        commands = step_stream_pb2.StepCommands(ended_sequences=self._ended_sequences, cancelled=self._cancelled)
+        self._ended_sequences, self._cancelled = [], {}
+        num_bytes = 0
+        while self._unsent and num_bytes < _MESSAGE_BYTES:
+            submission = self._unsent.pop(next(iter(self._unsent)))
+            num_bytes += submission.ByteSize()
+            commands.submissions.append(submission)
+        if not self._unsent:
+            self._has_commands.clear()
+        return commands.SerializeToString()
+
+    async def _write(self, first: bytes) -> None:
+        # the stream has ended then; `read` raises the cause
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            await self._call.write(first)
+            while True:
+                await self._has_commands.wait()
+                await self._call.write(self._take())
+
+    def _deliver(self, outputs: step_stream_pb2.StepOutputs) -> None:
+        """Raises: PeerError."""
+        try:
+            columns = columns_of(outputs)
+        except PeerError as error:
+            warn_of(f"worker {self._worker}", error)
+            raise
+        at = 0
+        for event in outputs.events:
+            self._deliver_tokens(columns, at, event.num_before)
+            at = event.num_before
+            if event.WhichOneof("event") == "end":
+                self._cancelled.pop(event.key, None)
+                if (listener := self._listeners.pop(event.key, None)) is not None:
+                    cause = end_from_wire(event.end)
+                    listener.ended(None if cause is None else said_by_worker(cause))
+            elif (listener := self._listeners.get(event.key)) is not None:
+                listener.event(event.message)
+        self._deliver_tokens(columns, at, len(columns.keys))
+
+    def _deliver_tokens(self, columns: Columns, start: int, stop: int) -> None:
+        listeners = self._listeners
+        keys, indexes, first_positions, token_ids = columns
+        for at in range(start, stop):
+            if (listener := listeners.get(keys[at])) is not None:
+                listener.tokens(indexes[at], first_positions[at], token_ids[at])

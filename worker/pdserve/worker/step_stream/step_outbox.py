@@ -1,0 +1,108 @@
+"""`StepOutbox`: what the calls of one router's stream have to send, until it leaves in one message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pdserve.common.errors import PdServeError, PeerError
+from pdserve.common.request.step_wire import StepEvent, StepTokens
+
+MAX_UNSENT_BYTES = 64 << 20
+"""Bytes that a router may leave unread before its stream ends; its calls are then made elsewhere."""
+ROOM_BYTES = 1 << 20
+"""Unsent bytes above which `room` waits, and size at which a message ends."""
+_ENTRY_BYTES = 16
+_TOKEN_BYTES = 5
+
+
+class StepOutbox:
+    """Used in the asyncio thread; `take` by one reader at a time."""
+
+    def __init__(self, on_full: Callable[[], None], max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+        """on_full: called once, when more than `max_unsent_bytes` are unsent; the stream then ends with an error."""
+        self._on_full = on_full
+        self._max_unsent_bytes = max_unsent_bytes
+        self._entries: list[StepTokens | StepEvent] = []
+        self._num_bytes = 0
+        self._error: PdServeError | None = None
+        self._has_ended = False
+        self._reader: asyncio.Future[None] | None = None
+        self._room: asyncio.Event = asyncio.Event()
+        self._room.set()
+
+    def tokens(self, key: int, index: int, first_position: int, token_ids: list[int]) -> None:
+        """Add new tokens of a sequence. The list is not changed later."""
+        self._entries.append(StepTokens(key, index, first_position, token_ids))
+        self._grow(_ENTRY_BYTES + _TOKEN_BYTES * len(token_ids))
+
+    def event(self, event: StepEvent) -> None:
+        """Add an event of a call."""
+        self._entries.append(event)
+        self._grow(_size(event))
+
+    def _grow(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > ROOM_BYTES:
+            self._room.clear()
+            if self._num_bytes > self._max_unsent_bytes and self._error is None:
+                self.fail(PeerError(f"the router left more than {self._max_unsent_bytes} bytes of its stream unread"))
+                self._on_full()
+                self._entries.clear()
+        self._wake()
+
+    async def room(self) -> None:
+        """Wait until at most `ROOM_BYTES` are unsent."""
+        await self._room.wait()
+
+    def fail(self, error: PdServeError) -> None:
+        """`take` raises this at once; the first error counts."""
+        self._error = self._error or error
+        self._wake()
+
+    def end(self) -> None:
+        """`take` returns None after everything that was added."""
+        self._has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[StepTokens | StepEvent] | None:
+        """Everything that is unsent, about 1 MiB at most; waits for the first of it. None at the end. Raises: see `fail`."""
+        while not self._entries and self._error is None and not self._has_ended:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if self._error is not None:
+            raise self._error
+        if not self._entries:
+            return None
+        entries, num_bytes = self._first()
+        self._num_bytes -= num_bytes
+        if self._num_bytes <= ROOM_BYTES:
+            self._room.set()
+        return entries
+
+    def _first(self) -> tuple[list[StepTokens | StepEvent], int]:
+        """Remove entries of about `ROOM_BYTES`: these, and their size in bytes."""
+        if self._num_bytes <= ROOM_BYTES:
+            entries, self._entries = self._entries, []
+            return entries, self._num_bytes
+        count = num_bytes = 0
+        for entry in self._entries:
+            count += 1
+            num_bytes += _size(entry)
+            if num_bytes > ROOM_BYTES:
+                break
+        entries, self._entries = self._entries[:count], self._entries[count:]
+        return entries, num_bytes
+
+
+def _size(entry: StepTokens | StepEvent) -> int:
+    if isinstance(entry, StepTokens):
+        return _ENTRY_BYTES + _TOKEN_BYTES * len(entry.token_ids)
+    return _ENTRY_BYTES + len(entry.message)
