@@ -415,7 +415,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         async for event in self._play(Call(readable(request))):
             yield event
 
-    def _begin(self, request, call: StepCall) -> None:
+    def _begin(self, request: Any, call: StepCall) -> None:
         """A call over the step stream."""
         if isinstance(request, decode_pb2.DecodeRequest):
             played = Call(readable(request))

@@ -36,7 +36,6 @@ class FedCall:
         self.cancelled = False
         self.has_answered = False
         self.tasks = []
-        self.on_event = self.on_end = None
         calls.append(self)
 
     def cancel(self):

@@ -22,7 +22,17 @@ from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
 from pdserve.common.errors import PdServeError
 from pdserve.common.net.rpc import ERROR_CODE_KEY, bind, make_server
-from pdserve.common.net.service_channel import ATTACH, EMBED, END_SEQUENCES, GENERATE, MEET, PREFILL, SESSION, Method
+from pdserve.common.net.service_channel import (
+    ATTACH,
+    EMBED,
+    END_SEQUENCES,
+    GENERATE,
+    MEET,
+    PREFILL,
+    SESSION,
+    STEP_STREAM,
+    Method,
+)
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.security.call_proof import CallSigner
@@ -30,7 +40,7 @@ from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.kv_transfer.control.attach_servicer import answer_parts
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import TICK_STILL_S, Worker
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
@@ -181,7 +191,7 @@ class Hostile:
 
         self.sent += [(method.path, _shown(raw)) for raw in raws]
         proof = await asyncio.to_thread(self._signer.metadata, method.path, worker.identity.key, raws[0])
-        streams_in, streams_out = method in (SESSION, ATTACH), method not in (EMBED, END_SEQUENCES, MEET)
+        streams_in, streams_out = method in (SESSION, ATTACH, STEP_STREAM), method not in (EMBED, END_SEQUENCES, MEET)
         kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
         make: Any = getattr(self.pair.channel(worker), kind)(method.path)
         call = make(messages() if streams_in else raws[0], metadata=proof, timeout=CALL_S)
@@ -235,6 +245,30 @@ class Hostile:
             sampling = request_pb2.SamplingParams(max_tokens=2, temperature=0.0)
             turns.append(decode_pb2.DecodeTurn(next=decode_pb2.NextTurn(prompt_token_ids=[5, 6], sampling=sampling)))
         return [await self.call(d, SESSION, *await self._some_changed(d, turns), stays_s=self.draw.choice((0.0, 0.3)))]
+
+    async def steps(self) -> list[Ended]:
+        """A router's stream with a few calls, of which some are changed, and what it says of them."""
+        worker, method = self.draw.choice(((self.pair.p, PREFILL), (self.pair.d, GENERATE)))
+        field = "prefill_request" if method is PREFILL else "decode_request"
+        messages: list[Message] = []
+        key = 0
+        for _ in range(self.draw.choice((1, 2, 3))):
+            commands = step_stream_pb2.StepCommands()
+            for _ in range(self.draw.choice((0, 1, 2))):
+                call = self._message(worker, method)
+                if method is GENERATE:
+                    # an address in these bytes could be changed into one at which others listen
+                    call.ClearField("source")
+                raw = await self.aside(worker, call) if self.draw.random() < 0.5 else call.SerializeToString()
+                key += 1
+                commands.submissions.add(key=key, **{field: raw})
+            if self.draw.random() < 0.4:
+                commands.cancelled.append(self.draw.randrange(4))
+            if self.draw.random() < 0.3:
+                commands.ended_sequences.add(key=self.draw.randrange(4), indexes=[0])
+            messages.append(commands)
+        raws = await self._some_changed(worker, messages)
+        return [await self.call(worker, STEP_STREAM, *raws, stays_s=self.draw.choice((0.0, 0.3)))]
 
     async def _some_changed(self, worker: Worker, messages: Sequence[Message]) -> list[bytes]:
         changes = [self.draw.random() < 0.5 for _ in messages]
@@ -609,12 +643,12 @@ async def _ended(running: set[asyncio.Task[list[Ended]]], count: int) -> None:
 
 
 async def test_calls(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
-    await attack(hostile, caplog, [hostile.one_call])
+    await attack(hostile, caplog, [hostile.one_call, hostile.steps])
 
 
 @pytest.mark.slow
 async def test_streams(hostile: Hostile, caplog: pytest.LogCaptureFixture) -> None:
-    await attack(hostile, caplog, [hostile.session, hostile.watch, hostile.attach])
+    await attack(hostile, caplog, [hostile.session, hostile.watch, hostile.attach, hostile.steps])
 
 
 @pytest.mark.slow

@@ -102,12 +102,12 @@ async def test_what_one_call_brings_ends_no_other(pair: Pair) -> None:
     router = Router(pair)
     garbage = step_stream_pb2.Submission(key=2, decode_request=b"\xff\xff\xff")
     wrong_role = step_stream_pb2.Submission(key=3, prefill_request=b"")
-    empty, too_long = step_stream_pb2.Submission(key=4), router.submission(5, max_tokens=10_000)
-    await router.send(router.submission(1), garbage, wrong_role, empty, too_long, cancelled=[77])
+    empty, too_many = step_stream_pb2.Submission(key=4), router.submission(5, n=100)
+    await router.send(router.submission(1), garbage, wrong_role, empty, too_many, cancelled=[77])
     await router.send(ended_sequences=[step_stream_pb2.EndedSequences(key=78, indexes=[0])])
     await router.until(lambda: len(router.ends) == 5)
     assert router.ends == {
-        1: "", 2: "peer_error", 3: "invalid_request", 4: "invalid_request", 5: "prompt_too_long",
+        1: "", 2: "peer_error", 3: "invalid_request", 4: "invalid_request", 5: "invalid_request",
     }  # fmt: skip
     assert len(router.tokens[1]) == 8
     router.close()

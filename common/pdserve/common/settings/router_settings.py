@@ -18,6 +18,7 @@ from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plai
 from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
 
 _LEAST_REQUEST_BYTES = 1024
+_MAX_FLUSH_MS = 1000
 _MAX_NAME_CHARS = 256
 _MAX_PROCESSES = 64
 _MOST_SHARED_RESPONSE_BYTES = 48 << 20
@@ -98,6 +99,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     trust_client_trace_headers: bool | None = None
     """Adopt clients' `traceparent`, with its sampling, or only link to it; default: adopt that of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""
+    stream_flush_ms: int = 0
+    """Least milliseconds between two writes to a client's stream, 1000 at most: output of the meantime is written together. The
+    first output and the end of a stream are not delayed."""
     max_unread_bytes: int = 1 << 20
     """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] | None = None
@@ -210,7 +214,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         self._verify_bytes()
         self._verify_processes()
         self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
-        self._verify_least(0, "max_stored_response_bytes")
+        self._verify_least(0, "max_stored_response_bytes", "stream_flush_ms")
+        if self.stream_flush_ms > _MAX_FLUSH_MS:
+            raise ConfigError(f"stream_flush_ms is {self.stream_flush_ms}, at most {_MAX_FLUSH_MS} is possible")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
         self._verify_seconds("image_fetch_timeout_s")
         self.media_domains()

@@ -21,6 +21,7 @@ from pdserve.common.request.generation_request import (
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.http_front.pushed_events import PushedEvents
 from pdserve.router.openai.response_writer import error_body, error_headers
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import CallFields
@@ -155,14 +156,18 @@ class GenerationResponse(Response):
     async def _send_events(self, generation: Generation, send: Send) -> None:
         outputs = await generation.stream.take()
         await self._start(send, _SSE_HEADERS)
-        while outputs:
+
+        async def write(outputs: list[CompletionOutput]) -> bool:
             body = b"".join([self._event(generation, output) for output in outputs])
             if not self._num_open and self._before_end is not None:
+                # from here on in a task, which its timeouts need
+                await asyncio.sleep(0)
                 await self._before_end()
             await send({"type": "http.response.body", "body": body, "more_body": self._num_open > 0})
-            if not self._num_open:
-                return
-            outputs = await generation.stream.take()
+            return not self._num_open
+
+        if outputs:
+            await PushedEvents(generation.stream, write).run(outputs)
 
     def _event(self, generation: Generation, output: CompletionOutput) -> bytes:
         if output.finish_reason is not None:

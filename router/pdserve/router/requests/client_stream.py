@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
@@ -25,9 +27,24 @@ class ClientStream:
     """A queue from prompt tasks (`push`) to one front end (`take`). Limited in bytes, not in messages, because outputs are
     merged."""
 
-    def __init__(self, num_runs: int, max_bytes: int, *, whole: bool = False, returns_token_ids: bool = False) -> None:
+    def __init__(
+        self,
+        num_runs: int,
+        max_bytes: int,
+        *,
+        whole: bool = False,
+        returns_token_ids: bool = False,
+        flush_s: float = 0.0,
+    ) -> None:
         """max_bytes: limit of unread output. whole: True if the client gets the whole answer at once, so that all output is
-        buffered. returns_token_ids: token ids are written, too."""
+        buffered. returns_token_ids: token ids are written, too. flush_s: least time between two readings of a stream, seconds;
+        its first output and its end are not delayed."""
+        self._flush_s = flush_s
+        self._flushed_at = -math.inf
+        self._timer: asyncio.Handle | None = None
+        self._on_output: Callable[[], None] | None = None
+        self.is_blocked = False
+        """Set by a subscriber while it waits for the client to read."""
         self._open_runs = num_runs
         self._max_bytes = max_bytes
         self._whole = whole
@@ -57,7 +74,8 @@ class ClientStream:
         if len(self._unread) - self._num_merged >= _MERGED_AT_ONCE:
             self._unread[self._num_merged :] = merged(self._unread[self._num_merged :])
             self._num_merged = len(self._unread)
-        self._wake()
+        if not self._whole:
+            self._wake()
 
     def expect_prompt_logprobs(self, num_entries: int) -> None:
         """Announce a prompt's log-probabilities. Raises: InvalidRequest if they exceed the limit, before they are computed."""
@@ -102,16 +120,29 @@ class ClientStream:
 
     def unread_for_s(self) -> float:
         """Seconds since the front end took output; 0 while it waits for more."""
-        return 0.0 if self._reader is not None else time.monotonic() - self._taken_at
+        waits = self._reader is not None or (self._on_output is not None and not self.is_blocked)
+        return 0.0 if waits else time.monotonic() - self._taken_at
+
+    def subscribe(self, on_output: Callable[[], None] | None) -> None:
+        """Call `on_output` in a later turn of the loop when there may be something to `take_now`; None: no more calls."""
+        self._on_output = on_output
+        if on_output is None and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def take(self) -> list[CompletionOutput]:
         """New output, at most one per choice; empty at the end.
 
         Raises: the request's PdServeError, after all earlier output was taken.
         """
-        while not self._unread and not self.ended:
+        while not self._may_take:
+            self._wake()
             await self._wait()
-        self._taken_at = time.monotonic()
+        return self.take_now()
+
+    def take_now(self) -> list[CompletionOutput]:
+        """As `take`, without waiting; empty also if there is no new output."""
+        self._taken_at = self._flushed_at = time.monotonic()
         unread, self._unread, self.num_bytes, self._num_merged = self._unread, [], 0, 0
         if not unread and self.error is not None:
             raise self.error
@@ -133,8 +164,36 @@ class ClientStream:
         finally:
             self._reader = None
 
+    @property
+    def _may_take(self) -> bool:
+        return self.ended or (bool(self._unread) and not self._left_s())
+
+    def _left_s(self) -> float:
+        """Seconds until the next reading."""
+        return max(0.0, self._flushed_at + self._flush_s - time.monotonic()) if self._flush_s else 0.0
+
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+        """Wake the reader, or call the subscriber, when it may take."""
+        if not self._unread and not self.ended:
+            return
+        if self._timer is not None:
+            if not self.ended:
+                return
+            self._timer.cancel()
+            self._timer = None
+        left_s = 0.0 if self.ended else self._left_s()
+        if left_s:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._tell)
+        elif self._on_output is not None:
+            self._timer = asyncio.get_running_loop().call_soon(self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._timer = None
+        if self._on_output is not None:
+            self._on_output()
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
 

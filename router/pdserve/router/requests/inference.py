@@ -278,6 +278,7 @@ class Inference:
             settings.max_unread_bytes if stream else settings.max_answer_bytes,
             whole=not stream,
             returns_token_ids=returns_token_ids,
+            flush_s=settings.stream_flush_ms / 1000,
         )
 
     def turn(

@@ -45,10 +45,10 @@ class StepOutbox:
         self._num_bytes += num_bytes
         if self._num_bytes > ROOM_BYTES:
             self._room.clear()
-            if self._num_bytes > self._max_unsent_bytes and self._error is None:
-                self.fail(PeerError(f"the router left more than {self._max_unsent_bytes} bytes of its stream unread"))
-                self._on_full()
-                self._entries.clear()
+        if self._num_bytes > self._max_unsent_bytes and self._error is None:
+            self.fail(PeerError(f"the router left more than {self._max_unsent_bytes} bytes of its stream unread"))
+            self._on_full()
+            self._entries.clear()
         self._wake()
 
     async def room(self) -> None:

@@ -1,0 +1,195 @@
+"""Events are written where outputs arrive; only a client that does not read takes a task, and delays no one else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.common.errors import ConfigError, InternalError, InvalidRequest
+from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.tasks.started_coroutine import start
+from pdserve.router.http_front.pushed_events import PushedEvents
+from pdserve.router.requests.client_stream import ClientStream
+from pdserve.text.outputs.request_output import CompletionOutput
+from tests.support.waiting import HANG_S, eventually
+
+
+def output(text, index=0, finish=None):
+    return CompletionOutput(index=index, text=text, token_ids=[1] * len(text), finish_reason=finish)
+
+
+class Client:
+    """Reads what is written while `reads` is set."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.written = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.pushed = PushedEvents(stream, self.write)
+
+    async def write(self, outputs):
+        if not self.reads.is_set():
+            await self.reads.wait()
+        self.written.append("".join(each.text for each in outputs))
+        if "!" in self.written[-1]:
+            raise InvalidRequest("no such text")
+        return any(each.finish_reason for each in outputs)
+
+    async def run(self, first="a"):
+        self.running = asyncio.create_task(self.pushed.run([output(first)]))
+        await asyncio.sleep(0)
+        return self
+
+    async def ended(self):
+        await asyncio.wait_for(self.running, HANG_S)
+
+
+async def test_outputs_of_one_turn_of_the_loop_are_written_at_once_without_a_task():
+    client = await Client(ClientStream(1, 1000)).run()
+    num_tasks = len(asyncio.all_tasks())
+    for text in "bcd":
+        client.stream.push(output(text))
+    await asyncio.sleep(0)
+    assert client.written == ["a", "bcd"]
+    client.stream.push(output("e"))
+    await asyncio.sleep(0)
+    assert (client.written, len(asyncio.all_tasks())) == (["a", "bcd", "e"], num_tasks)
+    client.stream.push(output("f", finish="stop"))
+    client.stream.end_run()
+    await client.ended()
+    assert client.written[-1] == "f"
+
+
+async def test_what_a_client_does_not_read_is_merged_bounded_and_written_later():
+    client = await Client(ClientStream(1, 40)).run()
+    client.reads.clear()
+    for text in ("b", "c"):
+        client.stream.push(output(text))
+        await asyncio.sleep(0)
+    assert client.stream.is_blocked
+    assert client.written == ["a"]
+    client.stream.push(output("d"))
+    client.reads.set()
+    await eventually(lambda: client.written == ["a", "b", "cd"])
+    assert not client.stream.is_blocked
+    client.stream.push(output("", finish="stop"))
+    await client.ended()
+
+
+async def test_an_error_ends_after_what_was_pushed():
+    client = await Client(ClientStream(1, 1000)).run()
+    client.stream.push(output("b"))
+    client.stream.fail(InternalError("gone"))
+    with pytest.raises(InternalError, match="gone"):
+        await client.ended()
+    assert client.written == ["a", "b"]
+
+
+async def test_an_error_of_the_writer_ends_it():
+    client = await Client(ClientStream(1, 1000)).run()
+    client.stream.push(output("!"))
+    with pytest.raises(InvalidRequest, match="no such text"):
+        await client.ended()
+
+
+async def test_what_came_before_it_ran_is_not_lost():
+    stream = ClientStream(1, 1000)
+    stream.push(output("b", finish="stop"))
+    stream.end_run()
+    client = await Client(stream).run()
+    await client.ended()
+    assert client.written == ["a", "b"]
+
+
+async def test_a_cancelled_writer_leaves_no_task():
+    client = await Client(ClientStream(1, 1000)).run()
+    client.reads.clear()
+    client.stream.push(output("b"))
+    await asyncio.sleep(0.01)
+    client.running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.running
+    assert client.pushed._waiting.done()
+    client.stream.push(output("c"))
+    await asyncio.sleep(0)
+    assert client.written == ["a"]
+
+
+@pytest.mark.parametrize("subscribed", [True, False])
+async def test_a_stream_is_read_once_per_interval_but_for_its_first_output_and_its_end(subscribed):
+    stream = ClientStream(1, 1000, flush_s=1000.0)
+    taken = []
+
+    def take():
+        taken.append("".join(each.text for each in stream.take_now()))
+
+    async def read():
+        while outputs := await stream.take():
+            taken.append("".join(each.text for each in outputs))
+
+    reading = None
+    if subscribed:
+        stream.subscribe(take)
+    else:
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+    for text in "abc":
+        stream.push(output(text))
+        await asyncio.sleep(0.001)
+    assert taken == ["a"]
+    stream.push(output("d", finish="stop"))
+    stream.end_run()
+    await asyncio.sleep(0.001)
+    assert taken[:2] == ["a", "bcd"]
+    if reading is not None:
+        await asyncio.wait_for(reading, HANG_S)
+    stream.subscribe(None)
+
+
+def test_the_interval_has_limits():
+    for value in (-1, 1001):
+        with pytest.raises(ConfigError, match="stream_flush_ms"):
+            RouterSettings(stream_flush_ms=value).verify()
+    RouterSettings(stream_flush_ms=1000).verify()
+
+
+async def test_a_coroutine_without_a_wait_needs_no_task_and_another_goes_on_in_one():
+    steps = []
+
+    async def write(event):
+        steps.append(1)
+        if event is not None:
+            await event.wait()
+            async with asyncio.timeout(HANG_S):
+                await asyncio.sleep(0)
+        steps.append(2)
+
+    assert start(write(None)) is None
+    assert steps == [1, 2]
+    event = asyncio.Event()
+    rest = start(write(event))
+    assert rest is not None
+    assert steps == [1, 2, 1]
+    event.set()
+    await rest
+    assert steps == [1, 2, 1, 2]
+
+    blocked = start(write(asyncio.Event()))
+    assert blocked is not None
+
+    async def run():
+        await blocked
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    async def fail():
+        raise InternalError("no")
+
+    with pytest.raises(InternalError):
+        start(fail())
