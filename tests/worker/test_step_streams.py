@@ -66,15 +66,21 @@ class Router:
                 self._take(message)
 
     def _take(self, message: step_stream_pb2.StepOutputs) -> None:
-        columns = columns_of(message)
+        columns, at = columns_of(message), 0
+        tokens = list(zip(columns.keys, columns.token_ids, strict=True))
         for event in message.events:
+            self._add(tokens[at : event.num_before])
+            at = event.num_before
             if event.HasField("end"):
                 self.ends[event.key] = event.end.code
                 continue
             decoded = decode_pb2.DecodeEvent.FromString(event.message)
             self.events.setdefault(event.key, []).append(str(decoded.WhichOneof("event")))
-            self.tokens.setdefault(event.key, []).extend(decoded.outputs.token_ids)
-        for key, token_ids in zip(columns.keys, columns.token_ids, strict=True):
+            self._add([(event.key, list(decoded.outputs.token_ids))])
+        self._add(tokens[at:])
+
+    def _add(self, tokens: list[tuple[int, list[int]]]) -> None:
+        for key, token_ids in tokens:
             self.tokens.setdefault(key, []).extend(token_ids)
 
     def close(self) -> None:
