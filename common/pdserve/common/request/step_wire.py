@@ -43,7 +43,7 @@ class StepTokens(NamedTuple):
 
     key: int
     sequence: int
-    """Its index."""
+    """Index in the request."""
     first_position: int
     token_ids: list[int]
 

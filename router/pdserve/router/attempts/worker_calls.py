@@ -90,7 +90,7 @@ class _AttemptCall(Generic[M, E]):
         self._own: _OwnStream[M, E] | None = None
         self._is_over = False
         self.tasks: list[asyncio.Task[None]] = []
-        """Have ended soon after `cancel`."""
+        """All end soon after `cancel`."""
         self.has_answered = False
         """True if the worker has sent anything, and so has admitted the request."""
 
