@@ -44,6 +44,7 @@ from pdserve.cli.options import (
 from pdserve.common.errors import ConfigError, PdServeError
 
 SAMPLE_QUESTION = "What is the capital of France?"
+IMAGE_QUESTION = "What is in the picture?"
 EXIT_CONFIG = 2
 EXIT_FAILED = 1
 
@@ -109,7 +110,13 @@ def up(
     no_auth: NoAuth = None,
     deployment_key_file: KeyFile = None,
     config: Config = None,
-    ask: Annotated[str, typer.Option(help="Question to ask once when ready; empty: none.")] = SAMPLE_QUESTION,
+    ask: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Question to ask once when ready; empty: none. Default: {SAMPLE_QUESTION} With --image: {IMAGE_QUESTION}"
+        ),
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="File of a picture that is sent with the question.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show INFO lines of all services.")] = False,
     set_: Set = None,
@@ -131,7 +138,8 @@ def up(
     }  # fmt: skip
     on_ray = None if ray is None else RayCluster(ray, ray_timeout_s, verbose)
     num_workers: dict[Literal["prefill", "decode"], int] = {"prefill": prefill, "decode": decode}
-    answered = run_up(given, set_ or [], config, num_workers, ask, once=once, on_ray=on_ray)
+    question = ask if ask is not None else SAMPLE_QUESTION if image is None else IMAGE_QUESTION
+    answered = run_up(given, set_ or [], config, num_workers, question, image, once=once, on_ray=on_ray)
     if once and not answered:
         raise typer.Exit(EXIT_FAILED)
 

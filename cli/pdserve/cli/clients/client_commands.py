@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,6 +34,7 @@ def chat(
     message: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     url: GrpcUrl = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    image: Annotated[Path | None, typer.Option(help="File of a picture that is sent with the first message.")] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -43,10 +45,12 @@ def chat(
 ) -> None:
     """Ask the model; the answer streams."""
     from pdserve.cli.clients.conversation import converse
+    from pdserve.cli.clients.picture_file import data_url
 
+    image_url = None if image is None else data_url(image)
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     connect = _way_to(url, ca_file, cert_file, key_file)
-    asyncio.run(converse(connect, message, system, sampling, timeline))
+    asyncio.run(converse(connect, message, system, sampling, timeline, image_url))
 
 
 def generate(

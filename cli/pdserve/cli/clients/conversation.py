@@ -34,14 +34,21 @@ async def show_answer(console: Console, deltas: AsyncIterator[Delta], show_timel
 
 
 async def converse(
-    connect: Connect, message: str | None, system: str | None, sampling: Sampling, show_timeline: bool
+    connect: Connect,
+    message: str | None,
+    system: str | None,
+    sampling: Sampling,
+    show_timeline: bool,
+    image_url: str | None = None,
 ) -> None:
-    """One question, or a conversation until end of input. Raises: PdServeError."""
+    """One question, or a conversation until end of input. image_url: of the first message. Raises: PdServeError."""
     console = Console()
     turns = [Turn("system", system)] if system else []
     async with connect() as client:
         if message is not None:
-            await show_answer(console, client.chat([*turns, Turn("user", message)], **sampling), show_timeline)
+            await show_answer(
+                console, client.chat([*turns, Turn("user", message, image_url)], **sampling), show_timeline
+            )
             return
         while True:
             try:
@@ -49,7 +56,8 @@ async def converse(
             except EOFError:
                 return
             if asked.strip():
-                turns.append(Turn("user", asked))
+                turns.append(Turn("user", asked, image_url))
+                image_url = None
                 turns.append(
                     Turn("assistant", await show_answer(console, client.chat(turns, **sampling), show_timeline))
                 )

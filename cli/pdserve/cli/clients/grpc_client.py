@@ -23,6 +23,8 @@ class Turn:
 
     role: str
     content: str
+    image_url: str | None = None
+    """A picture that precedes the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,7 @@ class GrpcClient:
 
     def chat(self, turns: Sequence[Turn], **sampling: float | int | None) -> AsyncIterator[Delta]:
         """Continue a conversation. sampling: fields of `SamplingParams`; None is absent."""
-        messages = [inference_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns]
-        prompt = inference_pb2.ChatPrompt(messages=messages)
+        prompt = inference_pb2.ChatPrompt(messages=map(_message, turns))
         return self._generate(inference_pb2.GenerateRequest(chat=prompt, stream=True), sampling)
 
     def generate(self, prompt: str, **sampling: float | int | None) -> AsyncIterator[Delta]:
@@ -81,6 +82,13 @@ class GrpcClient:
             if received.message.endswith("Connection refused"):
                 raise WorkerLost(f"no router answers at {self._address}: Connection refused") from error
             raise received from error
+
+
+def _message(turn: Turn) -> inference_pb2.ChatMessage:
+    if turn.image_url is None:
+        return inference_pb2.ChatMessage(role=turn.role, content=turn.content)
+    parts = [inference_pb2.ContentPart(image_url=turn.image_url), inference_pb2.ContentPart(text=turn.content)]
+    return inference_pb2.ChatMessage(role=turn.role, parts=parts)
 
 
 def _delta(response: inference_pb2.GenerateResponse) -> Delta:

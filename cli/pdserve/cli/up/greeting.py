@@ -17,12 +17,15 @@ from pdserve.common.errors import PdServeError
 class Greeting:
     """Prints the greeting; the cluster calls it once."""
 
-    def __init__(self, console: Console, question: str, once: bool, default_url: str) -> None:
-        """default_url: the address that `pdserve chat` uses by default."""
+    def __init__(
+        self, console: Console, question: str, once: bool, default_url: str, image_url: str | None = None
+    ) -> None:
+        """default_url: the address that `pdserve chat` uses by default. image_url: of a picture for the question."""
         self._console = console
         self._default_url = default_url
         self._question = question
         self._once = once
+        self._image_url = image_url
         self.answered = False
 
     async def __call__(self, addresses: Addresses) -> bool:
@@ -41,9 +44,8 @@ class Greeting:
             console.print(f"\n[bold]{self._question}[/]")
             try:
                 async with GrpcClient(grpc, addresses.api_key) as client:
-                    await show_answer(
-                        console, client.chat([Turn("user", self._question)], temperature=0.0, max_tokens=64), True
-                    )
+                    turn = Turn("user", self._question, self._image_url)
+                    await show_answer(console, client.chat([turn], temperature=0.0, max_tokens=64), True)
                 self.answered = True
             except PdServeError as error:
                 console.print(f"[red]{error.code}: {error.message}[/]")

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pdserve.cli.clients.client_options import DEFAULT_URL
+from pdserve.cli.clients.picture_file import data_url
 from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
 from pdserve.cli.up.cluster import RayCluster, run_cluster
 from pdserve.cli.up.cluster_plan import WorkerRole, make_plan
@@ -21,6 +22,7 @@ def run_up(
     config: Path | None,
     num_workers: Mapping[WorkerRole, int],
     question: str,
+    image: Path | None = None,
     *,
     once: bool,
     on_ray: RayCluster | None = None,
@@ -28,13 +30,15 @@ def run_up(
     """Run a cluster until it is stopped; True if the question was answered.
 
     flags: settings that have an option of their own; None counts as not given. assignments: of `--set`. question: empty
-    for none. once: stop after the answer. on_ray: the cluster for the workers. Raises: ConfigError.
+    for none. image: file of a picture for it. once: stop after the answer. on_ray: the cluster for the workers.
+    Raises: ConfigError.
     """
     given = parse_assignments(assignments) | {name: value for name, value in flags.items() if value is not None}
     warn_of_secrets(given)
+    url = None if image is None else data_url(image)
     plan = make_plan(given, config, num_workers, on_ray=on_ray is not None)
     configure_logging("router", plan.router.log_level, plan.router.log_format)
     console = Console()
-    greeting = Greeting(console, question, once, DEFAULT_URL)
+    greeting = Greeting(console, question, once, DEFAULT_URL, url)
     run_cluster(plan, console, greeting, on_ray)
     return greeting.answered
