@@ -6,12 +6,17 @@ import asyncio
 import os
 import re
 import signal
+import sys
+import textwrap
 
 import httpx
 import psutil
 import pytest
 
+from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.settings.api_key_file import key_hash
+from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play, said
 from tests.support.waiting import HANG_S, eventually
 
@@ -70,6 +75,63 @@ async def test_both_serve_and_what_they_count_is_added(cluster):
         found = await ask(cluster, f"/debug/requests/{answer.json()['id']}", method="GET")
         assert found.json()["num_output_tokens"] == 2
     assert (await ask(cluster, "/debug/requests/unknown", method="GET")).status_code == 404
+
+
+async def test_calls_over_grpc_reach_both(cluster):
+    await cluster.start(prefill=0, router_processes=2)
+
+    async def generate():
+        channel = make_public_channel(cluster.addresses[1])
+        try:
+            call = InferenceServiceStub(channel).Generate(
+                inference_pb2.GenerateRequest(
+                    text=inference_pb2.TextPrompt(text="hello"), sampling=request_pb2.SamplingParams(max_tokens=2)
+                )
+            )
+            return "".join([message.text async for message in call])
+        finally:
+            await channel.close()
+
+    assert await asyncio.gather(*(generate() for _ in range(12))) == [said(2)] * 12
+    assert await metric(cluster, "pdserve_requests_total") == 12
+    served = await asyncio.gather(*(ask(cluster, "/health", method="GET") for _ in range(6)))
+    assert {answer.json()["requests"] for answer in served} == {0}
+
+
+ROUTER = """
+    import asyncio, sys
+    from pathlib import Path
+    from pdserve.common.settings.router_settings import RouterSettings
+    from pdserve.router.service import run_router
+
+    settings = RouterSettings(port=0, grpc_port=0, router_processes=2, drain_s=1.0)
+    ready = lambda http, grpc: print(http, grpc, flush=True)
+    asyncio.run(run_router(settings, model_folder=Path(sys.argv[1]), ready=ready))
+"""
+
+
+async def test_the_death_of_the_parent_ends_the_processes(model_folder):
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(ROUTER), str(model_folder), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    assert await asyncio.wait_for(parent.stdout.readline(), HANG_S)
+    before = children()
+    assert len(before) == 2
+    parent.kill()
+    await parent.wait()
+    await eventually(
+        lambda: not [each for each in before if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    )
+
+
+async def test_the_end_of_the_parent_ends_the_processes(cluster):
+    await cluster.start(prefill=0, router_processes=2)
+    before = children()
+    cluster.running.cancel()
+    await asyncio.gather(cluster.running, return_exceptions=True)
+    await eventually(lambda: not children())
+    assert not [each for each in before if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_a_limit_of_a_tenant_holds_over_both(cluster, tmp_path):
