@@ -9,7 +9,7 @@ import torch
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.weights.checkpoint import WeightSource
-from pdserve.models.weights.equal_weights import are_equal
+from pdserve.models.weights.equal_weights import are_stored_equal
 
 
 class TiedWeights(NamedTuple):
@@ -41,14 +41,14 @@ class TiedWeights(NamedTuple):
         known = [name for name in names if name in there] or ([head] if is_tied and head in there else [names[0]])
         embedding, copies = known[0], known[1:]
         for name in copies:
-            if not are_equal(source.read(embedding, shape), source.read(name, shape), dtype):
+            if not are_stored_equal(source, embedding, name, shape, dtype):
                 raise UnsupportedModel(
                     f"{source.folder}: {name} has other numbers than {embedding}; encoder and decoder share their embedding"
                 )
         if not is_tied:
             return cls(embedding, head, frozenset(copies))
         if head in there and head != embedding:
-            if not are_equal(source.read(embedding, shape), source.read(head, shape), dtype):
+            if not are_stored_equal(source, embedding, head, shape, dtype):
                 return cls(embedding, head, frozenset(copies))
             copies.append(head)
         return cls(embedding, embedding, frozenset(copies))
