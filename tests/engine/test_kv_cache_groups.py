@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.common.block_hash import BLOCK_HASH_BYTES
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, with_group_id
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator
@@ -20,6 +21,7 @@ from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from tests.support.drafters import greedy_drafter, speculation, use_drafter
 from tests.support.engine_harness import Harness, MakeEngine, specs_of
+from tests.support.engine_pair import Pair
 from tests.support.family_checkpoints import cases, make_family
 from tests.support.hash_model import (
     VOCAB_SIZE,
@@ -247,3 +249,45 @@ def test_i1_a_model_with_groups_equals_transformers(
         oracle.check(prompts[key.split()[0]], answer.token_ids)
     assert engine.answers["70 1"].num_cached_tokens == 64
     assert engine.scheduler.kv.num_freed_behind_window > 10
+
+
+@pytest.mark.parametrize("length", [3, 12, 13, 16, 47, 48, 49])
+@pytest.mark.parametrize("num_cached", [0, 20])
+def test_only_what_a_later_token_sees_is_transferred(make_engine: MakeEngine, length: int, num_cached: int) -> None:
+    fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8, "num_blocks": 100}
+    pair = Pair(make_engine(**fields), make_engine(**fields))
+    prompt = prompt_of(length)
+    if num_cached:
+        pair.d.ask(prompt[:num_cached], params={"max_tokens": 1})
+    before = pair.d.model.num_tokens
+    pair.add(prompt, "r", params={"max_tokens": 40})
+    pair.run()
+    assert pair.answer("r").token_ids == greedy_answer(prompt, 40, GROUPS)
+    num_hit, num_places = min(num_cached, length) // SIZE, -(-length // SIZE)
+    seen = num_places - max(num_hit, max(0, length - WINDOW + 1) // SIZE)
+    assert len(pair.transfers["r"].landed) == num_places - num_hit + 2 * seen
+    assert pair.d.model.num_tokens - before == 39
+
+
+@pytest.mark.parametrize("windows", [(), (0, 13, 13), (9, 4), (0, 0), (0, 64, 3)])
+def test_numbers_of_a_transfer_are_places_of_what_a_receiver_may_want(windows: tuple[int, ...]) -> None:
+    for num_tokens in (*range(1, 40), 100, 1000):
+        order = TransferOrder.of(windows, num_tokens, SIZE)
+        listed = [
+            (group, place)
+            for place in range(-(-num_tokens // SIZE))
+            for group, window in enumerate(windows or (0,))
+            if not window or place >= max(0, num_tokens - window + 1) // SIZE
+        ]
+        assert len(order) == len(listed)
+        assert order.blocks(0, len(order)) == listed
+        for first, end in ((1, len(order)), (len(order) // 3, len(order) // 2), (len(order) - 1, len(order))):
+            assert order.blocks(first, end) == listed[first:end]
+        for place in range(order.num_places + 1):
+            assert order.number(place) == sum(of_block < place for _, of_block in listed)
+        for number in range(len(order) + 1):
+            complete = order.num_complete(number)
+            assert all(one in listed[:number] for one in listed if one[1] < complete)
+            assert complete == order.num_places or any(
+                one not in listed[:number] for one in listed if one[1] <= complete
+            )

@@ -7,7 +7,7 @@ parts, preemption because everything is too small, in odd seeds steps that are l
 known, in every third seed drafts, right and wrong ones, and in three seeds of four host-memory tiers, whose loads end late and in
 any order.
 Some models have a window, of which one engine of some pairs keeps every block, as workers of older versions do. Others have several
-KV cache groups; their requests are prefilled where they decode.
+KV cache groups.
 Each life is a seed; lives grow with their number, so the first that fails is about the smallest.
 """
 
@@ -253,12 +253,11 @@ class Life:
             fields["output"], answers[0] = answers[0][:resumed], answers[0][resumed:]
         self.expected |= {(request_id, index): answer for index, answer in enumerate(answers)}
         kind = draw.random()
-        if kind < 0.7 and not self.has_groups:
+        if kind < 0.7:
             self.pair.add(prompt, request_id, **fields)
         else:
             engine = self.d if kind < 0.9 or width > self.p.config.max_num_seqs else self.p
-            prefill_here = draw.random() < 0.5 or self.has_groups
-            engine.add(prompt, request_id, prefill_here=prefill_here, **fields)
+            engine.add(prompt, request_id, prefill_here=draw.random() < 0.5, **fields)
 
     def _end_one(self) -> None:
         if not self.widths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,13 @@ class SlidingWindowSpec:
 
 KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
 """The type of a group: it says which keys and values of a sequence its layers need."""
+
+
+def group_windows(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
+    """See `KvLayout.group_windows`. specs: of all groups."""
+    if len(specs) == 1:
+        return ()
+    return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,11 +75,6 @@ class KVCacheCoordinator:
         """True if the sequence has blocks."""
         return request.request_id in self.managers[0].tables
 
-    def has_room(self, request_id: str, num_tokens: int) -> bool:
-        """True if the sequence's first `num_tokens` tokens have room in its tables, of every group."""
-        size = self.block_size
-        return not [one for one in self.managers if len(one.tables[request_id]) * size < num_tokens]
-
     def num_blocks_missing(self, request: Request, room: Room, computed: Sequence[Sequence[KVCacheBlock]]) -> int:
         """See `KVCacheManager.num_blocks_missing`. computed: per group; empty for none."""
         if not computed:

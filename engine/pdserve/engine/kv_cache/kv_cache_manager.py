@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.request.multimodal import hashed_spans
+from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, PinnedBlocks
 from pdserve.engine.kv_cache.kv_cache_coordinator import KVCacheCoordinator, Room
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import RestingBlocks, first_sent
 from pdserve.engine.request import Request
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class KVCacheManager:
         self.num_groups = len(specs)
         self.keeps_every_block = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
         """True if there is one group, of which a sequence keeps all blocks."""
+        self._group_windows = group_windows(specs)
         self._hasher = hasher
         self._num_remembered: dict[str, int] = {}
         """Blocks at the beginning of each sequence that have entered the cache, or came from there; equal in all groups."""
@@ -154,7 +156,12 @@ class KVCacheManager:
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """True if a running sequence's first `num_tokens` tokens have room in its tables already."""
-        return self.coordinator.has_room(request.request_id, num_tokens)
+        has_room = True
+        for (
+            manager
+        ) in self.coordinator.managers:  # no call more than needed: every running sequence comes here in every step
+            has_room &= len(manager.tables[request.request_id]) * self.block_size >= num_tokens
+        return has_room
 
     def num_slots(self, request: Request) -> int:
         """Tokens of a sequence for which there is room in its table of every group."""
@@ -277,10 +284,17 @@ class KVCacheManager:
             spans = hashed_spans(request.core.mm_features, first) if request.core.mm_features else ()
             request.block_hashes.extend(self._hasher.extend(previous, tokens, spans))
 
+    def transfer_order(self, request: Request) -> TransferOrder:
+        """The numbers of the blocks of a sequence's given tokens in a transfer."""
+        return TransferOrder.of(self._group_windows, request.num_given_tokens, self.block_size)
+
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
-        """A hold on `table[first_index : end_index]` of the only group."""
-        [manager] = self.coordinator.managers
-        return self.pool.hold(manager.tables[request.request_id][first_index:end_index])
+        """A hold on blocks with these numbers in a transfer; with one group, on `table[first_index : end_index]`."""
+        tables = [manager.tables[request.request_id] for manager in self.coordinator.managers]
+        if len(tables) == 1:
+            return self.pool.hold(tables[0][first_index:end_index])
+        order = self.transfer_order(request)
+        return self.pool.hold([tables[group][place] for group, place in order.blocks(first_index, end_index)])
 
     def block_ids(self, request: Request) -> list[list[int]]:
         """Per group, the block table of a sequence."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pdserve.common.transfer_order import num_skipped_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
@@ -15,7 +17,7 @@ class SlidingWindow:
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """Number of a sequence's first blocks that no token after its first `num_computed_tokens` can see."""
-        return max(0, num_computed_tokens - self.num_tokens + 1) // self.block_size
+        return num_skipped_blocks(num_computed_tokens, self.num_tokens, self.block_size)
 
     def first_needed_block(self, num_blocks: int, keep_from: int | None = None) -> int:
         """The first block that a hit of `num_blocks` blocks, at least 1, needs.

@@ -25,7 +25,7 @@ from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 
 @dataclass(frozen=True, slots=True)
 class ReceiveInto:
-    """Receive blocks `[first_index, first_index + len(hold))` of the prompt into `hold`."""
+    """Receive blocks with the numbers `[first_index, first_index + len(hold))` in the prompt's `TransferOrder` into `hold`."""
 
     request_id: str
     first_index: int
@@ -43,7 +43,7 @@ class StopReceiving:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Blocks `[first_index, first_index + len(hold))` are final and pinned by `hold` until it is returned."""
+    """Blocks with the numbers `[first_index, first_index + len(hold))` are final and pinned by `hold` until it is returned."""
 
     request_id: str
     first_index: int

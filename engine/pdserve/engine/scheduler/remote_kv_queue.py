@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, Evicted, TransferFailed
+from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.block_pool import PinTracker
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -42,8 +43,9 @@ class Receive:
     """One sequence whose blocks are being received."""
 
     request: Request
+    order: TransferOrder
     first_index: int
-    """Blocks before it were in this engine's prefix cache, are loaded from the host-memory tier, or lie behind the window."""
+    """Blocks of lower numbers were in the prefix cache here, are loaded from the host-memory tier, or lie behind the window."""
     num_blocks: int
     """Blocks to receive, the partial last one included."""
     held: set[int]
@@ -118,7 +120,7 @@ class RemoteKvQueue:
             in_host = self._loads.find(request, len(computed), request.num_given_tokens)
             if self._loads.is_loading(in_host):
                 continue
-            first = len(computed) + len(in_host)
+            num_places = len(computed) + len(in_host)
             room = self._loads.allocate_slots(request, request.num_given_tokens, computed, keep_free, in_host)
             if room is None:
                 self._refused.add(request)
@@ -129,10 +131,12 @@ class RemoteKvQueue:
             num_in_pool = 0 if computed.is_null else len(computed) * self._config.block_size
             self._kv.count_lookup(request.num_given_tokens, num_in_pool)
             self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
-            request.num_cached_tokens = first * self._config.block_size if in_host else num_in_pool
+            request.num_cached_tokens = num_places * self._config.block_size if in_host else num_in_pool
             request.mark("kv_reserved")
-            hold = self._holds.out(self._kv.hold(request, first, len(room[0])))
-            self._receiving[request.request_id] = Receive(request, first, len(hold), set(hold.block_ids))
+            order = self._kv.transfer_order(request)
+            first = order.number(num_places)
+            hold = self._holds.out(self._kv.hold(request, first, len(order)))
+            self._receiving[request.request_id] = Receive(request, order, first, len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
             self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
 
@@ -225,7 +229,8 @@ class RemoteKvQueue:
                 self._holds.quarantine(receive.held)
             is_verified = isinstance(cause, Evicted | TransferFailed) and not isinstance(cause, DigestMismatch)
             if is_verified and not self._loads.is_waited_for(request):
-                self._kv.remember_received(request, receive.first_index + receive.num_landed)
+                num_places = receive.order.num_complete(receive.first_index + receive.num_landed)
+                self._kv.remember_received(request, num_places)
         self._connector.send(StopReceiving(request.request_id))
 
     def _ready(self, receive: Receive) -> Ready | None:
@@ -236,5 +241,5 @@ class RemoteKvQueue:
         self.num_parked -= request.num_sequences
         request.mark("kv_landed")
         request.num_computed_tokens = request.num_given_tokens
-        self._kv.remember_received(request, receive.first_index + receive.num_blocks)
+        self._kv.remember_received(request, receive.order.num_places)
         return request, receive.finished.token_ids

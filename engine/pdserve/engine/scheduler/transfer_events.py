@@ -145,8 +145,11 @@ class KvSendTracker:
         final = computed // self._kv.block_size
         if computed == request.num_given_tokens:
             final = -(-computed // self._kv.block_size)
-        first = max(request.num_settled_blocks, request.wanted_from)
-        if final > first:
-            request.num_settled_blocks = final
-            hold = self._holds.out(self._kv.hold(request, first, final))
+        first, end = (
+            max(request.num_settled_blocks, request.wanted_from),
+            self._kv.transfer_order(request).number(final),
+        )
+        if end > first:
+            request.num_settled_blocks = end
+            hold = self._holds.out(self._kv.hold(request, first, end))
             self._connector.send(Settled(request.request_id, first, hold, self.device_event))

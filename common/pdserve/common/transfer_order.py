@@ -1,0 +1,64 @@
+"""`TransferOrder`: the numbers that blocks of a prompt have in a transfer, equal at source and receiver.
+
+With one KV cache group a block's number is its place in the sequence. With several, blocks that a receiver may want are numbered by
+their places, and at one place by group: all blocks of groups without a window, and of groups with one those that the first token
+after the prompt sees. What a receiver wants is then the end of this list, from the first place on that it has not cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def num_skipped_blocks(num_tokens: int, window: int, block_size: int) -> int:
+    """Number of a sequence's first blocks that no token after its first `num_tokens` can see. window: with the token itself."""
+    return max(0, num_tokens - window + 1) // block_size
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOrder:
+    """The list of one prompt."""
+
+    firsts: tuple[int, ...]
+    """Per group, the place of its first block in the list."""
+    num_places: int
+    """Blocks of the prompt in each group, the last of which may be partial."""
+
+    @classmethod
+    def of(cls, group_windows: Sequence[int], num_tokens: int, block_size: int) -> TransferOrder:
+        """group_windows: see `KvLayout`. num_tokens: of the prompt, with the output of earlier attempts."""
+        firsts = [
+            num_skipped_blocks(num_tokens, window, block_size) if window else 0 for window in group_windows or (0,)
+        ]
+        return cls(tuple(firsts), -(-num_tokens // block_size))
+
+    def __len__(self) -> int:
+        """Blocks that a receiver may want."""
+        return self.number(self.num_places)
+
+    def number(self, place: int) -> int:
+        """The number of the first block at this place or behind it."""
+        return sum([max(0, place - first) for first in self.firsts])
+
+    def num_complete(self, number: int) -> int:
+        """Places from the first, of which all blocks have numbers below this one."""
+        low, high = 0, self.num_places
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.number(middle) <= number else (low, middle - 1)
+        return low
+
+    def blocks(self, first: int, end: int) -> list[tuple[int, int]]:
+        """(group, place) of the blocks with the numbers `first` to `end` - 1."""
+        if end <= first:
+            return []
+        begin = self.num_complete(first)
+        found = [
+            (group, place)
+            for place in range(begin, self.num_complete(end - 1) + 1)
+            for group, of_group in enumerate(self.firsts)
+            if place >= of_group
+        ]
+        skipped = first - self.number(begin)
+        return found[skipped : skipped + end - first]
