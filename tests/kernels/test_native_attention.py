@@ -16,7 +16,7 @@ from pdserve.kernels.attention.make_attention import AttentionBackendError, make
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.native import build_library, native_library
 from pdserve.kernels.native.build_library import BuildError, build
-from pdserve.kernels.native.native_attention import NativeAttentionBackend
+from pdserve.kernels.native.native_attention import NativeAttentionBackend, NativeAttentionPlan
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
@@ -112,6 +112,17 @@ def test_windows_read_no_block_before_them(built: NativeLibrary) -> None:
     tables[0, : (500 - 40) // 16] = -1
     case = replace(case, batch=replace(case.batch, block_tables=tables))
     check_step(NativeAttentionBackend(case.kv_cache, built), case, make_spec(heads, window=40))
+
+
+def test_a_plan_has_the_room_that_grew_for_a_later_one(built: NativeLibrary) -> None:
+    heads = (4, 2, 8)
+    case = make_case(decodes=[900, 700], heads=heads, block_size=16, dtype=torch.float32)
+    backend = NativeAttentionBackend(case.kv_cache, built)
+    for plan in [backend.plan(case.batch, make_spec(heads, window=window)) for window in (1, None)]:
+        plan.store(case.layer, case.k, case.v)
+        plan.attend(case.layer, case.q, case.k, case.v)
+        assert isinstance(plan, NativeAttentionPlan)
+        assert plan._call.partials == backend._partials.data_ptr()
 
 
 # ---- choice

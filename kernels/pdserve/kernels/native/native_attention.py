@@ -54,6 +54,8 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
     def attend(self, call: DecodeCall) -> None:
         """Write `call.out`."""
+        # the room may have grown for another plan of the step
+        call.partials = self._partials.data_ptr()
         if self._native_library.paged_decode(byref(call), self._level):
             raise ValueError("block_tables changed after the plan: a block number is outside the cache")
 
@@ -69,7 +71,6 @@ class NativeAttentionBackend(TorchAttentionBackend):
             )
         if self._partials.numel() < num_pieces * partial_size:
             self._partials = torch.empty(num_pieces * partial_size * 3 // 2)
-        call.partials = self._partials.data_ptr()
         call.parallel = self._native_library.parallel
 
 
