@@ -39,7 +39,6 @@ def test_texts_are_those_without_it() -> None:
     [
         ({"kv_host_mib": -1}, "kv_host_mib is -1"),
         ({"kv_host_mib": 1, "enable_prefix_caching": False}, "kv_host_mib is 1 and enable_prefix_caching is false"),
-        ({"kv_host_mib": 1, "tensor_parallel_size": 2}, "tensor_parallel_size is 2 and kv_host_mib is 1"),
         ({"kv_host_mib": 1, "block_size": 4096, "num_blocks": 2}, "kv_host_mib is 1, one block has"),
     ],
 )
