@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from typing import Any
@@ -130,6 +131,30 @@ async def test_one_turned_bit_is_read_again_and_many_fail_the_transfer(make_pair
     pair.p.connector.flip_bits(0)
     await pair.idle()
     assert await asyncio.wait_for(pair.ask(other).answer(), HANG_S) == greedy_answer(other, 4)
+
+
+async def test_digests_that_fail_after_the_end_of_their_transfer_are_no_unread_error(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await make_pair("local", p={"on_device": True})
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def digest(*_: object) -> list[int]:
+        begun.set()
+        may_fail.wait(HANG_S)
+        raise TransferFailed("a rank has ended")
+
+    monkeypatch.setattr(pair.p.adapter, "_digest", digest)
+    unread: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+    asked = pair.ask(PROMPTS[-1])
+    assert await asyncio.to_thread(begun.wait, HANG_S)
+    pair.leave(asked)
+    await eventually(lambda: asked.transfer.has_ended)
+    may_fail.set()
+    await pair.idle()
+    gc.collect()
+    assert unread == []
 
 
 async def test_i6_a_source_whose_data_plane_is_silent_fails_the_request_in_time(make_pair: Any) -> None:

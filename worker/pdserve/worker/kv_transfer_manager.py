@@ -282,9 +282,13 @@ class KvTransferManager:
             return
 
         def publish(done: asyncio.Future[list[int]]) -> None:
-            if source.transfer.has_ended or done.cancelled():
+            if done.cancelled():
                 return
-            if (error := done.exception()) is not None:
+            # read also when the transfer has ended; asyncio logs an exception that nothing has read
+            error = done.exception()
+            if source.transfer.has_ended:
+                return
+            if error is not None:
                 source.transfer.fail(_not_digested(error))
             else:
                 source.transfer.settled(message.first_index, message.hold.block_ids, done.result())
