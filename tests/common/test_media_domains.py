@@ -7,6 +7,7 @@ import pytest
 from pdserve.common.address.media_domains import MediaDomains, may_be_reached
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.router_settings import RouterSettings
+from pdserve.common.settings.settings import load_settings
 
 
 def test_entries_name_hosts_and_ports() -> None:
@@ -58,3 +59,8 @@ def test_public_addresses_and_the_entry_itself_are_reached() -> None:
     assert may_be_reached("127.0.0.1", "127.0.0.1")
     assert may_be_reached("::1", "::1")
     assert not may_be_reached("127.0.0.2", "127.0.0.1")
+
+
+def test_a_flag_has_commas_between_hosts() -> None:
+    settings = load_settings(RouterSettings, flags={"allowed_media_domains": "a.example, b.example:8443"}, environ={})
+    assert settings.allowed_media_domains == ("a.example", "b.example:8443")

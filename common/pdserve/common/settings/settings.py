@@ -48,6 +48,7 @@ _LISTS = (
     "api_keys",
     "cors_origins",
     "shared_prefix_cache",
+    "allowed_media_domains",
     "logits_processors",
     "served_model_name",
 )
