@@ -120,12 +120,15 @@ class CallReader(abc.ABC, Generic[M, E]):
 
     def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
         """Outputs that are tokens alone. Raises: PeerError."""
-        if first_position + len(token_ids) > self._max_tokens:
+        self._verify_end(first_position, len(token_ids))
+        return Outputs(index, first_position, token_ids)
+
+    def _verify_end(self, first_position: int, num_tokens: int) -> None:
+        if first_position + num_tokens > self._max_tokens:
             raise PeerError(
-                f"a worker sent {len(token_ids)} tokens from position {first_position} on, where max_tokens is "
+                f"a worker sent {num_tokens} tokens from position {first_position} on, where max_tokens is "
                 f"{self._max_tokens}"
             )
-        return Outputs(index, first_position, token_ids)
 
     def _prompt_logprobs(self, message: request_pb2.PromptLogprobs) -> PromptLogprobs:
         count, limit = len(message.logprobs.sampled_ranks), self._num_prompt_tokens
@@ -138,11 +141,8 @@ class CallReader(abc.ABC, Generic[M, E]):
         return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
 
     def _outputs(self, message: request_pb2.Outputs) -> Outputs:
-        num_tokens, limit = len(message.token_ids), self._max_tokens
-        if message.first_position + num_tokens > limit:
-            raise PeerError(
-                f"a worker sent {num_tokens} tokens from position {message.first_position} on, where max_tokens is {limit}"
-            )
+        num_tokens = len(message.token_ids)
+        self._verify_end(message.first_position, num_tokens)
         if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
             raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
         self._verify_width(message.logprobs, self._sampling.logprobs)

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from pdserve.common.errors import InternalError, PeerError, WorkerLost
-from pdserve.common.net.service_channel import END_SEQUENCES, SESSION, readable, warn_of
+from pdserve.common.errors import PeerError
+from pdserve.common.net.service_channel import END_SEQUENCES, SESSION, warn_of
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.attempts.call_events import (
@@ -23,7 +23,7 @@ from pdserve.router.attempts.call_events import (
     PrefillReader,
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
-from pdserve.router.workers.call_failure import CallFailed, call_failed
+from pdserve.router.workers.call_failure import CallFailed, next_message
 from pdserve.router.workers.step_stream import MAX_SUBMISSION_BYTES, StepCall
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
@@ -52,23 +52,9 @@ class _OwnStream(Generic[M, E]):
 
     async def next(self) -> E | None:
         """The next event; None after the last event of a successful call. Raises: CallFailed."""
-        try:
-            message: Any = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise call_failed(error) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise CallFailed(WorkerLost("the call was cancelled, but not by this router"), died=True) from None
-        except grpc.aio.UsageError as error:
-            raise CallFailed(InternalError(f"the call cannot be read: {error}"), died=False) from error
-        if message is grpc.aio.EOF:
+        message = await next_message(self._call, "the call")
+        if message is None:
             return None
-        try:
-            message = readable(message)
-        except PeerError as error:
-            raise CallFailed(error, died=False, is_answer=True) from error
         try:
             return self._reader.read(message)
         except PeerError as error:

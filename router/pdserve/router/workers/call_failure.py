@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import grpc.aio
 
-from pdserve.common.errors import Cancelled, PdServeError, WorkerLost, WrongWorker
+from pdserve.common.errors import Cancelled, InternalError, PdServeError, PeerError, WorkerLost, WrongWorker
 from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
+from pdserve.common.net.service_channel import readable
 
 
 class CallFailed(Exception):
@@ -36,3 +40,27 @@ def call_failed(rpc_error: grpc.aio.AioRpcError) -> CallFailed:
         # a stopping server cancels its calls; the router did not cancel this one
         error = WorkerLost(f"the worker ended the call: {error.message}")
     return CallFailed(error, died=isinstance(error, WorkerLost))
+
+
+async def next_message(call: Any, name: str) -> Any:
+    """The next message of a gRPC call; None after the last one. name: of the call, in messages.
+
+    Raises: CallFailed, also if the call was cancelled without the task that reads it.
+    """
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise call_failed(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise CallFailed(WorkerLost(f"{name} was cancelled, but not by this router"), died=True) from None
+    except grpc.aio.UsageError as error:
+        raise CallFailed(InternalError(f"{name} cannot be read: {error}"), died=False) from error
+    if message is grpc.aio.EOF:
+        return None
+    try:
+        return readable(message)
+    except PeerError as error:
+        raise CallFailed(error, died=False, is_answer=True) from error

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import grpc.aio
 
 from pdserve.common.errors import InternalError, PeerError, WorkerLost
-from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, readable, warn_of
+from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, warn_of
 from pdserve.common.request.step_wire import Columns, columns_of, end_from_wire
-from pdserve.router.workers.call_failure import CallFailed, call_failed, said_by_worker
+from pdserve.router.workers.call_failure import CallFailed, next_message, said_by_worker
 from pdserve.v1 import step_stream_pb2
 
 log = logging.getLogger(__name__)
@@ -130,20 +130,13 @@ class _Connection:
             first = self._take()
             self._call = self._channel.stream_stream(STEP_STREAM, first)
             self._tasks.append(asyncio.create_task(self._write(first), name="step stream writer"))
-            while (message := await self._call.read()) is not grpc.aio.EOF:
-                self._deliver(readable(message))
+            while (message := await next_message(self._call, "the stream")) is not None:
+                self._deliver(message)
             failure = CallFailed(WorkerLost(f"worker {self._worker} ended its stream"), died=False, is_answer=True)
-        except grpc.aio.AioRpcError as error:
-            failure = call_failed(error)
+        except CallFailed as error:
+            failure = error
         except PeerError as error:
             failure = CallFailed(error, died=False, is_answer=True)
-        except grpc.aio.UsageError as error:
-            failure = CallFailed(InternalError(f"the stream cannot be read: {error}"), died=False)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            failure = CallFailed(WorkerLost("the stream was cancelled, but not by this router"), died=True)
         except Exception as error:
             log.exception("the stream of worker %s failed in the router", self._worker)
             failure = CallFailed(InternalError(f"the router failed: {type(error).__name__}"), died=False)
