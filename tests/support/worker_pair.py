@@ -29,7 +29,7 @@ from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_host.make_host import make_host
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, eventually
 
 KEY = DeploymentKey(b"the key of this deployment")
 PROMPT = list(range(3, 43))
@@ -47,6 +47,15 @@ def transfers_of(worker: Worker) -> HostTransfers:
     transfers = host_of(worker).kv_transfers
     assert transfers is not None
     return transfers
+
+
+async def check_at_rest(worker: Worker) -> None:
+    """The pool check, when the engine has removed what has ended: blocks of a transfer stay a while after its answer."""
+    scheduler, manager = host_of(worker).core.scheduler, transfers_of(worker).manager
+    await eventually(
+        lambda: not (scheduler.requests or scheduler.pool.num_in_use or manager.num_open), "the engine is idle"
+    )
+    scheduler.check(idle=True)
 
 
 class Pair:

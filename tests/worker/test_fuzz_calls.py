@@ -45,7 +45,17 @@ from pdserve.worker.worker import TICK_STILL_S, Worker
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.message_changes import MessageChanges, fields_named
-from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, host_of, prepared, running_pair, transfers_of
+from tests.support.worker_pair import (
+    BLOCK_SIZE,
+    KEY,
+    PROMPT,
+    Pair,
+    check_at_rest,
+    host_of,
+    prepared,
+    running_pair,
+    transfers_of,
+)
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
@@ -472,7 +482,7 @@ class Oracle:
         """At idle workers. Raises: AssertionError."""
         for worker in (self._pair.p, self._pair.d):
             await self._idle(worker)
-            await _check_pool(worker)
+            await check_at_rest(worker)
         assert await self._patient_answers() == self._right
         self.look_at_log()
         self._caplog.clear()
@@ -554,22 +564,6 @@ class Oracle:
 
         first, rest = await asyncio.gather(prefill(), decode())
         return first + rest if len(rest) == 3 else rest
-
-
-async def _check_pool(worker: Worker) -> None:
-    checked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-
-    def check(core: Any) -> None:
-        try:
-            core.scheduler.check(idle=True)
-        except AssertionError as error:
-            loop.call_soon_threadsafe(checked.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(checked.set_result, None)
-
-    host_of(worker).call(check)
-    await checked
 
 
 @pytest.fixture

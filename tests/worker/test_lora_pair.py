@@ -23,8 +23,15 @@ from pdserve.worker.worker import Worker
 from tests.support.forked_engine import start_rank
 from tests.support.llm_requests import core_of
 from tests.support.lora_adapters import make_adapter
-from tests.support.waiting import eventually
-from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, generation_request, host_of, running_pair
+from tests.support.worker_pair import (
+    BLOCK_SIZE,
+    KEY,
+    PROMPT,
+    Pair,
+    check_at_rest,
+    generation_request,
+    running_pair,
+)
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "max_model_len": 512, "enable_lora": True}
 
@@ -51,13 +58,6 @@ async def pair(base: Path, adapters: dict[str, str]) -> AsyncIterator[Pair]:
         yield made
         for worker in (made.p, made.d):
             await check_at_rest(worker)
-
-
-async def check_at_rest(worker: Worker) -> None:
-    """The pool check, when the engine has removed what was cancelled."""
-    scheduler = host_of(worker).core.scheduler
-    await eventually(lambda: not scheduler.requests and not scheduler.pool.num_in_use, "the engine is idle")
-    scheduler.check(idle=True)
 
 
 def request_for(worker: Worker, name: str, **changes: Any) -> GenerationRequest:

@@ -25,7 +25,7 @@ from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, host_of, prepared, running_pair, transfers_of
+from tests.support.worker_pair import Pair, check_at_rest, host_of, prepared, running_pair, transfers_of
 
 LIMIT = max_request_bytes(64, 320)
 LONG = "w" * 129
@@ -41,9 +41,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
     async with running_pair(folder, num_blocks=32, max_model_len=64, lease_grace_s=0.3) as made:
         yield made
         for worker in (made.p, made.d):
-            scheduler, manager = host_of(worker).core.scheduler, transfers_of(worker).manager
-            await eventually(lambda pool=scheduler.pool, manager=manager: not (pool.num_in_use or manager.num_open))  # type: ignore[misc]
-            scheduler.check(idle=True)
+            await check_at_rest(worker)
 
 
 def long(number: int, content: bytes) -> bytes:

@@ -19,7 +19,7 @@ from pdserve.common.request.step_wire import StepEvent, StepTokens, columns_of
 from pdserve.v1 import decode_pb2, step_stream_pb2
 from pdserve.worker.step_stream.step_outbox import ROOM_BYTES, StepOutbox
 from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, generation_request, host_of, running_pair
+from tests.support.worker_pair import Pair, check_at_rest, generation_request, host_of, running_pair
 
 
 @pytest.fixture
@@ -27,9 +27,7 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
     async with running_pair(tiny_checkpoints("llama"), num_blocks=32, max_model_len=64, lease_grace_s=0.3) as made:
         yield made
         for worker in (made.p, made.d):
-            scheduler = host_of(worker).core.scheduler
-            await eventually(lambda pool=scheduler.pool: not pool.num_in_use)  # type: ignore[misc]
-            scheduler.check(idle=True)
+            await check_at_rest(worker)
 
 
 class Router:

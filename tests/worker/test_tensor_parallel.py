@@ -22,7 +22,7 @@ from tests.support.forked_engine import start_rank
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, host_of, prepared, running_pair, transfers_of
+from tests.support.worker_pair import Pair, check_at_rest, host_of, prepared, running_pair, transfers_of
 
 DEATH_S = 5.0
 """Seconds within which a rank's death ends its worker."""
@@ -72,7 +72,7 @@ async def test_i1_greedy_texts_through_ranks_of_both_workers(
         for length in (5, 16, 70):
             oracle.check(prompt_of(length, 1), await ask(pair, prompt_of(length, 1)))
         for worker in (pair.p, pair.d):
-            host_of(worker).core.scheduler.check(idle=True)
+            await check_at_rest(worker)
 
 
 @pytest.mark.slow
