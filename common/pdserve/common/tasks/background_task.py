@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, get_args
 
+from pdserve.common.tasks.restart_backoff import RestartBackoff
+
 log = logging.getLogger(__name__)
 
 TaskName = Literal[
@@ -28,8 +30,6 @@ TaskName = Literal[
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
-HEALTHY_AFTER_S = 30.0
-"""A task that ran for this long before it failed begins again with the first wait."""
 RESTARTS: Counter[TaskName] = Counter()
 """Restarts in this process, by task."""
 
@@ -44,16 +44,14 @@ def background_task(name: TaskName, run: Callable[[], Coroutine[Any, Any, None]]
 
 
 async def _keep(name: TaskName, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    backoff_s = FIRST_BACKOFF_S
+    backoff = RestartBackoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
     while True:
         began = time.monotonic()
         try:
             await run()
             return
         except Exception:
-            if time.monotonic() - began >= HEALTHY_AFTER_S:
-                backoff_s = FIRST_BACKOFF_S
+            wait_s = backoff.wait_s(time.monotonic() - began)
             RESTARTS[name] += 1
-            log.exception("the background task %s failed; it starts again in %g s", name, backoff_s)
-        await asyncio.sleep(backoff_s)
-        backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
+            log.exception("the background task %s failed; it starts again in %g s", name, wait_s)
+        await asyncio.sleep(wait_s)

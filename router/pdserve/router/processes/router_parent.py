@@ -19,6 +19,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.tasks.first_done import first_done
+from pdserve.common.tasks.restart_backoff import RestartBackoff
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.child_admission import largest
 from pdserve.router.admission.place import Capacity, Limits
@@ -34,8 +35,6 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
-HEALTHY_AFTER_S = 30.0
-"""A process that ran for this long before it ended begins again with the first wait."""
 FETCH_EVERY_S = 5.0
 """Seconds between two reports of a process's counters: at most those of this time are lost with it."""
 _END_S = 10.0
@@ -137,18 +136,16 @@ class RouterParent:
 
     async def _keep(self, child: RouterChild) -> None:
         """Restart a process whenever it ends, until cancelled."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = RestartBackoff(FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         while True:
             began = time.monotonic()
             code = await child.ended()
             self.views.keep(child)
-            if time.monotonic() - began >= HEALTHY_AFTER_S:
-                backoff_s = FIRST_BACKOFF_S
+            wait_s = backoff.wait_s(time.monotonic() - began)
             log.warning(
-                "router process %d ended with status %d; it is started again in %g s", child.number, code, backoff_s
+                "router process %d ended with status %d; it is started again in %g s", child.number, code, wait_s
             )
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
+            await asyncio.sleep(wait_s)
             self.views.num_restarts += 1
             try:
                 child = await self._start(child.number)
