@@ -7,6 +7,7 @@ after the prompt sees. What a receiver wants is then the end of this list, from 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,7 @@ class TransferOrder:
 
     def num_complete(self, number: int) -> int:
         """Places from the first, of which all blocks have numbers below this one."""
-        low, high = 0, self.num_places
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.number(middle) <= number else (low, middle - 1)
-        return low
+        return bisect_right(range(self.num_places + 1), number, key=self.number) - 1
 
     def blocks(self, first: int, end: int) -> list[tuple[int, int]]:
         """(group, place) of the blocks with the numbers `first` to `end` - 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from pdserve.models.kv_cache import KVCacheSpec, SlidingWindowSpec
@@ -26,14 +27,11 @@ def max_sequence_blocks(specs: Sequence[KVCacheSpec], num_tokens: int, block_siz
 
 def max_sequence_tokens(specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int, step_tokens: int) -> int:
     """Tokens of the longest sequence whose `max_sequence_blocks` are no more than `num_blocks`."""
-    low, high = 0, num_blocks  # blocks of one group
-    while low < high:
-        middle = (low + high + 1) // 2
-        if max_sequence_blocks(specs, middle * block_size, block_size, step_tokens) <= num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low * block_size
+
+    def needed(of_group: int) -> int:
+        return max_sequence_blocks(specs, of_group * block_size, block_size, step_tokens)
+
+    return (bisect_right(range(num_blocks + 1), num_blocks, key=needed) - 1) * block_size
 
 
 def _limit(spec: KVCacheSpec, num_blocks: int, block_size: int, step_tokens: int) -> int:
