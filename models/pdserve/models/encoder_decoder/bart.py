@@ -114,10 +114,7 @@ class Bart(EncoderDecoderFamily):
             is_tied=config.tie_word_embeddings,
         )
         weights = make_loader(source, tied.ignored)
-        embedding = weights.tensor(tied.embedding, config.vocab_size, config.hidden_size)
-        head = embedding
-        if tied.head != tied.embedding:
-            head = weights.tensor(tied.head, config.vocab_size, config.hidden_size)
+        embedding, head = tied.load(weights, config.vocab_size, config.hidden_size)
         bias = None
         if _LOGITS_BIAS in source.names:
             bias = weights.tensor(_LOGITS_BIAS, 1, config.vocab_size)[0]

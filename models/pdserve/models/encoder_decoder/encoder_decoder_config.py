@@ -28,7 +28,7 @@ class EncoderDecoderConfig(ModelConfig):
     """True: positions are a bias of the self attention."""
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """That of the decoder's self attention."""
+        """The decoder's attention to its own tokens, equal in all layers."""
         return self.self_attention_spec
 
     @property

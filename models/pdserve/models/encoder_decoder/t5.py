@@ -108,10 +108,7 @@ class T5(EncoderDecoderFamily):
             is_tied=True,
         )
         weights = make_loader(source, tied.ignored | {_UNUSED})
-        embedding = weights.tensor(tied.embedding, config.vocab_size, config.hidden_size)
-        head = embedding
-        if tied.head != tied.embedding:
-            head = weights.tensor(tied.head, config.vocab_size, config.hidden_size)
+        embedding, head = tied.load(weights, config.vocab_size, config.hidden_size)
         shape = (self.buckets.num_buckets, config.num_heads)
         of_encoder, of_decoder = (
             weights.tensor(f"{part}.block.0.layer.0.SelfAttention.{_BIAS}", *shape) for part in ("encoder", "decoder")

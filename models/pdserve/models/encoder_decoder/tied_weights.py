@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.equal_weights import are_stored_equal
+from pdserve.models.weights.weight_loader import WeightLoader
 
 
 class TiedWeights(NamedTuple):
@@ -52,3 +54,10 @@ class TiedWeights(NamedTuple):
                 return cls(embedding, head, frozenset(copies))
             copies.append(head)
         return cls(embedding, embedding, frozenset(copies))
+
+    def load(self, weights: WeightLoader, vocab_size: int, hidden_size: int) -> tuple[Tensor, Tensor]:
+        """Embedding and head, `[V, H]` each; one tensor if they are tied."""
+        embedding = weights.tensor(self.embedding, vocab_size, hidden_size)
+        if self.head == self.embedding:
+            return embedding, embedding
+        return embedding, weights.tensor(self.head, vocab_size, hidden_size)

@@ -33,16 +33,15 @@ class StepOutbox:
 
     def tokens(self, key: int, index: int, first_position: int, token_ids: list[int]) -> None:
         """Add new tokens of a sequence. The list is not changed later."""
-        self._entries.append(StepTokens(key, index, first_position, token_ids))
-        self._grow(_ENTRY_BYTES + _TOKEN_BYTES * len(token_ids))
+        self._add(StepTokens(key, index, first_position, token_ids))
 
     def event(self, event: StepEvent) -> None:
         """Add an event of a call."""
-        self._entries.append(event)
-        self._grow(_size(event))
+        self._add(event)
 
-    def _grow(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+    def _add(self, entry: StepTokens | StepEvent) -> None:
+        self._entries.append(entry)
+        self._num_bytes += _size(entry)
         if self._num_bytes > ROOM_BYTES:
             self._room.clear()
         if self._num_bytes > self._max_unsent_bytes and self._error is None:
