@@ -19,7 +19,7 @@ from typing import Any
 
 from pdserve.common.errors import Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
-from pdserve.router.admission.open_requests import OpenRequests, leaving
+from pdserve.router.admission.open_requests import OpenRequests, leaving, once
 from pdserve.router.admission.place import Capacity, Cost, HeldPlace, Limits, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
@@ -158,16 +158,12 @@ class Admission(OpenRequests):
         account = self.tenants[client.tenant]
         account.num_sessions += 1
         self.num_sessions += 1
-        is_open = True
 
         def close() -> None:
-            nonlocal is_open
-            if is_open:
-                is_open = False
-                account.num_sessions -= 1
-                self.num_sessions -= 1
+            account.num_sessions -= 1
+            self.num_sessions -= 1
 
-        return close
+        return once(close)
 
     @contextlib.asynccontextmanager
     async def place(

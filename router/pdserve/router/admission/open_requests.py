@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -57,6 +58,13 @@ class OpenRequests:
         self._expel.pop(expel, None)
         if not self.num_requests:
             self._emptied.set()
+
+
+def once(end: Callable[[], None]) -> Callable[[], None]:
+    """`end` for the first call, and nothing for later ones."""
+    stack = contextlib.ExitStack()
+    stack.callback(end)
+    return stack.close
 
 
 def leaving() -> Draining:

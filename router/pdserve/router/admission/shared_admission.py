@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.admission import admission_calls as calls
-from pdserve.router.admission.open_requests import OpenRequests, leaving
+from pdserve.router.admission.open_requests import OpenRequests, leaving, once
 from pdserve.router.admission.place import Capacity, Cost, RunningPlace
 from pdserve.router.process_link import CALL_S, ProcessLink
 from pdserve.router.tenants.client import ANYBODY, Client
@@ -164,14 +164,7 @@ class SharedAdmission(OpenRequests):
         if self.closed:
             raise leaving()
         number = next(self._numbers)
-        is_open = True
-
-        def close() -> None:
-            nonlocal is_open
-            if is_open:
-                is_open = False
-                self._link.send(calls.CLOSE_SESSION, number)
-
+        close = once(lambda: self._link.send(calls.CLOSE_SESSION, number))
         try:
             await self._link.call(calls.OPEN_SESSION, calls.OpenSession(number, client), type(None))
         except BaseException:
