@@ -38,6 +38,9 @@ from typing import ClassVar, Self
 
 import grpc
 
+DEFAULT_RETRY_AFTER_S = 1.0
+"""Seconds after which a request may come back that a service had no room for, unless the service has an estimate."""
+
 
 class PdServeError(Exception):
     """Base of everything that pdserve raises on purpose."""
@@ -48,6 +51,8 @@ class PdServeError(Exception):
     retryable: ClassVar[bool] = False
     is_for_clients: bool = False
     """The message was written for clients: it names no address, worker or connection. Not sent between services."""
+    field: str | None = None
+    """The request's field at fault, where one can be named; of an `InvalidRequest`."""
 
     def for_clients(self) -> Self:
         """Mark the message as fit for clients. Returns the error itself."""
@@ -69,7 +74,6 @@ class InvalidRequest(PdServeError, ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
-        """The offending field's name, where one can be named."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -126,7 +130,7 @@ class Overloaded(PdServeError):
     http_status = 429
     retryable = True
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = DEFAULT_RETRY_AFTER_S) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.by_peer = False
@@ -292,13 +296,17 @@ BY_CODE: dict[str, type[PdServeError]] = {error.code: error for error in _tree(P
 BY_CODE["internal_error"] = InternalError
 
 
-def from_code(code: str, message: str, field: str | None = None) -> PdServeError:
+def from_code(
+    code: str, message: str, field: str | None = None, retry_after_s: float = DEFAULT_RETRY_AFTER_S
+) -> PdServeError:
     """Rebuild a peer's error; unknown codes, which a newer peer may send, become `PeerError`.
 
-    field: of an `InvalidRequest`.
+    field: of an `InvalidRequest`. retry_after_s: of an `Overloaded`; replaced if it is no number of seconds.
     """
     kind = BY_CODE.get(code)
     error = PeerError(f"{message} (unknown error code {code[:64]!r})") if kind is None else kind(message)
     if isinstance(error, InvalidRequest):
         error.field = field or None
+    if isinstance(error, Overloaded):
+        error.retry_after_s = retry_after_s if 0 <= retry_after_s < float("inf") else DEFAULT_RETRY_AFTER_S
     return error

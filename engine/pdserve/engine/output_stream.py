@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, NeedsPrefill, PdServeError, from_code
+from pdserve.common.errors import NeedsPrefill, PdServeError, from_code
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, FinishReason, LogprobsLists
 
 _MERGED_ENTRIES = 1 << 17
@@ -158,5 +158,5 @@ def failed_output(request_id: str, error: PdServeError) -> EngineCoreOutput:
         finish_reason=FinishReason.ERROR,
         error_code=error.code,
         error_message=error.message,
-        error_field=(error.field or "") if isinstance(error, InvalidRequest) else "",
+        error_field=error.field or "",
     )

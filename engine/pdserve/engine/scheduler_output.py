@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, PdServeError, from_code
+from pdserve.common.errors import PdServeError, from_code
 from pdserve.common.request.encoder_prompt import EncoderPrompt
 from pdserve.common.request.engine_types import LogprobsLists, ModelRunnerStats
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
@@ -125,8 +125,7 @@ class RequestFailure(msgspec.Struct):
 
     @classmethod
     def of(cls, error: PdServeError) -> RequestFailure:
-        field = error.field if isinstance(error, InvalidRequest) else None
-        return cls(error.code, error.message, field or "")
+        return cls(error.code, error.message, error.field or "")
 
     def error(self) -> PdServeError:
         return from_code(self.code, self.message, self.field)

@@ -21,7 +21,6 @@ from pdserve.common.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
-    InvalidRequest,
     Overloaded,
     PdServeError,
     PeerError,
@@ -195,8 +194,7 @@ class ProcessLink(asyncio.Protocol):
             log.error("a call between processes of this router failed", exc_info=error)
             error = InternalError("internal error; the router's log has the details")
         retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
-        field = error.field if isinstance(error, InvalidRequest) else None
-        failure = _Failure(error.code, error.message, field, retry_after_s, error.is_for_clients)
+        failure = _Failure(error.code, error.message, error.field, retry_after_s, error.is_for_clients)
         self._write(_ERROR, number, "", failure)
 
     def _write(self, kind: int, number: int, name: str, body: object) -> None:
@@ -216,7 +214,5 @@ def _gone() -> Draining:
 
 
 def _error(failure: _Failure) -> PdServeError:
-    error = from_code(failure.code, failure.message, failure.field)
-    if isinstance(error, Overloaded):
-        error.retry_after_s = failure.retry_after_s
+    error = from_code(failure.code, failure.message, failure.field, failure.retry_after_s)
     return error.for_clients() if failure.is_for_clients else error

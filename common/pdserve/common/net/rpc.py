@@ -150,9 +150,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
     code = _metadata_value(error, ERROR_CODE_KEY)
     message = error.details() or ""
     if code is not None:
-        rebuilt = errors.from_code(code, message, _metadata_value(error, ERROR_FIELD_KEY))
+        rebuilt = errors.from_code(code, message, _metadata_value(error, ERROR_FIELD_KEY), _retry_after_s(error))
         if isinstance(rebuilt, errors.Overloaded):
-            rebuilt.retry_after_s = _retry_after_s(error)
             rebuilt.by_peer = True
         return rebuilt
     match error.code():
@@ -195,10 +194,9 @@ def failed_to_shake_hands(message: str) -> bool:
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
     try:
-        seconds = float(_metadata_value(error, RETRY_AFTER_KEY) or 1.0)
+        return float(_metadata_value(error, RETRY_AFTER_KEY) or errors.DEFAULT_RETRY_AFTER_S)
     except ValueError:
-        return 1.0
-    return seconds if 0 <= seconds < float("inf") else 1.0
+        return errors.DEFAULT_RETRY_AFTER_S
 
 
 def _metadata_value(error: grpc.aio.AioRpcError, key: str) -> str | None:
@@ -213,7 +211,7 @@ async def abort_with(context: Context, error: PdServeError) -> NoReturn:
     metadata = [*(context.trailing_metadata() or ()), (ERROR_CODE_KEY, error.code)]
     if isinstance(error, errors.Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
-    if isinstance(error, errors.InvalidRequest) and error.field and error.field.isascii() and error.field.isprintable():
+    if error.field and error.field.isascii() and error.field.isprintable():
         metadata.append((ERROR_FIELD_KEY, error.field))
     details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
     await context.abort(error.grpc_status, details, tuple(metadata))

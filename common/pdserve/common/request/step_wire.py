@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
-from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError, PeerError, from_code
+from pdserve.common.errors import Overloaded, PdServeError, PeerError, from_code
 from pdserve.v1 import step_stream_pb2
 
 MAX_KEY = (1 << 32) - 1
@@ -21,7 +21,7 @@ def end_to_wire(error: PdServeError | None) -> step_stream_pb2.CallEnd:
     return step_stream_pb2.CallEnd(
         code=error.code,
         message=error.message.encode(errors="replace").decode()[:_MAX_END_CHARS],
-        field=(error.field or "").encode(errors="replace").decode() if isinstance(error, InvalidRequest) else "",
+        field=(error.field or "").encode(errors="replace").decode(),
         retry_after_s=error.retry_after_s if isinstance(error, Overloaded) else 0.0,
     )
 
@@ -30,11 +30,9 @@ def end_from_wire(end: step_stream_pb2.CallEnd) -> PdServeError | None:
     """The peer's error; None if the call has ended well."""
     if not end.code:
         return None
-    error = from_code(end.code, end.message, end.field)
+    error = from_code(end.code, end.message, end.field, end.retry_after_s)
     if isinstance(error, Overloaded):
         error.by_peer = True
-        if 0 <= end.retry_after_s < float("inf"):
-            error.retry_after_s = end.retry_after_s
     return error
 
 

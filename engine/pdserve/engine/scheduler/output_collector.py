@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.common.errors import InvalidRequest, NeedsPrefill, PdServeError
+from pdserve.common.errors import NeedsPrefill, PdServeError
 from pdserve.common.request.engine_types import EngineCoreOutput, LogprobsLists
 from pdserve.engine.request import FINISH_REASONS, Request, RequestStatus
 
@@ -75,8 +75,6 @@ class OutputCollector:
         output.prompt_logprobs = request.take_prompt_logprobs() if new_token_ids else None
         output.pooling_output = pooling_output
         if cause is not None:
-            output.error_code, output.error_message = cause.code, cause.message
-        if isinstance(cause, InvalidRequest):
-            output.error_field = cause.field or ""
+            output.error_code, output.error_message, output.error_field = cause.code, cause.message, cause.field or ""
         if isinstance(cause, NeedsPrefill):
             output.uncached_tokens = cause.uncached_tokens

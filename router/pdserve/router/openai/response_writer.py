@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
@@ -267,8 +267,7 @@ def error_json(status: int, message: str, code: str, field: str | None = None) -
 
 
 def error_body(error: PdServeError) -> bytes:
-    field = error.field if isinstance(error, InvalidRequest) else None
-    return error_json(error.http_status, error.message, error.code, field)
+    return error_json(error.http_status, error.message, error.code, error.field)
 
 
 def error_headers(error: PdServeError) -> dict[str, str]:

@@ -154,8 +154,7 @@ class ResponsesWriter:
         kind = "server_error"
         if isinstance(error, Overloaded | InvalidRequest):
             kind = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
-        field = error.field if isinstance(error, InvalidRequest) else None
-        event = self._event({"type": "error", "code": error.code, "message": error.message, "param": field})
+        event = self._event({"type": "error", "code": error.code, "message": error.message, "param": error.field})
         state = self._state("failed", error={"code": kind, "message": error.message})
         return self._opening() + event + self._response_event("response.failed", state)
 
