@@ -47,7 +47,7 @@ class ShiftedModel(HashModel):
         self.most_adapters = 0
 
     def add(self, folder: Path) -> str:
-        raise NotImplementedError
+        return folder.name
 
     def has(self, fingerprint: str) -> bool:
         return fingerprint in (*ADAPTERS, BROKEN)
@@ -67,7 +67,7 @@ class ShiftedModel(HashModel):
         return False
 
     def with_folders(self, loads: Sequence[LoraLoad]) -> list[LoraLoad]:
-        raise NotImplementedError
+        return [*loads]
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         assert inputs.token_ids is not None

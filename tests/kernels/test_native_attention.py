@@ -14,8 +14,8 @@ from torch import Tensor
 from pdserve.kernels.attention import make_attention as choice
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
-from pdserve.kernels.native import build_library, native_library
-from pdserve.kernels.native.build_library import BuildError, build
+from pdserve.kernels.native import native_library
+from pdserve.kernels.native.build_library import BuildError, build, library_name
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, NativeAttentionPlan
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
 from tests.kernels.attention_contract import AttentionContract
@@ -162,7 +162,7 @@ def test_without_the_library_torch_computes_and_says_why(
         AttentionBackendError, match="attention_backend is 'native', but the native library is not built"
     ):
         make_attention("native", cache)
-    (tmp_path / build_library.library_name()).write_bytes(b"no library")
+    (tmp_path / library_name()).write_bytes(b"no library")
     with pytest.raises(AttentionBackendError, match="cannot be loaded"):
         make_attention("native", cache)
     with pytest.raises(NativeLibraryError, match="cannot be loaded"):

@@ -39,7 +39,7 @@ PICTURE = data_url()
 
 @pytest.fixture
 def cluster(cluster: Any, tmp_path: Path) -> Any:
-    """Its model takes images, each of which stands for one token `<|user|>`."""
+    """A cluster whose model takes images, each of which stands for one token `<|user|>`."""
     folder = save_tokenizer(tmp_path / "images")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
     (folder / "config.json").write_text(json.dumps({"vision_config": {}, "image_token_id": EOS + 1}))

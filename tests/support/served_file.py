@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True, slots=True)
 class ServedFile:
-    """Its address."""
+    """The address under which a file is served."""
 
     address: str
     """Host and port."""

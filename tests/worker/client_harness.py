@@ -12,7 +12,7 @@ from tests.support.engine_harness import Harness
 
 
 class ClientHarness(Harness):
-    """Its engine's thread runs."""
+    """A harness whose engine runs in a thread."""
 
     client: EngineClient
     host: InprocHost

@@ -16,7 +16,7 @@ class PromptRoom(msgspec.Struct, frozen=True):
     """Tokens with which the decoder beside an encoder begins; 0: the model is a decoder alone."""
 
     def rule(self, num_before: int = 0) -> LengthRule:
-        """That of a prompt whose request has output. num_before: tokens of a session before the prompt."""
+        """The rule of a prompt whose request has output. num_before: tokens of a session before the prompt."""
         return LengthRule(self.max_model_len, num_before, has_output=not self.decoder_prompt_len)
 
     @property
