@@ -18,7 +18,7 @@ from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel, ModelDrafter
 from pdserve.engine.runner.loaded_model import load_model
-from pdserve.engine.runner.memory_needs import memory_needs
+from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config

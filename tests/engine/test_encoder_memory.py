@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.engine.runner.image_encoder import encoder_bytes, image_encoder
-from pdserve.engine.runner.memory_needs import memory_needs
-from pdserve.engine.runner.pool_budget import PoolBudget
+from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder
+from pdserve.engine.runner.pool.memory_needs import memory_needs
+from pdserve.engine.runner.pool.pool_budget import PoolBudget
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from tests.support.image_checkpoints import FAMILIES, PREPROCESSOR, make_image_checkpoint

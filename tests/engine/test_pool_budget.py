@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.engine.runner.pool_budget import GRAPH_BYTES, LargestSteps, PoolBudget
+from pdserve.engine.runner.pool.pool_budget import GRAPH_BYTES, LargestSteps, PoolBudget
 from pdserve.engine.runner.step_graphs import graph_sizes
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.torch_layer_ops import TorchLayerOps

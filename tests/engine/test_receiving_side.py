@@ -297,7 +297,7 @@ def test_the_room_of_a_sequence_with_a_higher_priority_is_left_alone(make_engine
 def test_room_that_does_not_come_back_is_not_waited_for_without_end(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.engine.scheduler.remote_kv_queue.RETURNS_WITHIN_S", 0.05)
+    monkeypatch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.RETURNS_WITHIN_S", 0.05)
     engine = make_engine(num_blocks=12, max_model_len=48)
     engine.add(list(range(6)), "one", params={"max_tokens": 20})
     engine.add(list(range(7)), "two", params={"max_tokens": 20})

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.memory_needs import memory_needs
+from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.llm import LLM
 from tests.support.checkpoints import save_tokenizer
 from tests.support.family_checkpoints import cases, make_family

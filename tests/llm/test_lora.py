@@ -13,7 +13,7 @@ import torch
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.lora.adapter_store import AdapterStore
-from pdserve.engine.runner.memory_needs import memory_needs
+from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.llm import (
     LLM,
     BeamSearchParams,

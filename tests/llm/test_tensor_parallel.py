@@ -18,7 +18,7 @@ from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
-from pdserve.engine.runner.memory_needs import memory_needs
+from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.llm import LLM, LoRARequest
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import start_rank

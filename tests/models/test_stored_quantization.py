@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.engine.runner.memory_needs import weight_bytes
+from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from tests.support.checkpoints import edit_json, make_checkpoint

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.engine.runner.memory_needs import weight_bytes
+from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
 from tests.support.any_family import causal_families, float32_logits, make_any_family, refusal
 from tests.support.checkpoints import edit_json

@@ -39,7 +39,7 @@ def check_adapters(settings: WorkerSettings) -> Iterator[Finding]:
 
 def _read(settings: WorkerSettings, folders: dict[str, Path], given: set[str]) -> Iterator[Finding]:
     # torch takes seconds to import, and a worker without adapters does not need it here
-    from pdserve.engine.runner.memory_needs import adapter_targets
+    from pdserve.engine.runner.pool.memory_needs import adapter_targets
     from pdserve.models.lora.lora_adapter import read_adapter
 
     try:

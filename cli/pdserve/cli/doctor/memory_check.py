@@ -20,7 +20,7 @@ TIGHT_SHARE = 0.9
 def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
     """Compare the memory that a worker needs with the free memory. root: folder that contains `proc` and `sys`."""
     from pdserve.engine.runner.loaded_model import rank_device  # imports torch
-    from pdserve.engine.runner.memory_needs import memory_needs
+    from pdserve.engine.runner.pool.memory_needs import memory_needs
 
     try:
         needs = memory_needs(model_folder(settings.model, download=False), settings)

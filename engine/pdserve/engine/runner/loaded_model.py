@@ -22,11 +22,11 @@ from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
-from pdserve.engine.runner.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
+from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
+from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder, verify_image_model
 from pdserve.engine.runner.host_blocks import make_host_caches
-from pdserve.engine.runner.image_encoder import encoder_bytes, image_encoder, verify_image_model
-from pdserve.engine.runner.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
-from pdserve.engine.runner.pool_size import host_slots, pool_size, with_kv_cache_groups
+from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
+from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_cache_groups
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention

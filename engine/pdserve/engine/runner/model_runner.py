@@ -21,7 +21,7 @@ from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.device_runtime import DeviceRuntime, make_runtime
 from pdserve.engine.runner.drafts.drafted_runs import read_runs, without_late_masks
 from pdserve.engine.runner.drafts.drafting import Drafting
-from pdserve.engine.runner.encoder_runner import EncoderRunner
+from pdserve.engine.runner.encoders.encoder_runner import EncoderRunner
 from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan

@@ -18,9 +18,9 @@ from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
 from pdserve.engine.scheduler.host_loads import HostLoads
-from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
+from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 from pdserve.engine.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 

@@ -10,7 +10,7 @@ from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
-from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 
 
 @dataclass(eq=False)

@@ -18,15 +18,15 @@ from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.kv_messages import IntoEngine, KvOutbox
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.preemption import Preemption
-from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import BatchBuilder, RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.session_commands import SessionCommands
 from pdserve.engine.scheduler.sessions import Sessions
-from pdserve.engine.scheduler.starvation_guard import StarvationGuard
 from pdserve.engine.scheduler.step_results import FinishRequest, StepResults
 from pdserve.engine.scheduler.transfer_events import End, KvSendTracker, TransferEvents
-from pdserve.engine.scheduler.waiting_queues import Refusal, WaitingQueues
+from pdserve.engine.scheduler.waiting.remote_kv_queue import Ready, RemoteKvQueue
+from pdserve.engine.scheduler.waiting.starvation_guard import StarvationGuard
+from pdserve.engine.scheduler.waiting.waiting_queues import Refusal, WaitingQueues
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager

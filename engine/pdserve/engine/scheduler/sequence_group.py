@@ -9,7 +9,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.preemption import Preemption
-from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 
 
 @dataclass(eq=False)

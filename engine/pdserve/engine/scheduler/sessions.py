@@ -17,7 +17,7 @@ from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.output_collector import OutputCollector
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
 

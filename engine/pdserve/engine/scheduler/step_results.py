@@ -13,12 +13,12 @@ from pdserve.engine.request import Request, RequestStatus, Wait
 from pdserve.engine.scheduler.draft_scheduling import DraftScheduling
 from pdserve.engine.scheduler.host_loads import HostLoads
 from pdserve.engine.scheduler.output_collector import OutputCollector
-from pdserve.engine.scheduler.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.sequence_group import SequenceGroup
 from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.transfer_events import KvSendTracker
-from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
+from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 

@@ -25,8 +25,8 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     Want,
 )
-from pdserve.engine.scheduler.remote_kv_queue import Ready, RemoteKvQueue
-from pdserve.engine.scheduler.waiting_queues import WaitingQueues
+from pdserve.engine.scheduler.waiting.remote_kv_queue import Ready, RemoteKvQueue
+from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
 
 
 @dataclass(frozen=True, slots=True)

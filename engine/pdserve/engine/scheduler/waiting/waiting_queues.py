@@ -14,11 +14,11 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.admission_order import AdmissionOrder
 from pdserve.engine.scheduler.host_loads import HostLoads
-from pdserve.engine.scheduler.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
+from pdserve.engine.scheduler.waiting.admission_order import AdmissionOrder
+from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
+from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
 
 
 class Refusal(enum.Enum):

@@ -29,8 +29,8 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     StopReceiving,
 )
-from pdserve.engine.scheduler.refused_admissions import RefusedAdmissions
-from pdserve.engine.scheduler.starvation_guard import RequestQueue, StarvationGuard
+from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
+from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
 
 RETURNS_WITHIN_S = 1.5
 """Seconds for which a step waits for the blocks of an evicted sequence; reads that take longer may never end."""

@@ -1,0 +1,1 @@
+"""Encoders in the model runner: of images, and of prompts beside a decoder."""

@@ -1,0 +1,1 @@
+"""The size of the KV block pool, from memory and settings."""
