@@ -1,7 +1,7 @@
 """Least time of a model's arithmetic on a processor: its packed matrices alone, and its KV bytes read once.
 
 Nothing of an engine is in it: no norms, attention, sampling or Python between layers. The matrices have the model's shapes and
-random numbers in bfloat16, packed as oneDNN wants them, so that what a floor leaves out is what an engine adds.
+random numbers in bfloat16, packed as oneDNN wants them and on huge pages, so that what a floor leaves out is what an engine adds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from pdserve.kernels.huge_pages import request_huge_pages
 
 REPEATS = 3
 CHUNK_TOKENS = 512
@@ -30,6 +32,7 @@ class Floor:
     """Times of one model's matrices on this machine. num_threads: of torch, set by the caller before."""
 
     def __init__(self, model: Path) -> None:
+        request_huge_pages()
         config = json.loads((model / "config.json").read_text())
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head = config.get("head_dim") or hidden // heads

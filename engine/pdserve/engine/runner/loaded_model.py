@@ -30,6 +30,7 @@ from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
+from pdserve.kernels.huge_pages import request_huge_pages
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig
@@ -175,6 +176,7 @@ def load_model(
     progress: called after each weight. transfer_program: as of `RankProcesses`. Raises: ConfigError, UnsupportedModel; WorkerLost
     when a rank ended meanwhile.
     """
+    request_huge_pages()
     size = settings.tensor_parallel_size
     for rank in range(size):
         _check_device(rank_device(settings.device, rank, size))
