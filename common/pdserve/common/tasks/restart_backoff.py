@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HEALTHY_AFTER_S = 30.0
-"""What ran for this long before it failed begins again with the first wait."""
+"""Run time after which a failure begins again with the first wait."""
 
 
 class RestartBackoff:
