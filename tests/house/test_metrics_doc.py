@@ -49,7 +49,8 @@ def offered(registry: CollectorRegistry) -> dict[str, tuple[str, tuple[str, ...]
         else:
             for family in collector.collect():
                 if family.name.startswith("pdserve_"):
-                    labels = tuple(family.samples[0].labels)
+                    # `le` is every histogram's own
+                    labels = tuple(label for label in family.samples[0].labels if label != "le")
                     found[name_of(family.name, family.type)] = (family.type, labels, family.documentation)
     return found
 

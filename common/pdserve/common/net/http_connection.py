@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from pdserve.common.net.chunk_writer import ChunkWriter
 from pdserve.common.net.connection_gate import Place
 
 HEADER_TIMEOUT_S = 10.0
@@ -36,6 +37,7 @@ class GuardedConnection(H11Protocol):
         place: Place,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._own_app, self.app = self.app, self._answer
         self._place = place
         self._num_received = 0
         self._since = 0.0
@@ -44,6 +46,10 @@ class GuardedConnection(H11Protocol):
         self._received_then = 0
         self._unsent = 0
         self._unsent_since = 0.0
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        ChunkWriter(self).offer(scope)
+        await self._own_app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))

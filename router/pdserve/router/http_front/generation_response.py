@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.net.chunk_writer import ChunkWriter, chunk_writer
 from pdserve.common.request.generation_request import (
     MAX_DATA_PARALLEL_RANK,
     verify_client_request_id,
@@ -132,7 +133,10 @@ class GenerationResponse(Response):
             async with self._generation as generation:
                 listener = asyncio.create_task(cancel_on_disconnect(generation, receive))
                 try:
-                    await (self._send_events(generation, send) if self._stream else self._send_whole(generation, send))
+                    if self._stream:
+                        await self._send_events(generation, send, chunk_writer(scope))
+                    else:
+                        await self._send_whole(generation, send)
                 finally:
                     listener.cancel()
         except PdServeError as error:
@@ -153,7 +157,7 @@ class GenerationResponse(Response):
         await self._start(send, {"content-type": JSON, "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
-    async def _send_events(self, generation: Generation, send: Send) -> None:
+    async def _send_events(self, generation: Generation, send: Send, chunks: ChunkWriter | None) -> None:
         outputs = await generation.stream.take()
         await self._start(send, _SSE_HEADERS)
 
@@ -166,8 +170,17 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": body, "more_body": self._num_open > 0})
             return not self._num_open
 
+        def write_now(outputs: list[CompletionOutput]) -> bool:
+            if chunks is None or not chunks.is_ready:
+                return False
+            for output in outputs:
+                if output.finish_reason is not None:
+                    return False
+            chunks.write(b"".join([self._answer.chunk(output, generation.usage) for output in outputs]))
+            return True
+
         if outputs:
-            await PushedEvents(generation.stream, write).run(outputs)
+            await PushedEvents(generation.stream, write, write_now).run(outputs)
 
     def _event(self, generation: Generation, output: CompletionOutput) -> bytes:
         if output.finish_reason is not None:

@@ -16,11 +16,18 @@ class PushedEvents:
     """`run` once."""
 
     def __init__(
-        self, stream: ClientStream, write: Callable[[list[CompletionOutput]], Coroutine[Any, Any, bool]]
+        self,
+        stream: ClientStream,
+        write: Callable[[list[CompletionOutput]], Coroutine[Any, Any, bool]],
+        write_now: Callable[[list[CompletionOutput]], bool] = lambda outputs: False,
     ) -> None:
-        """write: writes outputs, one call at a time; returns True after the last ones. It waits only for the client to read."""
+        """write: writes outputs, one call at a time; returns True after the last ones. It waits only for the client to read.
+
+        write_now: writes outputs without waiting, or writes nothing and returns False; it leaves the last ones to `write`.
+        """
         self._stream = stream
         self._write = write
+        self._write_now = write_now
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting: asyncio.Task[None] | None = None
         """Writes for a client that has to read first."""
@@ -49,6 +56,12 @@ class PushedEvents:
             if not outputs:
                 if self._stream.ended:
                     self._ended.set_result(None)
+                return
+            try:
+                if self._write_now(outputs):
+                    continue
+            except Exception as error:
+                self._ended.set_exception(error)
                 return
             self._begin(outputs)
 

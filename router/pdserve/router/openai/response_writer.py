@@ -93,6 +93,17 @@ class CompletionResponseWriter:
         self._before_text = b',"choices":[{"index":%d,' + key + opening
         self._after_text = (b"}" if chat else b"") + b',"logprobs":'
         self._started: set[int] = set()
+        """Choices whose opening event, or prompt, is written."""
+        self._is_plain = (
+            echo is None
+            and parsed is None
+            and num_logprobs is None
+            and not (tokens_as_ids or returns_token_ids or continuous_usage)
+        )
+        """True if a chunk has nothing but text."""
+        self._plain_heads: dict[int, bytes] = {}
+        """Choice -> what comes before the text of its chunks."""
+        self._plain_end = self._after_text + b'null,"finish_reason":null}]}\n\n'
 
     def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
         """The body of an answer that is not streamed."""
@@ -109,6 +120,11 @@ class CompletionResponseWriter:
 
     def chunk(self, output: CompletionOutput, usage: Usage) -> bytes:
         """The event for one choice's new text; before a chat choice's first, the event that opens it."""
+        if self._is_plain and output.finish_reason is None and (output.index in self._started or not self._chat):
+            head = self._plain_heads.get(output.index)
+            if head is None:
+                head = self._plain_heads[output.index] = self._chunk_head + self._before_text % output.index
+            return head + _encode(output.text) + self._plain_end
         output, opening = self._shown(output), b""
         if self._chat and output.index not in self._started:
             self._started.add(output.index)

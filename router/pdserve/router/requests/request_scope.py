@@ -60,7 +60,9 @@ class RequestScope(abc.ABC, Generic[R]):
 
     @property
     def usage(self) -> Usage:
-        """Usage, summed over the runs."""
+        """Usage, summed over the runs; of a single run its own, which goes on changing."""
+        if len(self._runs) == 1:
+            return self._runs[0].usage
         return Usage(
             prompt_tokens=sum(run.usage.prompt_tokens for run in self._runs),
             completion_tokens=sum(run.usage.completion_tokens for run in self._runs),

@@ -220,10 +220,8 @@ class PromptTrace:
         now = time.monotonic()
         if not self.num_output_tokens:
             self.num_cached_tokens = num_cached_tokens
-        if index in self._tokens_at and num_tokens:
-            each = (now - self._tokens_at[index]) / num_tokens
-            for _ in range(num_tokens):
-                self._metrics.itl_seconds.observe(each)
+        if num_tokens and (before := self._tokens_at.get(index)) is not None:
+            self._metrics.itl_seconds.observe((now - before) / num_tokens, num_tokens)
         self._tokens_at[index] = now
         self.num_output_tokens += num_tokens
 

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pdserve.common.telemetry.loop_histogram import LoopHistogram
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
 from pdserve.router.workers.worker import Worker, WorkerState
 
@@ -35,8 +36,8 @@ class RouterMetrics:
 
         self.request_seconds = seconds("pdserve_request_seconds", "Prompts served, from arrival to the last token.")
         self.ttft_seconds = seconds("pdserve_time_to_first_token_seconds", "From arrival to the first token.")
-        self.itl_seconds = seconds(
-            "pdserve_inter_token_latency_seconds", "Between two tokens of one answer.", buckets=TOKEN_BUCKETS_S
+        self.itl_seconds = LoopHistogram(
+            "pdserve_inter_token_latency_seconds", "Between two tokens of one answer.", TOKEN_BUCKETS_S, registry
         )
         self.tpot_seconds = seconds(
             "pdserve_time_per_output_token_seconds",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
 import time
 from collections import deque
 from collections.abc import Callable
@@ -67,14 +66,20 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Held blocks, without those that were cached before."""
 
     def __add__(self, other: LoadEstimate) -> LoadEstimate:
-        return self._combined(operator.add, other)
+        return LoadEstimate(
+            calls=self.calls + other.calls,
+            tokens=self.tokens + other.tokens,
+            all_blocks=self.all_blocks + other.all_blocks,
+            new_blocks=self.new_blocks + other.new_blocks,
+        )
 
     def __sub__(self, other: LoadEstimate) -> LoadEstimate:
-        return self._combined(operator.sub, other)
-
-    def _combined(self, combine: Callable[[int, int], int], other: LoadEstimate) -> LoadEstimate:
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
-        return LoadEstimate(**{name: combine(*pair) for name, pair in pairs.items()})
+        return LoadEstimate(
+            calls=self.calls - other.calls,
+            tokens=self.tokens - other.tokens,
+            all_blocks=self.all_blocks - other.all_blocks,
+            new_blocks=self.new_blocks - other.new_blocks,
+        )
 
 
 class Worker:

@@ -104,14 +104,21 @@ class CallStats:
 
     def take(self, output: EngineCoreOutput) -> None:
         """Record an output that was sent to the router, and its outcome."""
-        self.moments.update(output.moments)
-        self.prefill_chunks = output.prefill_chunks or self.prefill_chunks
         self.num_output_tokens += len(output.new_token_ids)
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
-        self._drafted[output.index] = output.num_draft_tokens, output.num_accepted_tokens
-        self.prefills_locally |= output.prefills_locally
-        self._note(output.events)
+        if output.moments:
+            self.moments.update(output.moments)
+        if output.prefill_chunks:
+            self.prefill_chunks = output.prefill_chunks
+        if output.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.num_preemptions > self.num_preemptions:
+            self.num_preemptions = output.num_preemptions
+        if output.num_draft_tokens:
+            self._drafted[output.index] = output.num_draft_tokens, output.num_accepted_tokens
+        if output.prefills_locally:
+            self.prefills_locally = True
+        if output.events:
+            self._note(output.events)
 
     def close(self, end: RequestEnd = NOTHING_MORE) -> None:
         """Complete the record after the engine has removed the request."""

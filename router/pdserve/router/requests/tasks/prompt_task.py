@@ -304,12 +304,12 @@ class PromptTask:
             self._holds.produced(len(delta.token_ids))
         self.usage.completion_tokens += len(delta.token_ids)
         self._record.relayed(delta.index, len(delta.token_ids), outputs.num_cached_tokens)
-        if processor.finished:
+        if has_finished := has_ended and processor.finished:
             self.timeline.mark(moments.FINISHED)
             self._record.finish_reason = str(delta.finish_reason)
         if self.num_sequences == self.num_choices:
             self._push(delta)
-        elif processor.finished:
+        elif has_finished:
             for output in best(processor.request_output().outputs, self._request.sampling_params):
                 self._push(output)
         return has_ended
