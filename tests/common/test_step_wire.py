@@ -18,8 +18,10 @@ from pdserve.common.request.step_wire import (
     StepEvent,
     StepTokens,
     columns_of,
+    end_event,
     end_from_wire,
     end_to_wire,
+    merged,
     step_outputs,
 )
 from pdserve.common.security.peer_message import parsed
@@ -47,14 +49,17 @@ def random_entries(draw: random.Random, count: int) -> list[StepTokens | StepEve
 
 
 def flat(entries: list[StepTokens | StepEvent]) -> dict[int, list[object]]:
-    """Call -> its tokens, with sequence and position, and its events, in order."""
+    """Call -> its events in order, and between them each sequence's tokens, with position, in order."""
     found: dict[int, list[object]] = {}
     for entry in entries:
-        call = found.setdefault(entry.key, [])
+        call = found.setdefault(entry.key, [{}])
         if isinstance(entry, StepEvent):
-            call.append(entry.message)
-        else:
-            call.extend((entry.sequence, entry.first_position + at, id_) for at, id_ in enumerate(entry.token_ids))
+            call += [entry.message, {}]
+            continue
+        sequences = call[-1]
+        assert isinstance(sequences, dict)
+        tokens = sequences.setdefault(entry.sequence, [])
+        tokens.extend((entry.first_position + at, id_) for at, id_ in enumerate(entry.token_ids))
     return found
 
 
@@ -90,6 +95,19 @@ def test_tokens_of_several_steps_are_merged_up_to_the_next_event() -> None:
     assert (message.keys, message.num_tokens, message.token_ids) == ([1, 2, 1], [2, 1, 1], [5, 7, 6, 8])
     assert message.events[0].num_before == 2
     assert token_ids == [5]
+
+
+def test_tokens_of_sequences_in_turn_are_merged_each_up_to_the_next_event() -> None:
+    turns = [StepTokens(1, sequence, at, [10 * sequence + at]) for at in range(3) for sequence in (0, 1)]
+    rest = StepTokens(1, 0, 3, [3]), StepTokens(1, 0, 5, [5])
+    sent: list[StepTokens | StepEvent] = [*turns, StepEvent(1, b"x"), *rest]
+    assert merged(sent) == [
+        StepTokens(1, 0, 0, [0, 1, 2]),
+        StepTokens(1, 1, 0, [10, 11, 12]),
+        StepEvent(1, b"x"),
+        *rest,
+    ]
+    assert [each.token_ids for each in turns] == [[0], [10], [1], [11], [2], [12]]
 
 
 MISFITS = {
@@ -134,6 +152,12 @@ def test_an_end_arrives_as_it_was(error: PdServeError | None) -> None:
         assert end.field == error.field
     if isinstance(end, Overloaded):
         assert (end.retry_after_s, end.by_peer) == (2.5, True)
+
+
+def test_an_end_leaves_as_it_would_alone() -> None:
+    message = step_outputs([end_event(1), end_event(2, Overloaded("full", 2.5))])
+    assert [each.WhichOneof("event") for each in message.events] == ["end", "end"]
+    assert [each.end for each in message.events] == [end_to_wire(None), end_to_wire(Overloaded("full", 2.5))]
 
 
 def test_a_strange_end_is_the_peers_error() -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,9 +84,14 @@ class Matrix:
 
 @contextmanager
 def running_matrix(
-    model: Path, folder: Path, pauses: PhasePauses, *flags: str, models: Mapping[str, str] | None = None
+    model: Path,
+    folder: Path,
+    pauses: PhasePauses,
+    *flags: str,
+    models: Mapping[str, str] | None = None,
+    router: Sequence[str] = (),
 ) -> Iterator[Matrix]:
-    """The cluster, after an undisturbed run. flags: of the workers. models: request -> its adapter."""
+    """The cluster, after an undisturbed run. flags: of the workers. models: request -> its adapter. router: flags of the router."""
     with running_cluster(folder, pauses.worker_program) as cluster:
         common = ("--model", str(model), *FLAGS, *flags)
         addresses: dict[str, Any] = {"prefill": [], "decode": []}
@@ -95,7 +100,7 @@ def running_matrix(
             cluster.wait_for_worker(worker)
             addresses[worker.role].append(worker.address)
         cluster.start_router(
-            "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", **addresses
+            "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", *router, **addresses
         )
         matrix = Matrix(cluster, pauses, models=models or {})
 
@@ -114,11 +119,12 @@ def tiny_matrix(
     folders: pytest.TempPathFactory,
     *flags: str,
     models: Mapping[str, str] | None = None,
+    router: Sequence[str] = (),
 ) -> Iterator[Matrix]:
-    """A matrix of a tiny model over TCP. flags, models: as of `running_matrix`."""
+    """A matrix of a tiny model over TCP. flags, models, router: as of `running_matrix`."""
     model, pauses = tiny_checkpoints("llama", num_hidden_layers=4), PhasePauses(folders.mktemp("pauses"))
     flags = ("--set", "connector=tcp", *flags)
-    with running_matrix(model, folders.mktemp("logs"), pauses, *flags, models=models) as made:
+    with running_matrix(model, folders.mktemp("logs"), pauses, *flags, models=models, router=router) as made:
         yield made
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 
-from pdserve.common.errors import Draining
-from pdserve.common.request.step_wire import StepEvent, StepTokens, step_outputs
+from pdserve.common.errors import Draining, WrongWorker
+from pdserve.common.net.rpc import make_channel
+from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.request.step_wire import MAX_COMMANDS, StepEvent, StepTokens, step_outputs
 from pdserve.router.attempts import worker_calls
-from pdserve.v1 import decode_pb2, step_stream_pb2
+from pdserve.router.workers.call_failure import CallFailed
+from pdserve.router.workers.step_stream import StepStream
+from pdserve.v1 import decode_pb2, inference_pb2, request_pb2, step_stream_pb2
+from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import ADMITTED, FakeWorker, decode_outputs, forever, play, said
-from tests.support.waiting import eventually
+from tests.support.signed_channel import signed
+from tests.support.waiting import HANG_S, eventually
 
 
 class Streams(grpc.aio.ServerInterceptor):
@@ -60,18 +66,32 @@ async def test_all_requests_share_one_stream_per_worker(cluster):
         assert not each.count("Prefill") + each.count("Generate")
 
 
-@pytest.mark.parametrize("why", ["setting", "version", "size"])
+@pytest.mark.parametrize("why", ["setting", "version", "size", "logprobs of the prompt", "many logprobs"])
 async def test_calls_with_streams_of_their_own(cluster, monkeypatch, why):
     worker = cluster.worker("decode")
+    worker.max_logprobs = 30
     streams = watched(worker)
     if why == "version":
         worker.step_stream_version = 7
     elif why == "size":
         monkeypatch.setattr(worker_calls, "MAX_SUBMISSION_BYTES", 100)
     await worker.start()
-    await cluster.start(prefill=0, decode=0, **({"step_streams": False} if why == "setting" else {}))
-    assert await cluster.text() == said(5)
+    settings = {"step_streams": False} if why == "setting" else {}
+    await cluster.start(prefill=0, decode=0, max_logprobs=30, **settings)
+    # the worker here sends none, which only the call itself is to show
+    large = {"logprobs of the prompt": {"prompt_logprobs": 1}, "many logprobs": {"logprobs": 21}}
+    response = await cluster.complete(**large.get(why, {}))
+    assert why in large or response.json()["choices"][0]["text"] == said(5)
     assert (streams.count("Open"), streams.count("Generate")) == (0, 1)
+
+
+async def test_log_probabilities_come_over_the_shared_stream(cluster):
+    worker = cluster.worker("decode")
+    streams = watched(worker)
+    await worker.start()
+    await cluster.start(prefill=0, decode=0)
+    await cluster.complete(logprobs=20)
+    assert (streams.count("Open"), streams.count("Generate")) == (1, 0)
 
 
 async def test_a_broken_stream_ends_its_calls_which_go_on_elsewhere(cluster):
@@ -126,6 +146,140 @@ async def test_a_client_that_leaves_cancels_its_call_alone(cluster):
     leaving.cancel()
     await worker.calls[0].cancelled.wait()
     assert await staying == said(5)
+
+
+async def test_a_client_that_does_not_read_holds_up_no_other(cluster):
+    await cluster.worker("decode", max_model_len=1 << 20).start()
+    await cluster.start(prefill=0, decode=0, max_unread_bytes=1 << 30)
+    worker = cluster.of("decode")
+    # more than travels unread to a client that takes 64 KiB at a time
+    many = [decode_outputs(1 + 20_000 * i, token_ids=[0] * 20_000) for i in range(40)]
+    worker.scripts = [play(ADMITTED, decode_outputs(0, "a"), *many, forever)]
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    async with grpc.aio.insecure_channel(cluster.addresses[1], narrow) as channel:
+        asked = inference_pb2.GenerateRequest(
+            text=inference_pb2.TextPrompt(text="slow"),
+            sampling=request_pb2.SamplingParams(max_tokens=800_001),
+            stream=True,
+        )
+        call = InferenceServiceStub(channel).Generate(asked)
+        await call.read()
+        assert await asyncio.gather(*(cluster.text() for _ in range(3))) == [said(5)] * 3
+        assert not worker.calls[0].ended.is_set()
+        call.cancel()
+
+
+class Listener:
+    """Notes how its call ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[CallFailed | None] = []
+        self.ended_once = asyncio.Event()
+
+    def tokens(self, index: int, first_position: int, token_ids: list[int]) -> None:
+        raise AssertionError("no output was sent")
+
+    def event(self, message: bytes) -> None:
+        raise AssertionError("no event was sent")
+
+    def ended(self, failure: CallFailed | None) -> None:
+        self.ends.append(failure)
+        self.ended_once.set()
+
+
+class Broken(Listener):
+    def ended(self, failure: CallFailed | None) -> None:
+        raise RuntimeError("a bug")
+
+
+class Silent:
+    """A channel whose calls take all that is written, one message at a time, and answer when they are cancelled."""
+
+    def __init__(self) -> None:
+        self.written: list[step_stream_pb2.StepCommands] = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+        self._cancelled = asyncio.Event()
+
+    def stream_stream(self, method: object, first: bytes) -> Silent:
+        return self
+
+    async def write(self, raw: bytes) -> None:
+        await self.takes.wait()
+        self.written.append(step_stream_pb2.StepCommands.FromString(raw))
+        await asyncio.sleep(0)
+
+    async def read(self) -> object:
+        await self._cancelled.wait()
+        return grpc.aio.EOF
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+async def test_commands_that_wait_leave_in_messages_that_a_worker_takes():
+    channel, count = Silent(), 3 * MAX_COMMANDS
+    stream = StepStream(cast(ServiceChannel, channel), "w")
+    calls = [stream.submit("decode_request", b"x" * 10, Listener()) for _ in range(count)]
+    await eventually(lambda: sum(len(each.submissions) for each in channel.written) == count)
+    channel.takes.clear()
+    for call in calls:
+        call.end_sequence(0)
+        call.cancel()
+        call.cancel()
+    late = stream.submit("decode_request", b"late", Listener())
+    dropped = stream.submit("decode_request", b"dropped", Listener())
+    dropped.cancel()
+    channel.takes.set()
+    await eventually(lambda: sum(len(each.cancelled) for each in channel.written) == count)
+    for each in channel.written:
+        assert max(map(len, (each.submissions, each.cancelled, each.ended_sequences))) <= MAX_COMMANDS
+    assert sorted(key for each in channel.written for key in each.cancelled) == list(range(1, count + 1))
+    assert [each.key for message in channel.written for each in message.ended_sequences] == list(range(1, count + 1))
+    sent = [each for message in channel.written for each in message.submissions]
+    assert [each.key for each in sent] == list(range(1, count + 2))
+    assert sent[-1].decode_request == b"late"
+    late.cancel()
+    stream.close()
+
+
+async def test_a_call_that_cannot_be_ended_keeps_no_other_from_its_end(caplog):
+    stream, others = StepStream(cast(ServiceChannel, Silent()), "w"), [Listener(), Listener()]
+    for listener in (others[0], Broken(), others[1]):
+        stream.submit("decode_request", b"x", listener)
+    stream.close()
+    stream.close()
+    assert [len(other.ends) for other in others] == [1, 1]
+    assert "could not be ended" in caplog.text
+
+
+async def test_a_stream_to_an_earlier_life_of_a_worker_ends_its_calls_which_it_never_admitted(cluster):
+    worker = await cluster.worker("decode").start()
+    async with make_channel(worker.address) as channel:
+        stream = StepStream(signed(channel, (worker.worker_id, worker.epoch - 1)), "w")
+        listener = Listener()
+        stream.submit("decode_request", b"x", listener)
+        await asyncio.wait_for(listener.ended_once.wait(), HANG_S)
+        [failure] = listener.ends
+        assert failure is not None
+        assert isinstance(failure.error, WrongWorker)
+        assert not failure.is_answer
+
+
+async def test_requests_go_on_when_a_worker_comes_back_in_another_life_at_its_address(cluster):
+    worker = cluster.worker("decode")
+    streams = watched(worker)
+    worker.scripts = [play(ADMITTED, decode_outputs(0, "a"), decode_outputs(1, "b"), forever)]
+    await worker.start()
+    await cluster.start(prefill=0, decode=0)
+    asked = asyncio.create_task(cluster.text())
+    await worker.called()
+    epoch = worker.epoch
+    await worker.kill()
+    await worker.start()
+    assert await asked == said(5)
+    assert worker.epoch == epoch + 1
+    assert streams.count("Open") == 2
 
 
 def outputs_of(*entries: StepTokens | StepEvent) -> bytes:

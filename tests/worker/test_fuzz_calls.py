@@ -274,6 +274,8 @@ class Hostile:
                 commands.submissions.add(key=key, **{field: raw})
             if self.draw.random() < 0.4:
                 commands.cancelled.append(self.draw.randrange(4))
+            if self.draw.random() < 0.02:
+                commands.cancelled.extend(range(5, self.draw.choice((1000, 1024, 1030, 100_000))))
             if self.draw.random() < 0.3:
                 commands.ended_sequences.add(key=self.draw.randrange(4), indexes=[0])
             messages.append(commands)

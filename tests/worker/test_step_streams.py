@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,20 @@ from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import GENERATE, STEP_STREAM
 from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.step_wire import StepEvent, StepTokens, columns_of
-from pdserve.v1 import decode_pb2, step_stream_pb2
-from pdserve.worker.step_stream.step_outbox import ROOM_BYTES, StepOutbox
+from pdserve.common.request.step_wire import (
+    MAX_COMMANDS,
+    MAX_EVENTS,
+    StepEvent,
+    StepTokens,
+    columns_of,
+    merged,
+    step_outputs,
+)
+from pdserve.common.security.peer_message import parsed
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, step_stream_pb2
+from pdserve.worker.step_stream.step_call import StepCall
+from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, StepOutbox
+from pdserve.worker.step_stream.step_stream_servicer import CallHandler, _Stream
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import Pair, check_at_rest, generation_request, host_of, running_pair
 
@@ -157,6 +168,96 @@ async def test_a_worker_that_drains_refuses_calls_and_ends_the_stream(pair: Pair
         await router.until(lambda: False)
 
 
+TOO_MANY: dict[str, Any] = {
+    "submissions": [step_stream_pb2.Submission(key=key) for key in range(2, MAX_COMMANDS + 3)],
+    "cancelled": range(MAX_COMMANDS + 1),
+    "ended_sequences": [step_stream_pb2.EndedSequences(key=1, indexes=range(MAX_COMMANDS + 1))],
+}
+
+
+@pytest.mark.parametrize("field", TOO_MANY)
+async def test_a_message_with_too_many_commands_ends_the_stream(pair: Pair, field: str) -> None:
+    router = Router(pair)
+    await router.send(router.submission(1, max_tokens=50))
+    await router.until(lambda: 1 in router.tokens)
+    if field == "submissions":
+        await router.send(*TOO_MANY[field])
+    else:
+        await router.send(**{field: TOO_MANY[field]})
+    with pytest.raises(InvalidRequest, match=f"{field} has {MAX_COMMANDS + 1} entries"):
+        await router.until(lambda: False)
+
+
+class Recorded:
+    """A stream whose calls note what happens to them."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+        handler = CallHandler(decode_pb2.DecodeRequest.FromString, self._begin)
+        self.stream = _Stream({"decode_request": handler})
+
+    def _begin(self, request: decode_pb2.DecodeRequest, call: StepCall) -> None:
+        name = request.source.worker_id
+        self.happened.append(f"{name} begins")
+        call.on_cancel = lambda: self.happened.append(f"{name} is cancelled")
+
+    async def read(self, *messages: step_stream_pb2.StepCommands) -> None:
+        async def commands() -> AsyncIterator[step_stream_pb2.StepCommands]:
+            for message in messages:
+                yield message
+
+        await self.stream.read(commands())
+
+
+def begun(*keys: int, cancelled: Sequence[int] = ()) -> step_stream_pb2.StepCommands:
+    submissions = [
+        step_stream_pb2.Submission(
+            key=key,
+            decode_request=decode_pb2.DecodeRequest(source={"worker_id": str(key)}).SerializeToString(),  # type: ignore[arg-type]
+        )
+        for key in keys
+    ]
+    return step_stream_pb2.StepCommands(submissions=submissions, cancelled=cancelled)
+
+
+async def test_calls_are_cancelled_before_others_begin() -> None:
+    recorded = Recorded()
+    await recorded.read(begun(1, 2), begun(3, cancelled=[1]))
+    assert recorded.happened == ["1 begins", "2 begins", "1 is cancelled", "3 begins"]
+
+
+async def test_a_stream_that_has_ended_begins_no_more_calls() -> None:
+    recorded = Recorded()
+    await recorded.read(begun(1))
+    recorded.stream.end()
+    await recorded.read(begun(2), begun(3))
+    assert recorded.happened == ["1 begins", "1 is cancelled"]
+
+
+async def test_a_wrong_message_cancels_the_calls_even_if_the_router_reads_nothing() -> None:
+    recorded = Recorded()
+    await recorded.read(begun(1), begun(1))
+    assert recorded.happened == ["1 begins", "1 is cancelled"]
+    with pytest.raises(InvalidRequest, match="keys rise from 1"):
+        await recorded.stream.outbox.take()
+
+
+async def test_many_calls_of_one_message_leave_the_event_loop_to_others() -> None:
+    recorded, num_turns = Recorded(), 0
+
+    async def beside() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(beside())
+    await recorded.read(begun(*range(1, MAX_COMMANDS + 1)))
+    task.cancel()
+    assert len(recorded.happened) == MAX_COMMANDS
+    assert num_turns > MAX_COMMANDS / 20
+
+
 async def test_an_outbox_that_is_not_read_ends_with_an_error_and_keeps_nothing() -> None:
     full: list[bool] = []
     outbox = StepOutbox(lambda: full.append(True), max_unsent_bytes=1000)
@@ -190,3 +291,77 @@ async def test_an_outbox_ends_after_what_was_added() -> None:
     outbox.end()
     assert await outbox.take() == [StepTokens(1, 0, 0, [5])]
     assert await outbox.take() is None
+
+
+async def test_what_is_added_to_an_outbox_after_its_error_is_not_kept() -> None:
+    outbox = StepOutbox(lambda: None, max_unsent_bytes=1000)
+    for position in range(100):
+        outbox.tokens(1, 0, position, [1])
+        outbox.event(StepEvent(2, bytes(100)))
+    assert not outbox._entries
+    await asyncio.wait_for(outbox.room(), HANG_S)
+
+
+async def test_an_outbox_merges_what_is_not_read() -> None:
+    outbox, sent = StepOutbox(lambda: None, max_unsent_bytes=4 << 20), 2000
+    for position in range(sent):
+        for key in range(1, 11):
+            outbox.tokens(key, key % 2, position, [position])
+    assert len(outbox._entries) < 5000
+    taken: list[StepTokens | StepEvent] = []
+    while len(entries := merged(taken)) < 10 or len(entries[-1].token_ids) < sent:  # type: ignore[union-attr]
+        taken += await outbox.take() or ()
+    assert entries == [StepTokens(key, key % 2, 0, list(range(sent))) for key in range(1, 11)]
+
+
+async def test_a_message_has_no_more_events_than_a_router_reads() -> None:
+    outbox = StepOutbox(lambda: None)
+    sent = [StepEvent(key, b"x", is_end=False) for key in range(5000)]
+    for event in sent:
+        outbox.event(event)
+    received: list[StepEvent] = []
+    while len(received) < len(sent):
+        entries = await outbox.take()
+        assert entries is not None
+        message = parsed("a message", step_stream_pb2.StepOutputs.FromString, step_outputs(entries).SerializeToString())
+        assert len(message.events) <= MAX_EVENTS
+        received += [StepEvent(event.key, event.message) for event in message.events]
+    assert received == sent
+
+
+def piece(number: int, num_bytes: int) -> prefill_pb2.PrefillEvent:
+    """Log-probabilities of a prompt of about this size."""
+    logprobs = request_pb2.Logprobs(width=1, logprobs=[0.0] * (num_bytes // 4))
+    return prefill_pb2.PrefillEvent(
+        prompt_logprobs=request_pb2.PromptLogprobs(first_position=number, logprobs=logprobs)
+    )
+
+
+async def test_large_events_of_many_calls_stay_within_the_room_and_small_ones_pass() -> None:
+    full: list[bool] = []
+    outbox, num_calls, num_pieces = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20), 30, 4
+
+    async def pieces() -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+        for number in range(num_pieces):
+            yield piece(number, ROOM_BYTES // 2)
+
+    async def small() -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
+        yield piece(0, LARGE_BYTES // 2)
+
+    ended: list[int] = []
+    for key in range(num_calls):
+        StepCall(key, outbox, ended.append).serve(pieces())
+    await eventually(lambda: outbox._num_bytes > ROOM_BYTES)
+    StepCall(num_calls, outbox, ended.append).serve(small())
+    await eventually(lambda: num_calls in ended)
+    came: dict[int, list[int]] = {}
+    while len(ended) <= num_calls or outbox._entries:
+        assert outbox._num_bytes < 3 * ROOM_BYTES
+        for entry in await asyncio.wait_for(outbox.take(), HANG_S) or ():
+            assert isinstance(entry, StepEvent)
+            if not entry.is_end:
+                event = prefill_pb2.PrefillEvent.FromString(entry.message)
+                came.setdefault(entry.key, []).append(event.prompt_logprobs.first_position)
+        await asyncio.sleep(0)
+    assert not full
+    assert came == {key: list(range(num_pieces)) for key in range(num_calls)} | {num_calls: [0]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         engine_request, source = self._read(request)
         if engine_request.sampling_params.prompt_logprobs is not None:
             # these are so large that they leave at the router's pace
+            call.on_ended_sequences = lambda indexes: self._end_sequences(engine_request.request_id, indexes)
             call.serve(self._generate(engine_request, source, {}))
             return
         record = self.telemetry.call("decode", engine_request, {})
@@ -144,9 +145,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise InvalidRequest(f"indexes has {num} sequences, at most {MOST_SEQUENCES} are possible", "indexes")
         request_id = engine_request_id(request.request_id, request.attempt, 0)
         turn = request.turn if request.HasField("turn") else None
-        for index in request.indexes:
-            self.engine.end_sequence(request_id, index, turn)
+        self._end_sequences(request_id, request.indexes, turn)
         return decode_pb2.EndSequencesResponse()
+
+    def _end_sequences(self, request_id: str, indexes: Iterable[int], turn: int | None = None) -> None:
+        for index in indexes:
+            self.engine.end_sequence(request_id, index, turn)
 
     def _source(self, source: decode_pb2.Source, engine_request: EngineCoreRequest) -> SourceRef:
         """Raises: InvalidRequest."""

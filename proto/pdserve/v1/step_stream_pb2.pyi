@@ -20,7 +20,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class StepCommands(google.protobuf.message.Message):
-    """What a router wants since its last message. Applied in the order of these fields."""
+    """What a router wants since its last message: at most 1,024 of each. Calls are cancelled, then sequences end, then calls begin."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -103,8 +103,8 @@ Global___EndedSequences: typing_extensions.TypeAlias = EndedSequences
 
 @typing.final
 class StepOutputs(google.protobuf.message.Message):
-    """The new output of all calls: usually that of one engine step. The first five fields are columns, with one entry per sequence
-    that has nothing but new tokens.
+    """The new output of all calls: usually that of one engine step, with at most 1,024 events. The first five fields are columns,
+    with one entry per sequence that has nothing but new tokens.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

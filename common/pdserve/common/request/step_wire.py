@@ -9,7 +9,10 @@ from typing import NamedTuple
 from pdserve.common.errors import Overloaded, PdServeError, PeerError, from_code
 from pdserve.v1 import step_stream_pb2
 
-MAX_KEY = (1 << 32) - 1
+MAX_COMMANDS = 1024
+"""Most submissions, ended sequences and cancelled calls, each, in one message of a router."""
+MAX_EVENTS = 1024
+"""Most events in one message of a worker: each has four fields of the 8,192 that a message may have."""
 _MAX_END_CHARS = 2000
 """Characters of an error's message."""
 
@@ -51,41 +54,62 @@ class StepEvent(NamedTuple):
 
     key: int
     message: bytes = b""
-    """Serialized, as in a gRPC stream of the call's own."""
+    """Serialized: as in a gRPC stream of the call's own, or a `CallEnd`."""
     is_end: bool = False
-    error: PdServeError | None = None
-    """With the end: the error that ended the call."""
+
+
+def end_event(key: int, error: PdServeError | None = None) -> StepEvent:
+    """The last event of a call; nothing of the error itself is kept. error: None if it has ended well."""
+    return StepEvent(key, end_to_wire(error).SerializeToString(), is_end=True)
+
+
+def merged(entries: Iterable[StepTokens | StepEvent]) -> list[StepTokens | StepEvent]:
+    """The same with fewer entries: tokens of a sequence that follow one another are one, unless an event of their call comes
+    between them. The lists of tokens that are passed do not change."""
+    kept: list[StepTokens | StepEvent] = []
+    places: dict[tuple[int, int], int] = {}
+    """Key and sequence -> its last entry."""
+    events: dict[int, int] = {}
+    """Key -> place of its last event."""
+    copied: set[int] = set()
+    for entry in entries:
+        if isinstance(entry, StepEvent):
+            events[entry.key] = len(kept)
+            kept.append(entry)
+            continue
+        name = entry.key, entry.sequence
+        place = places.get(name, -1)
+        before = kept[place] if place > events.get(entry.key, -1) else None
+        if isinstance(before, StepTokens) and before.first_position + len(before.token_ids) == entry.first_position:
+            if place in copied:
+                before.token_ids.extend(entry.token_ids)
+            else:
+                copied.add(place)
+                kept[place] = before._replace(token_ids=before.token_ids + entry.token_ids)
+            continue
+        places[name] = len(kept)
+        kept.append(entry)
+    return kept
 
 
 def step_outputs(entries: Iterable[StepTokens | StepEvent]) -> step_stream_pb2.StepOutputs:
-    """One message. Tokens of one sequence that follow one another without an event of its call between them are merged."""
+    """One message, of `merged` entries."""
     keys: list[int] = []
     indexes: list[int] = []
     first_positions: list[int] = []
     token_ids: list[list[int]] = []
     events: list[step_stream_pb2.CallEvent] = []
-    last: dict[int, int] = {}
-    """Key -> its last entry, to which its next tokens may be added."""
-    for entry in entries:
+    for entry in merged(entries):
         if isinstance(entry, StepEvent):
-            last.pop(entry.key, None)
             event = step_stream_pb2.CallEvent(key=entry.key, num_before=len(keys))
             if entry.is_end:
-                event.end.CopyFrom(end_to_wire(entry.error))
+                event.end.MergeFromString(entry.message)
+                event.end.SetInParent()
             else:
                 event.message = entry.message
             events.append(event)
             continue
         key, index, first_position, ids = entry
-        place = last.get(key)
-        if (
-            place is not None
-            and indexes[place] == index
-            and first_positions[place] + len(token_ids[place]) == first_position
-        ):
-            token_ids[place] = token_ids[place] + ids
-            continue
-        last[key] = len(keys)
         keys.append(key)
         indexes.append(index)
         first_positions.append(first_position)

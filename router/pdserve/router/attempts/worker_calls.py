@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from pdserve.common.errors import PeerError
 from pdserve.common.net.service_channel import END_SEQUENCES, SESSION, warn_of
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.attempts.call_events import (
     CallReader,
@@ -63,8 +64,8 @@ class _OwnStream(Generic[M, E]):
 
 
 class _AttemptCall(Generic[M, E]):
-    """A call over the worker's step stream if it serves one, else with a stream of its own. `follow` it once; `cancel` at any
-    time, also repeatedly."""
+    """A call over the worker's step stream if it serves one and neither the request nor its answer is large, else with a stream of
+    its own. `follow` it once; `cancel` at any time, also repeatedly."""
 
     def __init__(self, worker: Worker, request: GenerationRequest, reader: CallReader[M, E], field: str) -> None:
         """field: of `Submission`."""
@@ -84,11 +85,10 @@ class _AttemptCall(Generic[M, E]):
         self, message: Message, on_event: Callable[[E], None], on_end: Callable[[CallFailed | None], None]
     ) -> None:
         self._on_event, self._on_end = on_event, on_end
-        steps = self._worker.step_stream
-        if steps is not None and message.ByteSize() <= MAX_SUBMISSION_BYTES:
+        request, steps = self._request, self._worker.step_stream
+        if steps is not None and message.ByteSize() <= MAX_SUBMISSION_BYTES and not _has_large_answer(request):
             self._step_call = steps.submit(self._field, message.SerializeToString(), self)
             return
-        request = self._request
         call = self._worker.channel.unary_stream(
             self._reader.method, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
         )
@@ -96,7 +96,7 @@ class _AttemptCall(Generic[M, E]):
         self.tasks.append(asyncio.create_task(self._read(self._own)))
 
     def cancel(self) -> None:
-        """End the call at both ends; sent in this turn of the event loop. Nothing of it is reported any more."""
+        """End the call at both ends; sent in this turn of the event loop or the next. Nothing of it is reported any more."""
         self._is_over = True
         if self._step_call is not None:
             self._step_call.cancel()
@@ -151,6 +151,12 @@ class _AttemptCall(Generic[M, E]):
         if self._step_call is not None:
             self._step_call.cancel()
         self.ended(CallFailed(error, died=False, is_answer=True))
+
+
+def _has_large_answer(request: GenerationRequest) -> bool:
+    """True for log-probabilities in such numbers that tokens of other requests would wait behind them in a shared stream."""
+    sampling = request.sampling_params
+    return sampling.prompt_logprobs is not None or (sampling.logprobs or 0) > MAX_LOGPROBS
 
 
 class PrefillCall(_AttemptCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):

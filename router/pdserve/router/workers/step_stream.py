@@ -16,7 +16,7 @@ import grpc.aio
 
 from pdserve.common.errors import InternalError, PeerError, WorkerLost
 from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, warn_of
-from pdserve.common.request.step_wire import Columns, columns_of, end_from_wire
+from pdserve.common.request.step_wire import MAX_COMMANDS, Columns, columns_of, end_from_wire
 from pdserve.router.workers.call_failure import CallFailed, next_message, said_by_worker
 from pdserve.v1 import step_stream_pb2
 
@@ -151,18 +151,25 @@ class _Connection:
             self._call.cancel()
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener.ended(failure)
+            try:
+                listener.ended(failure)
+            except Exception:
+                # the other calls must end, too
+                log.exception("a call to worker %s could not be ended", self._worker)
 
     def _take(self) -> bytes:
-        """Serialize commands that are not sent yet: all but submissions beyond `_MESSAGE_BYTES`."""
-        commands = step_stream_pb2.StepCommands(ended_sequences=self._ended_sequences, cancelled=self._cancelled)
-        self._ended_sequences, self._cancelled = [], {}
+        """Serialize commands that are not sent yet: at most `MAX_COMMANDS` of each kind, and submissions of `_MESSAGE_BYTES`."""
+        ended, self._ended_sequences = self._ended_sequences[:MAX_COMMANDS], self._ended_sequences[MAX_COMMANDS:]
+        cancelled = list(itertools.islice(self._cancelled, MAX_COMMANDS))
+        for key in cancelled:
+            del self._cancelled[key]
+        commands = step_stream_pb2.StepCommands(ended_sequences=ended, cancelled=cancelled)
         num_bytes = 0
-        while self._unsent and num_bytes < _MESSAGE_BYTES:
+        while self._unsent and num_bytes < _MESSAGE_BYTES and len(commands.submissions) < MAX_COMMANDS:
             submission = self._unsent.pop(next(iter(self._unsent)))
             num_bytes += submission.ByteSize()
             commands.submissions.append(submission)
-        if not self._unsent:
+        if not (self._unsent or self._ended_sequences or self._cancelled):
             self._has_commands.clear()
         return commands.SerializeToString()
 

@@ -11,8 +11,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError, PdServeError
-from pdserve.common.request.step_wire import StepEvent
-from pdserve.worker.step_stream.step_outbox import StepOutbox
+from pdserve.common.request.step_wire import StepEvent, end_event
+from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, StepOutbox
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class StepCall:
         """End the call; repeated calls have no effect. error: None if it ends well."""
         if not self.has_ended:
             self.has_ended = True
-            self._outbox.event(StepEvent(self._key, is_end=True, error=error))
+            self._outbox.event(end_event(self._key, error))
             self._on_ended(self._key)
 
     def cancel(self) -> None:
@@ -60,7 +60,8 @@ class StepCall:
                 self.on_cancel()
 
     def serve(self, events: AsyncGenerator[Any, None]) -> None:
-        """Send these events in a task of their own, at the pace of the router, then end the call with their error, if any."""
+        """Send these events in a task of their own, large ones at the pace of the router, then end the call with their error, if
+        any."""
         task = asyncio.create_task(self._serve(events), name="call of a step stream")
         _SERVING.add(task)
         task.add_done_callback(_SERVING.discard)
@@ -70,8 +71,12 @@ class StepCall:
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
-                    self.event(event)
-                    await self._outbox.room()
+                    message = event.SerializeToString()
+                    if len(message) > LARGE_BYTES:
+                        # small ones of other calls pass it
+                        await self._outbox.room()
+                    if not self.has_ended:
+                        self._outbox.event(StepEvent(self._key, message))
             self.end()
         except PdServeError as error:
             self.end(error)

@@ -6,14 +6,19 @@ import asyncio
 from collections.abc import Callable
 
 from pdserve.common.errors import PdServeError, PeerError
-from pdserve.common.request.step_wire import StepEvent, StepTokens
+from pdserve.common.request.step_wire import MAX_EVENTS, StepEvent, StepTokens, merged
 
 MAX_UNSENT_BYTES = 64 << 20
 """Bytes that a router may leave unread before its stream ends; its calls are then made elsewhere."""
 ROOM_BYTES = 1 << 20
 """Unsent bytes above which `room` waits, and size at which a message ends."""
-_ENTRY_BYTES = 16
-_TOKEN_BYTES = 5
+LARGE_BYTES = 16 << 10
+"""Size of an event from which on it waits for `room`."""
+_MERGED_AT_ONCE = 4096
+"""Unsent entries at which they are merged."""
+_ENTRY_BYTES = 192
+_TOKEN_BYTES = 36
+"""Memory of an entry and of one of its tokens in this process; a message takes a tenth."""
 
 
 class StepOutbox:
@@ -25,6 +30,7 @@ class StepOutbox:
         self._max_unsent_bytes = max_unsent_bytes
         self._entries: list[StepTokens | StepEvent] = []
         self._num_bytes = 0
+        self._merge_at = _MERGED_AT_ONCE
         self._error: PdServeError | None = None
         self._has_ended = False
         self._reader: asyncio.Future[None] | None = None
@@ -40,23 +46,37 @@ class StepOutbox:
         self._add(event)
 
     def _add(self, entry: StepTokens | StepEvent) -> None:
+        if self._error is not None:
+            return
         self._entries.append(entry)
         self._num_bytes += _size(entry)
+        if len(self._entries) >= self._merge_at:
+            self._merge()
         if self._num_bytes > ROOM_BYTES:
             self._room.clear()
-        if self._num_bytes > self._max_unsent_bytes and self._error is None:
+        if self._num_bytes > self._max_unsent_bytes:
             self.fail(PeerError(f"the router left more than {self._max_unsent_bytes} bytes of its stream unread"))
             self._on_full()
-            self._entries.clear()
-        self._wake()
+        else:
+            self._wake()
+
+    def _merge(self) -> None:
+        self._entries = merged(self._entries)
+        self._merge_at = max(_MERGED_AT_ONCE, 2 * len(self._entries))
+        self._num_bytes = sum(map(_size, self._entries))
+        if self._num_bytes <= ROOM_BYTES:
+            self._room.set()
 
     async def room(self) -> None:
-        """Wait until at most `ROOM_BYTES` are unsent."""
-        await self._room.wait()
+        """Wait until at most `ROOM_BYTES` are unsent. Those that wait continue in their order, each with room of its own."""
+        while not self._room.is_set():
+            await self._room.wait()
 
     def fail(self, error: PdServeError) -> None:
-        """`take` raises this at once; the first error counts."""
+        """`take` raises this at once, and nothing is kept any more; the first error counts."""
         self._error = self._error or error
+        self._entries, self._num_bytes = [], 0
+        self._room.set()
         self._wake()
 
     def end(self) -> None:
@@ -69,7 +89,10 @@ class StepOutbox:
             self._reader.set_result(None)
 
     async def take(self) -> list[StepTokens | StepEvent] | None:
-        """Everything that is unsent, about 1 MiB at most; waits for the first of it. None at the end. Raises: see `fail`."""
+        """Remove what is unsent, at most about `ROOM_BYTES` and `MAX_EVENTS` events; waits for the first of it. None at the end.
+
+        Raises: see `fail`.
+        """
         while not self._entries and self._error is None and not self._has_ended:
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -84,18 +107,21 @@ class StepOutbox:
         self._num_bytes -= num_bytes
         if self._num_bytes <= ROOM_BYTES:
             self._room.set()
+        if not self._entries:
+            self._merge_at = _MERGED_AT_ONCE
         return entries
 
     def _first(self) -> tuple[list[StepTokens | StepEvent], int]:
-        """Remove entries of about `ROOM_BYTES`: these, and their size in bytes."""
-        if self._num_bytes <= ROOM_BYTES:
+        """Remove the entries of one message: these, and their size in bytes."""
+        if self._num_bytes <= ROOM_BYTES and len(self._entries) <= MAX_EVENTS:
             entries, self._entries = self._entries, []
             return entries, self._num_bytes
-        count = num_bytes = 0
+        count = num_bytes = num_events = 0
         for entry in self._entries:
             count += 1
             num_bytes += _size(entry)
-            if num_bytes > ROOM_BYTES:
+            num_events += isinstance(entry, StepEvent)
+            if num_bytes > ROOM_BYTES or num_events >= MAX_EVENTS:
                 break
         entries, self._entries = self._entries[:count], self._entries[count:]
         return entries, num_bytes

@@ -7,10 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NamedTuple
 
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.method_handler import Context
-from pdserve.common.request.sampling_params import MOST_SEQUENCES
-from pdserve.common.request.step_wire import step_outputs
+from pdserve.common.request.step_wire import MAX_COMMANDS, step_outputs
 from pdserve.common.security.peer_message import parsed
 from pdserve.v1 import step_stream_pb2, step_stream_pb2_grpc
 from pdserve.worker.step_stream.step_call import StepCall
@@ -19,6 +18,10 @@ from pdserve.worker.step_stream.step_outbox import StepOutbox
 log = logging.getLogger(__name__)
 
 _Commands = AsyncIterator[step_stream_pb2.StepCommands]
+_TURN_BYTES = 64 << 10
+"""Bytes of submissions that are read in one turn of the event loop."""
+_CALL_BYTES = 4 << 10
+"""Cost of the begin of a call, in bytes of submissions."""
 
 
 class CallHandler(NamedTuple):
@@ -70,15 +73,19 @@ class _Stream:
         self._calls: dict[int, StepCall] = {}
         self.outbox = StepOutbox(on_full=self.end)
         self._last_key = 0
+        self._has_ended = False
 
     async def read(self, commands: _Commands) -> None:
         """Apply the router's messages until it closes its side; then the stream ends. An error ends it, too."""
         try:
             async for message in commands:
-                self._apply(message)
+                await self._apply(message)
+                if self._has_ended:
+                    return
             self.outbox.end()
         except PdServeError as error:
             self.outbox.fail(error)
+            self.end()
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -86,23 +93,34 @@ class _Stream:
             self.outbox.end()
 
     def end(self) -> None:
-        """Cancel all calls; repeated calls have no effect."""
+        """Cancel all calls, and begin no more; repeated calls have no effect."""
+        self._has_ended = True
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.cancel()
 
-    def _apply(self, commands: step_stream_pb2.StepCommands) -> None:
+    async def _apply(self, commands: step_stream_pb2.StepCommands) -> None:
         """Raises: InvalidRequest for what no router of ours sends."""
+        _verify_counts(commands)
+        try:
+            for key in commands.cancelled:
+                if (call := self._calls.pop(key, None)) is not None:
+                    call.cancel()
+            for ended in commands.ended_sequences:
+                if (call := self._calls.get(ended.key)) is not None:
+                    call.on_ended_sequences(ended.indexes)
+        except Exception as error:
+            log.exception("a message of a step stream failed")
+            raise InternalError(f"the worker failed: {type(error).__name__}") from error
+        num_bytes = 0
         for submission in commands.submissions:
+            if num_bytes > _TURN_BYTES:
+                num_bytes = 0
+                await asyncio.sleep(0)
+            if self._has_ended:
+                return
+            num_bytes += _CALL_BYTES + submission.ByteSize()
             self._begin(submission)
-        for ended in commands.ended_sequences:
-            if (num := len(ended.indexes)) > MOST_SEQUENCES:
-                raise InvalidRequest(f"indexes has {num} sequences, at most {MOST_SEQUENCES} are possible", "indexes")
-            if (call := self._calls.get(ended.key)) is not None:
-                call.on_ended_sequences(ended.indexes)
-        for key in commands.cancelled:
-            if (call := self._calls.pop(key, None)) is not None:
-                call.cancel()
 
     def _begin(self, submission: step_stream_pb2.Submission) -> None:
         key = submission.key
@@ -126,3 +144,15 @@ class _Stream:
 
     def _forget(self, key: int) -> None:
         self._calls.pop(key, None)
+
+
+def _verify_counts(commands: step_stream_pb2.StepCommands) -> None:
+    """Raises: InvalidRequest for more entries than a message may have."""
+    counts = {
+        "submissions": len(commands.submissions),
+        "cancelled": len(commands.cancelled),
+        "ended_sequences": sum(len(ended.indexes) or 1 for ended in commands.ended_sequences),
+    }
+    for field, count in counts.items():
+        if count > MAX_COMMANDS:
+            raise InvalidRequest(f"{field} has {count} entries, a message may have at most {MAX_COMMANDS}", field)
