@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels import experts as module
-from pdserve.kernels.experts import ExpertWeights, GroupedExperts, LoopedExperts, make_experts, route_top_k
+from pdserve.kernels.expert_weights import ExpertWeights
+from pdserve.kernels.experts import GroupedExperts, LoopedExperts, make_experts, route_top_k
 from pdserve.kernels.linear import swiglu
+from pdserve.kernels.torch_layer_ops import TorchLayerOps
+from tests.kernels.grouped_experts_contract import GroupedExpertsContract
 from tests.support.pretend_device import pretended_device
 
+OPS = TorchLayerOps()
 E, H, I = 6, 16, 24  # noqa: E741
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -58,7 +62,7 @@ def test_the_weighted_sum(kind: Any, num_tokens: int, top_k: int, dtype: torch.d
     matrices = matrices_of(dtype)
     x, weights, experts = tokens_of(num_tokens, top_k, dtype)
     before = x.clone()
-    found = kind(layer)(x, weights, experts, swiglu)
+    found = kind(layer)(x, weights, experts, OPS)
     assert found.dtype is dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found.double(), expected(x, weights, experts, matrices), atol=tolerance, rtol=tolerance)
@@ -79,7 +83,7 @@ def test_only_experts_with_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "make_linear", counted)
     layer = LoopedExperts(weights_of(torch.float32))
     x = torch.randn(5, H)
-    layer(x, torch.ones(5, 2), torch.tensor([[0, 4], [4, 0], [4, 2], [0, 4], [4, 0]]), swiglu)
+    layer(x, torch.ones(5, 2), torch.tensor([[0, 4], [4, 0], [4, 2], [0, 4], [4, 0]]), OPS)
     assert rows == [(2 * I, 4), (2 * I, 1), (2 * I, 5), (H, 4), (H, 1), (H, 5)]
 
 
@@ -89,8 +93,8 @@ def test_a_tokens_result_does_not_depend_on_the_order_of_the_batch(kind: Any) ->
     x, weights, experts = tokens_of(33, 3, torch.float32)
     order = torch.randperm(33, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
-        layer(x[order], weights[order], experts[order], swiglu),
-        layer(x, weights, experts, swiglu)[order],
+        layer(x[order], weights[order], experts[order], OPS),
+        layer(x, weights, experts, OPS)[order],
         atol=1e-6,
         rtol=0,
     )
@@ -114,7 +118,7 @@ def test_the_device_decides() -> None:
     with pretended_device() as device:
         there = [ExpertWeights(*(matrix.to(device) for matrix in pair)) for pair in matrices_of(torch.float32)]
         assert isinstance(make_experts(there), GroupedExperts)
-    assert isinstance(make_experts(weights_of(torch.float32)), LoopedExperts)
+    assert not isinstance(make_experts(weights_of(torch.float32)), GroupedExperts)
     with pytest.raises(ValueError, match="at least one expert"):
         make_experts([])
 
@@ -129,7 +133,7 @@ def test_on_a_processor_an_expert_is_packed_before_the_next_is_read(monkeypatch:
             events.append("read")
             yield weights
 
-    make_experts(read())
+    LoopedExperts(read())
     assert events == ["read", "packed", "packed"] * 2
 
 
@@ -139,10 +143,15 @@ def test_biases_of_experts(kind: Any) -> None:
     biases = [(torch.randn(2 * I), torch.randn(H)) for _ in range(E)]
     with_biases = [ExpertWeights(*pair, *own) for pair, own in zip(matrices_of(torch.float32), biases, strict=True)]
     x, weights, experts = tokens_of(9, 2, torch.float32)
-    found = kind(with_biases)(x, weights, experts, swiglu)
+    found = kind(with_biases)(x, weights, experts, OPS)
     exact = torch.zeros_like(found)
     for token in range(9):
         for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
             (gate_up, down), (inner_bias, bias) = matrices_of(torch.float32)[expert], biases[expert]
             exact[token] += weight * (down @ swiglu((gate_up @ x[token] + inner_bias).unsqueeze(0))[0] + bias)
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+
+
+class TestGroupedProducts(GroupedExpertsContract):
+    def make_ops(self) -> TorchLayerOps:
+        return TorchLayerOps()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Gate = Callable[[Tensor], Tensor]
+"""Gate and up side by side `[*, 2 * I]`, which may be overwritten -> `[*, I]`."""
 
 
 def geglu_tanh(gate_up: Tensor) -> Tensor:
@@ -27,3 +32,19 @@ class ClampedSwiglu:
         gate, up = gate_up.chunk(2, -1)
         gate = gate.clamp(max=self.limit)
         return gate.mul(torch.sigmoid(gate * self.alpha)).mul_(up.clamp(-self.limit, self.limit).add_(1))
+
+
+class GatedActivation(NamedTuple):
+    """Numbers of `g sigmoid(alpha g) (u + shift)` with `g = min(gate, limit)` and `u = clamp(up, -limit, limit)`, for kernels that
+    contain the activation. Default: `silu(gate) * up`."""
+
+    alpha: float = 1.0
+    limit: float = torch.inf
+    shift: float = 0.0
+
+    @classmethod
+    def of(cls, gate: Gate | None) -> GatedActivation | None:
+        """gate: None: SiLU -> None for an activation of another form."""
+        if gate is None:
+            return cls()
+        return cls(gate.alpha, gate.limit, 1.0) if isinstance(gate, ClampedSwiglu) else None

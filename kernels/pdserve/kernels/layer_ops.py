@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.expert_stack import ExpertStack
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PackedRows
@@ -60,6 +61,13 @@ class LayerOps(Protocol):
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `[T, 2 * I]`, which may be overwritten -> `[T, I]`, maybe a view."""
+
+    def grouped_experts(self, x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
+        """Sum over a token's k experts of weight times the expert's output, for experts of a device.
+
+        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Reads nothing back from the device, and its launches depend on the
+        shapes alone. Each token's terms are added in the order of its `experts` row.
+        """
 
     def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
         """`target[b] = source[a]` for each pair (a, b). All sources are read before any target is written.

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.expert_stack import ExpertStack
+from pdserve.kernels.gated_activations import GatedActivation
 from pdserve.kernels.lora.lora_linear import LoraStack
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests
+from pdserve.kernels.triton.grouped_experts import grouped_experts
 from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs
 from pdserve.kernels.triton.lora_products import add_lora, column_tiles
 from pdserve.kernels.triton.move_blocks import move_blocks
@@ -72,6 +75,22 @@ def with_adapters(
     add_lora(y, x, stack, column_tiles(stack, configs), tokens, starts, configs)
 
 
+def experts_of(
+    count: int,
+    sizes: Sequence[int],
+    configs: LaunchConfigs,
+    *,
+    dtype: torch.dtype = BF16,
+    has_biases: bool = False,
+) -> None:
+    num_experts, hidden, inner, top_k = sizes
+    biases = [made(num_experts, size, dtype=dtype) if has_biases else None for size in (2 * inner, hidden)]
+    matrices = [made(num_experts, *size, dtype=dtype) for size in ((2 * inner, hidden), (hidden, inner))]
+    chosen = made(count, top_k, dtype=torch.int64)
+    weights, x = made(count, top_k, dtype=dtype), made(count, hidden, dtype=dtype)
+    grouped_experts(x, weights, chosen, ExpertStack(*matrices, *biases, None), GatedActivation(), configs)
+
+
 CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "add and norm": lambda configs: add_norm(made(64, 4096), made(64, 4096), norm(4096), configs),
     "norm of 16,384": lambda configs: add_norm(made(64, 16384), None, norm(16384), configs),
@@ -88,6 +107,9 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "lora in float32": lambda configs: with_adapters(
         1, 896, (896, 128, 128), configs, max_rank=64, dtype=torch.float32
     ),
+    "experts of 30b": lambda configs: experts_of(64, (128, 2048, 768, 8), configs),
+    "many rows of experts": lambda configs: experts_of(4096, (32, 2880, 2880, 4), configs, has_biases=True),
+    "experts in float32": lambda configs: experts_of(8, (8, 64, 32, 2), configs, dtype=torch.float32),
     "move": lambda configs: move_blocks(made(64, 1 << 20), made(64, 1 << 20), [(0, 1)], configs),
     "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),
     "greedy rows": lambda configs: sampled(64, configs, temperature=0.0),
@@ -101,11 +123,40 @@ FAST = {("sm_90", "add and norm"), ("sm_90", "lora of 8b"), ("sm_90", "rotary wi
 """The part of `make test`."""
 _FOR_ALL = ("swiglu", "move", "digests")
 SELECTED = {
-    "sm_80": (*_FOR_ALL, "add and norm", "rotary of 8b", "lora of 8b", "rows with top_k and top_p"),
-    "sm_90": (*_FOR_ALL, "add and norm", "rotary with norm", "lora of 8b", "rows with top_k and top_p", "greedy rows"),
-    "sm_100": (*_FOR_ALL, "norm of 16,384", "rotary of heads of 256", "lora of rank 512", "one row with top_p"),
-    "sm_120": (*_FOR_ALL, "norm of 896 in float32", "rotary with norm", "lora in float32", "one row with top_p"),
-    "gfx942": (*_FOR_ALL, "add and norm", "rotary of heads of 80", "lora of 8b", "rows with top_k and top_p"),
+    "sm_80": (*_FOR_ALL, "add and norm", "rotary of 8b", "lora of 8b", "experts of 30b", "rows with top_k and top_p"),
+    "sm_90": (
+        *_FOR_ALL,
+        "add and norm",
+        "rotary with norm",
+        "lora of 8b",
+        "many rows of experts",
+        "rows with top_k and top_p",
+        "greedy rows",
+    ),
+    "sm_100": (
+        *_FOR_ALL,
+        "norm of 16,384",
+        "rotary of heads of 256",
+        "lora of rank 512",
+        "experts of 30b",
+        "one row with top_p",
+    ),
+    "sm_120": (
+        *_FOR_ALL,
+        "norm of 896 in float32",
+        "rotary with norm",
+        "lora in float32",
+        "experts in float32",
+        "one row with top_p",
+    ),
+    "gfx942": (
+        *_FOR_ALL,
+        "add and norm",
+        "rotary of heads of 80",
+        "lora of 8b",
+        "many rows of experts",
+        "rows with top_k and top_p",
+    ),
 }
 """The part of `make compiled`: cases with all kernels."""
 

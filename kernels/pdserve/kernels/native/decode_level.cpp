@@ -20,23 +20,6 @@ namespace {
 // Keys of a tile; numbers of a head are padded to multiples of PAD.
 constexpr int TILE = 16, PAD = 32, MAX_HEAD = 512, VECTORS = TILE / WIDTH;
 
-// exp(x) for x <= 88; 0 below -87.
-inline Floats exponential(Floats x) {
-  const Ints tiny = x < all(-87.0f);
-  x = larger(x, all(-87.0f)) + (x - x);  // NaN stays
-  const Floats shifted = x * 1.44269504f + 12582912.0f, power = shifted - 12582912.0f;
-  const Floats rest = x - power * 0.693359375f + power * 2.12194440e-4f;
-  Floats sum = all(1.9875691500e-4f);
-  sum = sum * rest + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  const Ints exponent = ((Ints)shifted + 127) << 23;
-  return (Floats)((Ints)(sum * (Floats)exponent) & ~tiny);
-}
-
 // tanh(x), to 1e-7 absolutely.
 inline Floats hyperbolic(Floats x) {
   const Floats low = all(-40.0f), high = all(40.0f), doubled = 2.0f * x;

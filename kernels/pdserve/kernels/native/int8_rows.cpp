@@ -53,26 +53,30 @@ void multiply_blocks(void* data) {
 
 }  // namespace
 
+const Int8Level* int8_level(int64_t index) {
+  const Int8Level* found[3];
+  return index >= 0 && index < find_int8_levels(found) ? found[index] : nullptr;
+}
+
 extern "C" {
 
 PUBLIC int64_t pdserve_int8_call_size() { return sizeof(Int8Call); }
 
 // Name of the level at `index` of those that this processor has, the fastest first; null behind the last.
 PUBLIC const char* pdserve_int8_level_name(int64_t index) {
-  const Int8Level* found[3];
-  return index >= 0 && index < find_int8_levels(found) ? found[index]->name : nullptr;
+  const Int8Level* found = int8_level(index);
+  return found ? found->name : nullptr;
 }
 
 // Writes `out`. level: index of `pdserve_int8_level_name`.
 PUBLIC void pdserve_multiply_rows(const Int8Call* given, int64_t level) {
   const Int8Call& call = *given;
-  const Int8Level* found[3];
-  find_int8_levels(found);
+  const Int8Level* const chosen = int8_level(level);
   const int64_t num_blocks = (call.num_outputs + CHANNELS - 1) / CHANNELS;
   const Threads threads = {call.num_threads, call.parallel};
-  Work work = {&call, found[level], call.num_rows, 0};
+  Work work = {&call, chosen, call.num_rows, 0};
   threads.run(quantize_rows, &work, call.num_rows * call.padded / THREAD_BYTES);
-  work = {&call, found[level], num_blocks, 0};
+  work = {&call, chosen, num_blocks, 0};
   const int64_t worth = num_blocks * CHANNELS * call.padded * call.num_rows / THREAD_BYTES;
   threads.run(multiply_blocks, &work, worth < num_blocks ? worth : num_blocks);
 }

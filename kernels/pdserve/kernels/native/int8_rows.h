@@ -36,3 +36,6 @@ struct Int8Level {
   // Writes `out` of one block of channels.
   void (*multiply_block)(const Int8Call& call, int64_t block);
 };
+
+// The level at `index` of those that this processor has, the fastest first; null behind the last.
+const Int8Level* int8_level(int64_t index);

@@ -97,11 +97,12 @@ class NativeInt8Rows:
         self._num_outputs, self._num_inputs = plain.shape
         self._level = 0 if level is None else library.int8_levels.index(level)
         self._multiply = library.multiply_rows
-        self._constants = Int8Call(
+        self.constants = Int8Call(
             values=values.address, offsets=self._offsets.data_ptr(), scales=self._scales.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(), num_inputs=self._num_inputs,
             num_outputs=self._num_outputs, padded=values.padded, parallel=library.parallel,
         )  # fmt: skip
+        """What a call has that does not change. Its addresses are valid as long as this object."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """float32 or bfloat16 `[T, in]` -> `[T, out]` in its dtype."""
@@ -119,7 +120,7 @@ class NativeInt8Rows:
             x = x.contiguous()
         num_rows, padded = len(x), self._values.padded
         room = torch.empty(num_rows * (padded + 4), dtype=torch.uint8)
-        call = Int8Call.from_buffer_copy(self._constants)
+        call = Int8Call.from_buffer_copy(self.constants)
         call.dtype, call.x, call.num_rows, call.x_stride = NATIVE_DTYPES[x.dtype], x.data_ptr(), num_rows, x.stride(0)
         call.out, call.out_stride, call.adds = out.data_ptr(), out.stride(0), adds
         call.row_scales = room.data_ptr()

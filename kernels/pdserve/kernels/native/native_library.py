@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int64, c_void_p
 from functools import cache
 
 import torch
@@ -60,6 +60,20 @@ class Int8Call(ctypes.Structure):
     )  # fmt: skip
 
 
+class ExpertsCall(ctypes.Structure):
+    """`ExpertsCall` of `expert_rows.h`, field by field."""
+
+    _fields_ = (
+        ("gates", c_void_p), ("ups", c_void_p), ("downs", c_void_p), ("inner_biases", c_void_p), ("biases", c_void_p),
+        ("num_experts", c_int64), ("hidden_size", c_int64), ("inner_size", c_int64), ("dtype", c_int64),
+        ("alpha", c_float), ("limit", c_float), ("shift", c_float), ("unused", c_float),
+        ("x", c_void_p), ("num_tokens", c_int64), ("x_stride", c_int64), ("top_k", c_int64),
+        ("experts", c_void_p), ("weights", c_void_p), ("out", c_void_p), ("starts", c_void_p), ("places", c_void_p),
+        ("used", c_void_p), ("inner", c_void_p), ("sums", c_void_p), ("int8_gate_ups", c_void_p), ("int8_downs", c_void_p),
+        ("rows", c_void_p), ("row_scales", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
 class NativeLibrary:
     """Functions of one library. Calls release the interpreter's lock."""
 
@@ -71,11 +85,13 @@ class NativeLibrary:
             self.paged_decode = library.pdserve_paged_decode
             self.add_lora = library.pdserve_add_lora
             self.multiply_rows = library.pdserve_multiply_rows
+            self.apply_experts = library.pdserve_apply_experts
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
                 DecodeCall: library.pdserve_call_size,
                 LoraCall: library.pdserve_lora_call_size,
                 Int8Call: library.pdserve_int8_call_size,
+                ExpertsCall: library.pdserve_experts_call_size,
             }
         except (OSError, AttributeError) as error:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
@@ -83,6 +99,7 @@ class NativeLibrary:
         self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
+        self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64
             if size() != ctypes.sizeof(call):

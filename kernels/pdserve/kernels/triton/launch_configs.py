@@ -49,6 +49,15 @@ class LaunchConfigs:
     lora_splits: int = 4
     """Programs that share the inputs of a layer."""
     lora_warps: int = 4
+    expert_rows: int = 64
+    """Rows of an expert that a program takes at once where experts have many, else 16."""
+    expert_inputs: int = 64
+    """Bytes / 2 of a matrix's row that a program takes at once."""
+    expert_columns: int = 64
+    """Columns of an expert's matrix per program."""
+    expert_warps: int = 4
+    expert_stages: int = 3
+    """Loads of inputs that are under way beside the product."""
     max_registers: int | None = 255
     """See `register_limit`."""
 
@@ -75,6 +84,7 @@ TABLE = {
         sample_warps=2,
         sample_programs=2432,
         lora_warps=2,
+        expert_stages=2,
         max_registers=None,
     ),
     # tiles so small that tests with few numbers need several
@@ -91,6 +101,8 @@ TABLE = {
         lora_inputs=32,
         lora_columns=16,
         lora_splits=2,
+        expert_inputs=32,
+        expert_columns=16,
         max_registers=None,
     ),
 }

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.expert_stack import ExpertStack, grouped_products
+from pdserve.kernels.gated_activations import GatedActivation
 from pdserve.kernels.layer_ops import Block
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PackedRows
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests, secret_words
+from pdserve.kernels.triton.grouped_experts import grouped_experts
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs
 from pdserve.kernels.triton.move_blocks import move_blocks
 from pdserve.kernels.triton.rotate_and_store import rotate_and_store
@@ -60,6 +63,13 @@ class TritonLayerOps:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up, self._configs)
+
+    def grouped_experts(self, x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
+        """Two launches beside the sorting and the sum in torch; activations of another form in torch."""
+        activation = GatedActivation.of(stack.gate)
+        if activation is None:
+            return grouped_products(x, weights, experts, stack, self.swiglu)
+        return grouped_experts(x, weights, experts, stack, activation, self._configs)
 
     def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
         move_blocks(source, target, pairs, self._configs)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.gated_activations import geglu_tanh
+from pdserve.kernels.gated_activations import Gate, geglu_tanh
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
-Gate = Callable[[Tensor], Tensor]
-"""Gate and up side by side `[T, 2 * I]`, which may be overwritten -> `[T, I]`."""
 GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tanh}
 """Name of an activation in config.json -> what computes it; None: `LayerOps.swiglu`."""
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.experts import Experts, ExpertWeights, make_experts, route_top_k
+from pdserve.kernels.expert_weights import ExpertWeights
+from pdserve.kernels.experts import Experts, make_experts, route_top_k
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.models.layers.gated_mlp import Gate
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """Sum over a token's `top_k` experts of routing weight times `down(silu(gate x) * up x)`."""
+    """Sum over a token's `top_k` experts of routing weight times `down(act(gate x) * up x)`."""
 
     router: Linear
     """`[T, H]` -> `[T, E]`."""
@@ -27,8 +27,6 @@ class SparseMlp:
     """True: the routing weights of a token add up to 1."""
     group: RankGroup | None = None
     """The ranks that share the inner size of each expert."""
-    gate: Gate | None = None
-    """Activation of the experts; None: SiLU."""
 
     @classmethod
     def load(
@@ -66,7 +64,7 @@ class SparseMlp:
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
         routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
-        added = self.experts(x, routing_weights, chosen, self.gate or ops.swiglu)
+        added = self.experts(x, routing_weights, chosen, ops)
         # before the addition, every rank has the same residual and so the same experts per token
         return added if self.group is None else self.group.all_reduce(added)
 

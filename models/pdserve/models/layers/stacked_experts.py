@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pdserve.kernels.experts import ExpertWeights, make_experts
+from pdserve.kernels.expert_weights import ExpertWeights
+from pdserve.kernels.experts import make_experts
 from pdserve.kernels.gated_activations import ClampedSwiglu
 from pdserve.kernels.linear import make_linear
 from pdserve.models.layers.sparse_mlp import SparseMlp
@@ -56,7 +57,7 @@ def load_stacked_experts(
                 down_bias[expert].clone(),
             )
 
-    return SparseMlp(router, make_experts(experts()), top_k, True, shard.group, gate)
+    return SparseMlp(router, make_experts(experts(), gate), top_k, True, shard.group)
 
 
 def _side_by_side(rows: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""`ExpertStack`: all experts of a layer in one tensor per projection, and their weighted sum in torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.kernels.expert_weights import ExpertWeights
+from pdserve.kernels.gated_activations import Gate
+from pdserve.kernels.int8_linear import tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """Experts that are not quantized."""
+
+    gate_up: Tensor
+    """`[E, 2 * I, H]`"""
+    down: Tensor
+    """`[E, H, I]`"""
+    gate_up_bias: Tensor | None
+    """`[E, 2 * I]`"""
+    down_bias: Tensor | None
+    """`[E, H]`"""
+    gate: Gate | None
+    """None: SiLU."""
+
+    @classmethod
+    def of(cls, experts: Iterable[ExpertWeights], gate: Gate | None = None) -> ExpertStack:
+        """Raises: TypeError for quantized experts."""
+        gate_up, down, gate_up_biases, down_biases = zip(*experts, strict=True)
+        biases = (None if each[0] is None else torch.stack(each) for each in (gate_up_biases, down_biases))
+        return cls(torch.stack(tensors(gate_up)), torch.stack(tensors(down)), *biases, gate)
+
+
+def grouped_products(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack, swiglu: Gate) -> Tensor:
+    """Two grouped products over all experts: see `LayerOps.grouped_experts`. swiglu: called for SiLU. Its matrices need rows of a
+    multiple of 16 bytes."""
+    order, counts = by_expert(experts, len(stack.down))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    rows = x.index_select(0, order // experts.shape[1])
+    chosen = experts.flatten()[order]
+    inner = _add_bias(F.grouped_mm(rows, stack.gate_up.transpose(1, 2), offs=ends), stack.gate_up_bias, chosen)
+    out = F.grouped_mm((stack.gate or swiglu)(inner).contiguous(), stack.down.transpose(1, 2), offs=ends)
+    return by_token(_add_bias(out, stack.down_bias, chosen), order, weights)
+
+
+def _add_bias(rows: Tensor, biases: Tensor | None, chosen: Tensor) -> Tensor:
+    """Rows `[T * k, N]` of the experts `chosen`, with their biases `[E, N]`."""
+    return rows if biases is None else rows.add_(biases.index_select(0, chosen))
+
+
+def by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Assignments sorted by expert: indices `[T * k]` into `experts.flatten()`, and their number per expert `[E]`."""
+    flat = experts.flatten()
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def by_token(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums per token; rows `[T * k, H]` in the given order, weights `[T, k]` -> `[T, H]`."""
+    num_tokens, top_k = weights.shape
+    sorted_rows = torch.empty_like(rows).index_copy_(0, order, rows)
+    return sorted_rows.view(num_tokens, top_k, rows.shape[1]).mul_(weights.unsqueeze(-1)).sum(1)

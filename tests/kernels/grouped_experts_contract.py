@@ -1,0 +1,115 @@
+"""The contract of `LayerOps.grouped_experts`. A test class binds it: `class TestMine(GroupedExpertsContract)` with `make_ops`."""
+
+from __future__ import annotations
+
+import abc
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.expert_stack import ExpertStack
+from pdserve.kernels.expert_weights import ExpertWeights
+from pdserve.kernels.gated_activations import ClampedSwiglu, Gate, geglu_tanh
+from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.linear import swiglu
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+CLAMPED = ClampedSwiglu(1.7, 1.5)
+# num_experts, hidden and inner size, tokens, experts per token
+SHAPES = ((5, 24, 40, 7, 2), (3, 8, 72, 45, 3), (40, 64, 24, 1, 1), (1, 40, 8, 20, 1), (2, 16, 16, 0, 2))
+
+
+def drawn_stack(
+    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, gate: Gate | None, *, has_biases: bool
+) -> ExpertStack:
+    generator = torch.Generator().manual_seed(hidden + inner)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.5).to(dtype)
+
+    experts = []
+    for _ in range(num_experts):
+        biases = (drawn(2 * inner), drawn(hidden)) if has_biases else (None, None)
+        experts.append(ExpertWeights(drawn(2 * inner, hidden), drawn(hidden, inner), *biases))
+    return ExpertStack.of(experts, gate)
+
+
+def expected(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
+    """The sum, one token and expert at a time in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
+            inner = stack.gate_up[expert].double() @ row
+            if stack.gate_up_bias is not None:
+                inner += stack.gate_up_bias[expert].double()
+            product = stack.down[expert].double() @ (stack.gate or swiglu)(inner[None])[0]
+            if stack.down_bias is not None:
+                product += stack.down_bias[expert].double()
+            out[token] += weight * product
+    return out
+
+
+def moved(stack: ExpertStack, device: str) -> ExpertStack:
+    parts = (stack.gate_up, stack.down, stack.gate_up_bias, stack.down_bias)
+    gate_up, down, *biases = (None if part is None else part.to(device) for part in parts)
+    assert gate_up is not None
+    assert down is not None
+    return ExpertStack(gate_up, down, *biases, stack.gate)
+
+
+class GroupedExpertsContract(abc.ABC):
+    device = "cpu"
+
+    @abc.abstractmethod
+    def make_ops(self) -> LayerOps:
+        """Make the implementation under test."""
+
+    def check(self, x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
+        """Compare with `expected`. What lies between the rows of x is NaN."""
+        held = torch.full((len(x), x.shape[1] + 24), torch.nan, dtype=x.dtype)
+        held[:, : x.shape[1]] = x
+        rows = held.to(self.device)[:, : x.shape[1]]
+        there = moved(stack, self.device)
+        found = self.make_ops().grouped_experts(rows, weights.to(self.device), experts.to(self.device), there)
+        assert found.dtype is x.dtype
+        tolerance = TOLERANCES[x.dtype]
+        exact = expected(x, weights, experts, stack)
+        torch.testing.assert_close(found.cpu().double(), exact, atol=tolerance, rtol=tolerance)
+        return found
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_the_weighted_sum(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        num_experts, hidden, inner, num_tokens, top_k = shape
+        generator = torch.Generator().manual_seed(num_tokens)
+        x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
+        weights = torch.rand(num_tokens, top_k, generator=generator).to(dtype)
+        experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :top_k]
+        has_biases = num_tokens % 2 > 0
+        stack = drawn_stack(num_experts, hidden, inner, dtype, CLAMPED if has_biases else None, has_biases=has_biases)
+        self.check(x, weights, experts, stack)
+
+    @pytest.mark.parametrize("gate", [None, CLAMPED, geglu_tanh], ids=["silu", "clamped", "gelu"])
+    def test_activations_far_from_zero(self, gate: Gate | None) -> None:
+        stack = drawn_stack(2, 16, 24, torch.float32, gate, has_biases=False)
+        x = (
+            torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
+            * torch.tensor([1, 5, 20, 60, 200, 0.0])[:, None]
+        )
+        self.check(x, torch.rand(6, 1), torch.tensor([[0], [1]] * 3), stack)
+
+    def test_all_tokens_at_one_expert(self) -> None:
+        """More rows than a program takes at once, and experts without any."""
+        stack = drawn_stack(4, 16, 24, torch.float32, None, has_biases=True)
+        x, weights = torch.randn(37, 16), torch.rand(37, 1)
+        self.check(x, weights, torch.full((37, 1), 2), stack)
+
+    def test_a_token_does_not_depend_on_the_others(self) -> None:
+        stack = moved(drawn_stack(3, 16, 24, torch.float32, None, has_biases=False), self.device)
+        x, weights = torch.randn(21, 16, device=self.device), torch.rand(21, 2, device=self.device)
+        experts = torch.rand(21, 3).argsort(1)[:, :2].to(self.device)
+        ops, order = self.make_ops(), torch.randperm(21)
+        found = ops.grouped_experts(x[order], weights[order], experts[order], stack)
+        there = ops.grouped_experts(x, weights, experts, stack)[order]
+        torch.testing.assert_close(found, there, atol=1e-6, rtol=0)
