@@ -1,6 +1,7 @@
 """Processor time per token of native families beside `transformers`, the same families by its code, and vLLM, in turns.
 
-python benchmarks/families.py [--families qwen3_moe gemma3_text] [--batches 1 8] [--rounds 5] [--vllm VENV/bin/python] [--out FILE]
+python benchmarks/families.py [--families qwen3_moe gemma3_text] [--batches 1 8] [--rounds 5] [--sides NAME ...]
+       [--vllm VENV/bin/python] [--out FILE]
 
 Each side is a process with the same shape, about 100 million parameters drawn at random in bfloat16, and one thread. A round asks
 each of them once, in turns; the others are stopped meanwhile (SIGSTOP), since threads of some wait by spinning. A prompt is new in
@@ -46,7 +47,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """`model_type` -> fields of config.json beside `_COMMON`."""
-SIDES = ("native", "model_impl transformers", "transformers", "vLLM")
+EXPERTS_IN_TORCH = "native, experts in torch"
+"""As "native", without the C++ call for experts."""
+SIDES = ("native", EXPERTS_IN_TORCH, "model_impl transformers", "transformers", "vLLM")
 Generate = Callable[[list[list[int]], int], None]
 """Prompts and the number of tokens to generate for each."""
 
@@ -126,8 +129,16 @@ def make_vllm(folder: str) -> Generate:
     return generate
 
 
+def make_without_native_experts(folder: str) -> Generate:
+    from pdserve.kernels import experts
+
+    experts.native_library = lambda: None  # type: ignore[assignment]
+    return make_pdserve(folder, "native")
+
+
 MAKE: dict[str, Callable[[str], Generate]] = {
     "native": lambda folder: make_pdserve(folder, "native"),
+    EXPERTS_IN_TORCH: make_without_native_experts,
     "model_impl transformers": lambda folder: make_pdserve(folder, "transformers"),
     "transformers": make_transformers,
     "vLLM": make_vllm,
@@ -236,6 +247,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[2:]), help="beside native")
     parser.add_argument("--vllm", help="the interpreter of an environment with vLLM's processor build")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -245,7 +257,7 @@ def main() -> None:
         return
     from conditions import conditions
 
-    names = SIDES if options.vllm else SIDES[:-1]
+    names = [SIDES[0], *(name for name in options.sides if name != "vLLM" or options.vllm)]
     lines = [f"{name}: {value}" for name, value in conditions().items()]
     lines.append(
         f"{options.rounds} rounds in turns after one to warm up; us of processor time per token: median, in brackets the "
