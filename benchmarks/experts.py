@@ -78,7 +78,7 @@ def main() -> None:
                 for _ in range(options.layers):
                     routing = route_top_k(torch.randn(num_rows, num_experts).bfloat16(), top_k, normalise=True)
                     inputs.append((torch.randn(num_rows, hidden).bfloat16(), *routing))
-                distinct = sum(len(experts.unique()) for _, _, experts in inputs)
+                distinct = sum(len(torch.unique(routed[2])) for routed in inputs)
                 num_chosen.append(distinct / options.layers)
                 names = list(times)
                 for name in names if number % 2 else reversed(names):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 PROMPT_TOKENS = 256
 DECODE_TOKENS = 32
@@ -130,9 +131,7 @@ def make_vllm(folder: str) -> Generate:
 
 
 def make_without_native_experts(folder: str) -> Generate:
-    from pdserve.kernels import experts
-
-    experts.native_library = lambda: None  # type: ignore[assignment]
+    mock.patch("pdserve.kernels.experts.native_library", lambda: None).start()
     return make_pdserve(folder, "native")
 
 

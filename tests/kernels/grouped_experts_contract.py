@@ -51,11 +51,10 @@ def expected(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) ->
 
 
 def moved(stack: ExpertStack, device: str) -> ExpertStack:
-    parts = (stack.gate_up, stack.down, stack.gate_up_bias, stack.down_bias)
-    gate_up, down, *biases = (None if part is None else part.to(device) for part in parts)
-    assert gate_up is not None
-    assert down is not None
-    return ExpertStack(gate_up, down, *biases, stack.gate)
+    gate_up_bias, down_bias = (
+        None if bias is None else bias.to(device) for bias in (stack.gate_up_bias, stack.down_bias)
+    )
+    return ExpertStack(stack.gate_up.to(device), stack.down.to(device), gate_up_bias, down_bias, stack.gate)
 
 
 class GroupedExpertsContract(abc.ABC):

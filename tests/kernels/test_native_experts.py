@@ -22,7 +22,7 @@ from pdserve.kernels.torch_layer_ops import TorchLayerOps
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 """Norm of the error over that of the result."""
 CLAMPED = ClampedSwiglu(1.7, 2.0)
-GATES = {None: swiglu, CLAMPED: CLAMPED}
+GATES: dict[Gate | None, Gate] = {None: swiglu, CLAMPED: CLAMPED}
 # num_experts, hidden and inner size, tokens, experts per token
 SHAPES = (
     (1, 1, 1, 1, 1),
@@ -125,7 +125,11 @@ def test_a_token_has_the_same_bits_whatever_is_beside_it(built: NativeLibrary, d
 
 
 def quantized(layer: list[ExpertWeights]) -> list[ExpertWeights]:
-    return [ExpertWeights(*(Int8Matrix.quantized(matrix) for matrix in tensors(each[:2])), *each[2:]) for each in layer]
+    found = []
+    for each in layer:
+        gate_up, down = (Int8Matrix.quantized(matrix) for matrix in tensors(each[:2]))
+        found.append(ExpertWeights(gate_up, down, each.gate_up_bias, each.down_bias))
+    return found
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCES, torch.float16], ids=str)

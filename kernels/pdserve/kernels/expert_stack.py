@@ -33,8 +33,10 @@ class ExpertStack:
     def of(cls, experts: Iterable[ExpertWeights], gate: Gate | None = None) -> ExpertStack:
         """Raises: TypeError for quantized experts."""
         gate_up, down, gate_up_biases, down_biases = zip(*experts, strict=True)
-        biases = (None if each[0] is None else torch.stack(each) for each in (gate_up_biases, down_biases))
-        return cls(torch.stack(tensors(gate_up)), torch.stack(tensors(down)), *biases, gate)
+        gate_up_bias, down_bias = (
+            None if each[0] is None else torch.stack(each) for each in (gate_up_biases, down_biases)
+        )
+        return cls(torch.stack(tensors(gate_up)), torch.stack(tensors(down)), gate_up_bias, down_bias, gate)
 
 
 def grouped_products(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack, swiglu: Gate) -> Tensor:

@@ -84,11 +84,14 @@ def experts_of(
     has_biases: bool = False,
 ) -> None:
     num_experts, hidden, inner, top_k = sizes
-    biases = [made(num_experts, size, dtype=dtype) if has_biases else None for size in (2 * inner, hidden)]
-    matrices = [made(num_experts, *size, dtype=dtype) for size in ((2 * inner, hidden), (hidden, inner))]
+    gate_up, down = (made(num_experts, *size, dtype=dtype) for size in ((2 * inner, hidden), (hidden, inner)))
+    gate_up_bias, down_bias = (
+        made(num_experts, size, dtype=dtype) if has_biases else None for size in (2 * inner, hidden)
+    )
+    stack = ExpertStack(gate_up, down, gate_up_bias, down_bias, None)
     chosen = made(count, top_k, dtype=torch.int64)
     weights, x = made(count, top_k, dtype=dtype), made(count, hidden, dtype=dtype)
-    grouped_experts(x, weights, chosen, ExpertStack(*matrices, *biases, None), GatedActivation(), configs)
+    grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
 
 
 CASES: dict[str, Callable[[LaunchConfigs], object]] = {
