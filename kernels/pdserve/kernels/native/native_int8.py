@@ -102,7 +102,7 @@ class NativeInt8Rows:
             bias=None if self._bias is None else self._bias.data_ptr(), num_inputs=self._num_inputs,
             num_outputs=self._num_outputs, padded=values.padded, parallel=library.parallel,
         )  # fmt: skip
-        """What a call has that does not change. Its addresses are valid as long as this object."""
+        """The fields of a call that do not change. Their addresses are valid as long as this object."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """float32 or bfloat16 `[T, in]` -> `[T, out]` in its dtype."""
