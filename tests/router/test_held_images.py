@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from PIL import Image
 
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2, request_pb2
-from tests.router.fake_worker import EOS, play, save_tokenizer
+from tests.router.fake_worker import play
+from tests.router.image_folder import save_image_folder
 
-PROCESSOR = {"patch_size": 4, "merge_size": 2, "min_pixels": 256, "max_pixels": 4096}
 WIDTH, HEIGHT = 40, 24
 """Multiples of a token's side: the picture keeps its size."""
 NUM_BYTES = 3 * WIDTH * HEIGHT
-TEMPLATE = (
-    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}<|user|>{% else %}{{ part.text }}"
-    "{% endif %}{% endfor %}{% endfor %}<|assistant|>"
-)
 OVER = f"images of {NUM_BYTES} bytes, and those of other requests have {2 * NUM_BYTES} of {2 * NUM_BYTES} bytes"
 
 
@@ -40,10 +35,7 @@ PICTURE = data_url()
 @pytest.fixture
 def cluster(cluster: Any, tmp_path: Path) -> Any:
     """A cluster whose model takes images, each of which stands for one token `<|user|>`."""
-    folder = save_tokenizer(tmp_path / "images")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
-    (folder / "config.json").write_text(json.dumps({"vision_config": {}, "image_token_id": EOS + 1}))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    folder = save_image_folder(tmp_path / "images")
     cluster.folder, cluster.fingerprint = folder, tokenizer_fingerprint(folder)
     return cluster
 

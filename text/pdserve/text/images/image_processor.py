@@ -12,7 +12,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.image_processor_config import ImageLimits, ImageProcessorConfig
 from pdserve.common.json_file import read_json_object
 from pdserve.text.images.chat_images import ImageSource
-from pdserve.text.images.image_url import open_image, open_image_url
+from pdserve.text.images.image_url import OpenedImage, open_image, open_image_url
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FIELD = "multi_modal_data"
 _NO_LIMITS = ImageLimits()
 _NOTHING: Mapping[str, bytes] = {}
+_STRIP_PIXELS = 1 << 20
 
 
 class ProcessedImage(NamedTuple):
@@ -123,13 +124,21 @@ def _pillow_image(image: object, where: str, field: str) -> Image:
     raise InvalidRequest(f"{where} is of type {type(image).__name__}; a PIL.Image.Image or an array is needed", field)
 
 
-def _upright(file: Image, where: str, field: str) -> Image:
+def _upright(file: OpenedImage, where: str, field: str) -> Image:
     """The image of a file, turned as its EXIF data say. Raises: InvalidRequest."""
-    from PIL import ExifTags, ImageOps
+    from PIL.Image import Transpose
 
+    turn = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }.get(file.orientation)
     try:
-        turned = file.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        return ImageOps.exif_transpose(file) if turned else file
+        return file.image if turn is None else file.image.transpose(turn)
     except Exception as error:  # as decoders do
         raise InvalidRequest(f"{where} cannot be decoded: {error!s:.200}", field) from error
 
@@ -143,5 +152,12 @@ def _on_white(image: Image) -> Image:
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
-    over = image.convert("RGBA")
-    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
+    width, height = image.size
+    seen = PIL.Image.new("RGB", image.size, None)
+    # in strips: Pillow lets no other thread run while it composes, and makes three copies
+    num_rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, num_rows):
+        over = image.crop((0, top, width, min(top + num_rows, height))).convert("RGBA")
+        white = PIL.Image.new("RGBA", over.size, (255, 255, 255, 255))
+        seen.paste(PIL.Image.alpha_composite(white, over).convert("RGB"), (0, top))
+    return seen

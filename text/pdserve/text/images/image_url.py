@@ -6,17 +6,34 @@ import base64
 import binascii
 import io
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.text.images.bare_image import MAX_SCANS, BareImage, TooManyParts, bare_image
+from pdserve.text.images.webp_process import decoded_webp
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]*)(?P<parameters>(?:;[\w.+=-]+)*);base64,", re.ASCII)
+# each repetition takes memory of the matcher
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+/-]{0,128})(?:;[\w.+=-]{1,128}){0,8};base64,", re.ASCII)
 _REMOTE = re.compile(r"https?://", re.ASCII | re.IGNORECASE)
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,20}:", re.ASCII | re.IGNORECASE)
+_SCANNED = 16
+"""Scans that the largest image may have; a smaller one has more, up to `MAX_SCANS`."""
+_WEBP, _WEBP_PIXELS = b"RIFF", 1 << 21
+"""A file of more pixels is decoded in a process of its own."""
+_BASE64_PIECE = 1 << 20
+"""Characters that are decoded at once, while no other thread runs; a multiple of 4."""
+
+
+class OpenedImage(NamedTuple):
+    """An image, which is decoded when its pixels are read."""
+
+    image: Image
+    orientation: int
+    """See `BareImage`."""
 
 
 def is_remote(url: str) -> bool:
@@ -24,7 +41,7 @@ def is_remote(url: str) -> bool:
     return _REMOTE.match(url) is not None
 
 
-def open_image_url(url: str, where: str, field: str, max_pixels: int) -> Image:
+def open_image_url(url: str, where: str, field: str, max_pixels: int) -> OpenedImage:
     """The image of `data:image/png;base64,...`. where: the client's name of it.
 
     Raises: InvalidRequest for another URL, bytes that are no image of `FORMATS`, and more than `max_pixels` pixels.
@@ -41,49 +58,61 @@ def open_image_url(url: str, where: str, field: str, max_pixels: int) -> Image:
     if not head["type"].startswith("image/"):
         raise InvalidRequest(f"{where} has the type {head['type'][:40]!r}, image/... is needed", field)
     try:
-        data = base64.b64decode(url[head.end() :], validate=True)
+        data = _decoded(url, head.end())
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"{where} is not valid base64: {error!s:.80}", field) from error
     return open_image(data, where, field, max_pixels)
 
 
-def open_image(data: bytes, where: str, field: str, max_pixels: int) -> Image:
-    """An image that is not decoded yet. Raises: InvalidRequest, as `open_image_url`."""
+def _decoded(url: str, start: int) -> bytes:
+    """Raises: ValueError."""
+    pieces = []
+    for place in range(start, len(url), _BASE64_PIECE):
+        piece = url[place : place + _BASE64_PIECE]
+        if piece.endswith("=") and place + _BASE64_PIECE < len(url):
+            raise binascii.Error("data after its end")
+        pieces.append(base64.b64decode(piece, validate=True))
+    return b"".join(pieces)
+
+
+def open_image(data: bytes, where: str, field: str, max_pixels: int) -> OpenedImage:
+    """Open a file of `FORMATS` without its metadata. Raises: InvalidRequest, as `open_image_url`; Overloaded."""
     import PIL.Image
 
-    if (size := _webp_size(data)) is not None:
-        # Pillow allocates the whole canvas as it opens one
-        _verify_size(size, where, field, max_pixels)
     try:
-        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
-    except PIL.Image.DecompressionBombError as error:
-        raise InvalidRequest(f"{where} has more pixels than {max_pixels}, which are decoded at most", field) from error
+        bare = bare_image(data)
+        # before Pillow allocates anything: it makes the whole canvas of a WebP file as it opens one
+        _verify_size(bare.size, where, field, max_pixels)
+        _verify_scans(bare, where, field, max_pixels)
+        width, height = bare.size
+        if data.startswith(_WEBP) and width * height > _WEBP_PIXELS:
+            return OpenedImage(decoded_webp(data, width * height, where, field), bare.orientation)
+        image = PIL.Image.open(io.BytesIO(bare.data), formats=FORMATS)
+    except PdServeError:
+        raise
+    except TooManyParts as error:
+        raise InvalidRequest(f"{where} {error!s}", field) from error
     except Exception as error:  # Pillow's parsers raise whatever their formats do
         raise InvalidRequest(
             f"{where} has {len(data)} bytes that are no image of {', '.join(FORMATS)}", field
         ) from error
     _verify_size(image.size, where, field, max_pixels)
-    return image
+    return OpenedImage(image, bare.orientation)
+
+
+def _verify_scans(bare: BareImage, where: str, field: str, max_pixels: int) -> None:
+    """A file of a few bytes per scan would take hours to decode. Raises: InvalidRequest."""
+    width, height = bare.size
+    most = _SCANNED * max_pixels
+    if bare.num_scans > MAX_SCANS or bare.num_scans * width * height > most:
+        raise InvalidRequest(
+            f"{where} has {bare.num_scans} scans of {width} x {height} pixels; at most {MAX_SCANS} scans, of {most} pixels "
+            "together, are decoded",
+            field,
+        )
 
 
 def _verify_size(size: tuple[int, int], where: str, field: str, max_pixels: int) -> None:
     width, height = size
     if not 0 < width * height <= max_pixels:
         raise InvalidRequest(f"{where} has {width} x {height} pixels, at most {max_pixels} are decoded", field)
-
-
-def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a WebP file by its first chunk; None for another file."""
-    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
-        return None
-    match data[12:16]:
-        case b"VP8X":
-            return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-        case b"VP8L":
-            bits = int.from_bytes(data[21:25], "little")
-            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-        case b"VP8 ":
-            sides = data[26:28], data[28:30]
-            width, height = (int.from_bytes(side, "little") & 0x3FFF for side in sides)
-            return width, height
-    return None
