@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.v1 import request_pb2
+from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
@@ -42,7 +42,9 @@ SCHEMA = {
     "required": ["name", "sizes"],
 }
 FORM = request_pb2.StructuredOutputs(json=json.dumps(SCHEMA))
-REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
+Requested = tuple[list[int] | inference_pb2.ChatPrompt, dict[str, Any]]
+"""Prompt and sampling parameters."""
+REQUESTS: dict[str, Requested] = {
     "greedy": (prompt_of(200, 1), {"max_tokens": 24}),
     "seeded": (prompt_of(170, 2), {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}),
     "penalties": (
@@ -62,6 +64,7 @@ class Matrix:
     calm: dict[str, list[int]] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
     """Request -> its adapter; the base model for others."""
+    requests: Mapping[str, Requested] = field(default_factory=lambda: REQUESTS)
 
     async def routing(self) -> list[dict[str, Any]]:
         """The router's last placements, newest first."""
@@ -73,13 +76,13 @@ class Matrix:
             return placements
 
     async def ask(self, client: InferenceClient, name: str, salt: str) -> list[int]:
-        prompt, params = REQUESTS[name]
+        prompt, params = self.requests[name]
         return (await client.ask(prompt, cache_salt=salt, model=self.models.get(name, ""), **params)).token_ids
 
     async def ask_all(self, client: InferenceClient, salt: str) -> dict[str, list[int]]:
         """All requests at once."""
-        answers = await asyncio.gather(*(self.ask(client, name, salt) for name in REQUESTS))
-        return dict(zip(REQUESTS, answers, strict=True))
+        answers = await asyncio.gather(*(self.ask(client, name, salt) for name in self.requests))
+        return dict(zip(self.requests, answers, strict=True))
 
 
 @contextmanager
@@ -90,6 +93,7 @@ def running_matrix(
     *flags: str,
     models: Mapping[str, str] | None = None,
     router: Sequence[str] = (),
+    requests: Mapping[str, Requested] = REQUESTS,
 ) -> Iterator[Matrix]:
     """The cluster, after an undisturbed run. flags: of the workers. models: request -> its adapter. router: flags of the router."""
     with running_cluster(folder, pauses.worker_program) as cluster:
@@ -102,11 +106,11 @@ def running_matrix(
         cluster.start_router(
             "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", *router, **addresses
         )
-        matrix = Matrix(cluster, pauses, models=models or {})
+        matrix = Matrix(cluster, pauses, models=models or {}, requests=requests)
 
         async def undisturbed() -> None:
             async with InferenceClient(cluster.router.address) as client:
-                matrix.calm = {name: await matrix.ask(client, name, "calm") for name in REQUESTS}
+                matrix.calm = {name: await matrix.ask(client, name, "calm") for name in requests}
 
         asyncio.run(undisturbed())
         yield matrix
@@ -153,7 +157,7 @@ async def hurt(
     async with InferenceClient(cluster.router.address) as client:
         known = {decision["request_id"] for decision in await matrix.routing()}
         matrix.pauses.arm(phase)
-        asked = {name: asyncio.create_task(matrix.ask(client, name, salt)) for name in REQUESTS}
+        asked = {name: asyncio.create_task(matrix.ask(client, name, salt)) for name in matrix.requests}
         pausing = await matrix.pauses.reached(cluster)
         new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
         held = next(decision for decision in new if decision[pausing.role] == pausing.name)
@@ -170,7 +174,7 @@ async def hurt(
         answered_s = time.monotonic() - since
         assert answers == matrix.calm
         assert answered_s < 2 * SOON_S
-        matrix_rows.append(Row(phase, role, way, answered_s, await _attempts(matrix, known) - len(REQUESTS)))
+        matrix_rows.append(Row(phase, role, way, answered_s, await _attempts(matrix, known) - len(asked)))
 
         if way == "SIGSTOP":
             # answers that did not need it any more may be here before it has been missed

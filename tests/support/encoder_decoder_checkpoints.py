@@ -32,7 +32,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> `model_type`, fields of its configuration."""
 
 
-def make_encoder_decoder(folder: Path, name: str = "bart", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def make_encoder_decoder(
+    folder: Path, name: str = "bart", *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
+) -> PreTrainedModel:
     """Write model and tokenizer into `folder`; returns the model in float32."""
     model_type, fields = FAMILIES[name]
     given: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": START, "eos_token_id": EOS}
@@ -51,7 +53,7 @@ def make_encoder_decoder(folder: Path, name: str = "bart", *, seed: int = 0, **o
             model.final_logits_bias.normal_(std=0.3)
     if name == "bart_scaled":
         model.generation_config.forced_bos_token_id = FORCED
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)
     return model
 

@@ -219,7 +219,8 @@ class Pair:
                 output=transfer.output,
                 transfer_source=True,
                 wanted_from=transfer.room.first_index,
-                params={"max_tokens": 99},
+                params={"max_tokens": 60},
+                mm_features=transfer.fields.get("mm_features", []),
             )
 
     def _move(self) -> None:

@@ -6,9 +6,9 @@ import base64
 import io
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,35 +62,52 @@ _IDS = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VOCAB_SIZE + 3, "vis
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
-def make_image_checkpoint(folder: Path, family: str = "qwen2_5_vl", *, tie_word_embeddings: bool = False) -> Path:
+class ImageShape(NamedTuple):
+    """Fields that a checkpoint has in place of those of the plain one."""
+
+    text: Mapping[str, Any] = {}
+    vision: Mapping[str, Any] = {}
+    pixels: Mapping[str, Any] = {}
+    """Of `preprocessor_config.json`."""
+    mrope_section: Sequence[int] = (2, 3, 3)
+    max_shard_size: str = "5GB"
+
+
+PLAIN = ImageShape()
+
+
+def make_image_checkpoint(
+    folder: Path, family: str = "qwen2_5_vl", *, tie_word_embeddings: bool = False, shape: ImageShape = PLAIN
+) -> Path:
     """Write model, tokenizer and image processor into `folder` and return it."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = _model(family, tie_word_embeddings)
+        model = _model(family, tie_word_embeddings, shape)
         for name, weight in model.named_parameters():
             if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")):
                 weight.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 weight.normal_(std=0.5)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shape.max_shard_size)
     tokenizer = Tokenizer.from_str(tiny_tokenizer())
     tokenizer.add_special_tokens(IMAGE_TOKENS)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=_TEMPLATE
     ).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | dict(shape.pixels)))
     return folder
 
 
-def _model(family: str, is_tied: bool) -> PreTrainedModel:
+def _model(family: str, is_tied: bool, shape: ImageShape) -> PreTrainedModel:
+    rope = _ROPE | {"mrope_section": list(shape.mrope_section)}
     if family == "qwen2_5_vl":
-        vision = _VISION | {"window_size": 16, "fullatt_block_indexes": [1]}
-        text = _TEXT | {"rope_parameters": dict(_ROPE)}
+        vision = _VISION | {"window_size": 16, "fullatt_block_indexes": [1]} | dict(shape.vision)
+        text = _TEXT | {"rope_parameters": rope} | dict(shape.text)
         return Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
         ).eval()
-    vision = _VISION | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49}
-    text = _TEXT | {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_interleaved": True}}
+    vision = _VISION | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49} | dict(shape.vision)
+    text = _TEXT | {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}} | dict(shape.text)
     return Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
     ).eval()
@@ -138,7 +155,8 @@ class ImageOracle:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        self.processor = Qwen2VLImageProcessorPil(**PREPROCESSOR)
+        self.pixels = json.loads((folder / "preprocessor_config.json").read_text())
+        self.processor = Qwen2VLImageProcessorPil(**self.pixels)
 
     def inputs(self, token_ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         """Arguments of the model. token_ids: with one image token per image."""
@@ -146,7 +164,7 @@ class ImageOracle:
         expanded = list(token_ids)
         if images:
             given = dict(self.processor(list(images), return_tensors="pt"))
-            counts = iter((given["image_grid_thw"].prod(-1) // PREPROCESSOR["merge_size"] ** 2).tolist())
+            counts = iter((given["image_grid_thw"].prod(-1) // self.pixels["merge_size"] ** 2).tolist())
             repeated = [[each] * (next(counts) if each == IMAGE_TOKEN_ID else 1) for each in token_ids]
             expanded = [token for tokens in repeated for token in tokens]
         ids = torch.tensor([expanded])

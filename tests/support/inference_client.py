@@ -28,6 +28,9 @@ class Answer:
     moments: set[str] = field(default_factory=set)
 
 
+Prompt = Sequence[int] | inference_pb2.ChatPrompt
+
+
 class InferenceClient:
     """`async with InferenceClient(address) as client: answer = await client.ask(tokens, max_tokens=8)`"""
 
@@ -46,7 +49,7 @@ class InferenceClient:
 
     def start(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         timeout: float = HANG_S,
         cache_salt: str = "",
         model: str = "",
@@ -91,7 +94,7 @@ class InferenceClient:
         return answers
 
     async def ask(
-        self, prompt: Sequence[int], timeout: float = HANG_S, cache_salt: str = "", model: str = "", **sampling: Any
+        self, prompt: Prompt, timeout: float = HANG_S, cache_salt: str = "", model: str = "", **sampling: Any
     ) -> Answer:
         """Read a stream to its end. Raises: grpc.aio.AioRpcError."""
         answer = Answer()
@@ -111,19 +114,21 @@ class InferenceClient:
             token_ids[message.index] += message.token_ids
         return token_ids
 
-    async def ask_all(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Answer]:
+    async def ask_all(self, prompts: Sequence[Prompt], **sampling: Any) -> list[Answer]:
         return await asyncio.gather(*(self.ask(prompt, **sampling) for prompt in prompts))
 
 
 def _request(
-    prompt: Sequence[int],
+    prompt: Prompt,
     cache_salt: str,
     sampling: Mapping[str, Any],
     model: str = "",
     speculative_tokens: int | None = None,
 ) -> inference_pb2.GenerateRequest:
+    is_chat = isinstance(prompt, inference_pb2.ChatPrompt)
     return inference_pb2.GenerateRequest(
-        tokens=inference_pb2.TokenPrompt(token_ids=prompt),
+        tokens=None if is_chat else inference_pb2.TokenPrompt(token_ids=prompt),
+        chat=prompt if is_chat else None,
         sampling=request_pb2.SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | dict(sampling))),
         stream=True,
         cache_salt=cache_salt,

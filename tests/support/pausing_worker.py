@@ -3,6 +3,7 @@
 The test puts the name of a phase into `FOLDER/armed`; the first worker that comes to it renames the file to
 `FOLDER/reached.<pid>` and waits there, the thread that came to it and no other, until `FOLDER/go` exists. What happens
 to a process then, by signals, happens to it in that phase. With `engine_process` the engine's process pauses.
+An engine without requests whose encoder cache is still referenced raises, which ends its worker with a traceback in the log.
 
     phase      where                                        thread that waits
     queued     prefill, before the step that would begin    engine
@@ -103,6 +104,8 @@ def install(pauses: Pauses) -> None:
                 pauses.reach("first")
             if request.num_output_tokens >= NUM_STREAMED:
                 pauses.reach("streaming")
+        if not scheduler.requests:
+            scheduler.running.encoder.cache.check(idle=True)
 
     def before_digest(manager: Any, message: Any, *_: Any) -> None:
         if not pauses.are_armed:
