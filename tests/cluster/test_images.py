@@ -97,6 +97,23 @@ async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str) -> 
         cluster.check_logs()
 
 
+async def test_workers_of_two_ranks(tmp_path: Path) -> None:
+    """Each rank encodes every image; prefill may have other ranks than decode."""
+    folder = make_image_checkpoint(tmp_path / "model")
+    expected = Expected(folder, "qwen2_5_vl")
+    ranks = ("--set", "tensor_parallel_size=2")
+    with pd_cluster(tmp_path, folder, both=FLAGS, prefill=ranks, router=REMOTE) as cluster:
+        async with client(cluster) as http:
+            many: list[list[str | Image.Image]] = [
+                [f"{number}: ", picture(number % 3), picture(4)] for number in range(5)
+            ]
+            answers = await asyncio.gather(*(ask(http, *parts) for parts in many))
+            for parts, (tokens, _) in zip(many, answers, strict=True):
+                assert tokens == expected(*parts)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
 async def by_url(http: httpx.AsyncClient, url: str, expected: Expected) -> None:
     """The router fetches an image."""
     given = body("What is ")

@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 from pdserve.common.errors import ConfigError, InvalidRequest, UnsupportedModel
+from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, RequestOutput, StreamingInput
+from tests.support.forked_engine import start_rank
 from tests.support.image_checkpoints import (
     FAMILIES,
     PICTURE,
@@ -188,12 +190,29 @@ def test_refusals_name_the_image(make_image_llm: Callable[..., LLM], image_folde
     [
         ({"enable_lora": True}, "enable_lora"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ],
 )
 def test_settings_without_images_are_refused(image_folder: Path, options: dict[str, Any], name: str) -> None:
     with pytest.raises((ConfigError, UnsupportedModel), match=f"{name} is "):
         LLM(image_folder, **TINY, **options)
+
+
+@pytest.mark.slow
+def test_two_ranks_encode_alike(
+    make_image_llm: Callable[..., LLM], image_oracle: ImageOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_processes, "start_program", start_rank)
+    llm = make_image_llm(tensor_parallel_size=2, num_blocks=48, max_model_len=160)
+    given = [
+        (TEXT, [picture(1), picture(2)]),
+        (PICTURE, [picture(3, 8, 200)]),
+        ("No picture.", []),
+        (PICTURE, [picture(1)]),
+    ]
+    for _ in range(2):
+        answers = ask(llm, *given, ignore_eos=True)
+        for answer, (text, images) in zip(answers, given, strict=True):
+            assert answer.outputs[0].token_ids == expected(llm, image_oracle, text, images), text
 
 
 async def test_sessions_take_text_alone(image_folder: Path) -> None:

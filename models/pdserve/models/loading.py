@@ -114,7 +114,7 @@ def _decoder(
     else:
         weight = weights.tensor(family.classifier_name, config.classifier.num_labels, hidden)
         classifier = ClassificationHead(weight, config.classifier.activation)
-    tower = None
+    tower = None  # not split: each rank has the whole of it, and encodes every image
     if config.vision is not None:
         tower = load_vision_tower(weights, config.vision, ImageProcessorConfig.read(checkpoint.folder), device)
     weights.check_all_read()
@@ -124,7 +124,7 @@ def _decoder(
         return Decoder(config, embed, layers, final_norm, lm_head, classifier, tower)
     embed = scaled_embedding(VocabParallelEmbedding(embedding, group), scale)
     parallel_head = None if lm_head is None else ParallelLMHead(lm_head, group)
-    return Decoder(config, embed, layers, final_norm, parallel_head, classifier)
+    return Decoder(config, embed, layers, final_norm, parallel_head, classifier, tower)
 
 
 def _ends(config: ModelConfig, checkpoint: WeightSource, device: str, shard: RankShard) -> tuple[str, str]:

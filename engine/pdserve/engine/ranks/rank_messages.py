@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.common.request.multimodal import without_pixels
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.scheduler_output import RequestFailure, SchedulerOutput
@@ -101,6 +102,8 @@ def without_sampling(scheduled: SchedulerOutput) -> SchedulerOutput:
             new,
             sampling_params=SamplingParams(prompt_logprobs=new.sampling_params.prompt_logprobs),
             eos_token_ids=(),
+            # `scheduled_encoder_inputs` has those that a step encodes
+            mm_features=without_pixels(new.mm_features),
         )
         for new in scheduled.scheduled_new_reqs
     ]

@@ -143,10 +143,6 @@ class ModelConfig:
                 f"tensor_parallel_size is {size}, and {self.architecture} normalises the queries of all heads together; "
                 "such a model is not split"
             )
-        if size > 1 and self.vision is not None:
-            raise UnsupportedModel(
-                f"tensor_parallel_size is {size}, and {self.architecture} has a vision encoder, which is not split"
-            )
         dimensions = {"num_attention_heads": self.num_heads, "vocab_size": self.vocab_size}
         dimensions |= self.family.inner_sizes(self.intermediate_size)
         verify_sharding(size, dimensions, self.num_kv_heads, f"{folder / 'config.json'}")
