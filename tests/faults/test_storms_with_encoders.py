@@ -75,6 +75,9 @@ async def test_i4_i7_a_storm_leaves_nothing_behind(tmp_path: Path, model: str, w
                 num_left += 1
             assert tokens == expected[place][: len(tokens)]
 
+    async def more_ends(number: int) -> None:
+        await eventually(lambda: num_left + num_answered >= number or storm.done(), f"{number} ends")
+
     folder = MODELS[model](tmp_path / "model")
     with running_cluster(tmp_path, PhasePauses(tmp_path / "pauses").worker_program) as cluster:
         _start(cluster, folder)
@@ -83,10 +86,7 @@ async def test_i4_i7_a_storm_leaves_nothing_behind(tmp_path: Path, model: str, w
             expected += [answer.token_ids for answer in answers]
             storm = asyncio.gather(*(one(client, number) for number in range(NUM_REQUESTS)))
             for name in ("prefill-1", "decode-1", "prefill-2", "decode-2") if with_deaths else ():
-                before = num_left + num_answered
-                await eventually(
-                    lambda before=before: num_left + num_answered >= before + 20 or storm.done(), "20 more ends"
-                )  # type: ignore[misc]
+                await more_ends(num_left + num_answered + 20)
                 victim = cluster.services[name]
                 victim.signal(signal.SIGKILL)
                 await asyncio.to_thread(victim.process.wait, HANG_S)

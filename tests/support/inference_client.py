@@ -125,10 +125,11 @@ def _request(
     model: str = "",
     speculative_tokens: int | None = None,
 ) -> inference_pb2.GenerateRequest:
-    is_chat = isinstance(prompt, inference_pb2.ChatPrompt)
+    chat = prompt if isinstance(prompt, inference_pb2.ChatPrompt) else None
+    tokens = None if isinstance(prompt, inference_pb2.ChatPrompt) else inference_pb2.TokenPrompt(token_ids=prompt)
     return inference_pb2.GenerateRequest(
-        tokens=None if is_chat else inference_pb2.TokenPrompt(token_ids=prompt),
-        chat=prompt if is_chat else None,
+        tokens=tokens,
+        chat=chat,
         sampling=request_pb2.SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | dict(sampling))),
         stream=True,
         cache_salt=cache_salt,

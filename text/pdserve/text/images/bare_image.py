@@ -66,7 +66,8 @@ def _too_many(parts: str) -> TooManyParts:
 
 
 def _jpeg(data: bytes) -> BareImage:
-    view, kept = memoryview(data), [data[:2]]
+    view = memoryview(data)
+    kept = [view[:2]]
     place, size, orientation = 2, None, 1
     for _ in range(MAX_PARTS):
         place = data.find(b"\xff", place)

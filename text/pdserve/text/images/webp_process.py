@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.processes.child_environment import child_environment
@@ -57,9 +57,10 @@ def decoded_webp(data: bytes, num_pixels: int, where: str, field: str) -> Image:
         raise Overloaded(f"{where} was not decoded within {_WALL_S:g} s: the machine is busy") from None
     if ended.returncode or len(ended.stdout) < _HEAD.size:
         raise InvalidRequest(f"{where} cannot be decoded: its WebP decoder ended with status {ended.returncode}", field)
-    mode, width, height = _HEAD.unpack_from(ended.stdout)
-    pixels = memoryview(ended.stdout)[_HEAD.size :]
-    return PIL.Image.frombuffer(mode.rstrip().decode(), (width, height), pixels, "raw", mode.rstrip().decode(), 0, 1)
+    packed, width, height = _HEAD.unpack_from(ended.stdout)
+    mode = packed.rstrip().decode()
+    pixels: Any = memoryview(ended.stdout)[_HEAD.size :]
+    return PIL.Image.frombuffer(mode, (width, height), pixels, "raw", mode, 0, 1)
 
 
 def main() -> None:
