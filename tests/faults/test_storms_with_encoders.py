@@ -51,7 +51,7 @@ def prompts_of(model: str) -> list[Prompt]:
 @pytest.mark.parametrize("with_deaths", [False, True], ids=["aborts", "aborts-and-deaths"])
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "bart"])
 async def test_i4_i7_a_storm_leaves_nothing_behind(tmp_path: Path, model: str, with_deaths: bool) -> None:
-    """What a client got before it left is the beginning of the answer of an undisturbed run."""
+    """A client that leaves has got the beginning of the answer of an undisturbed run."""
     draw = random.Random(23)
     prompts, gate = prompts_of(model), asyncio.Semaphore(AT_ONCE)
     expected: list[list[int]] = []

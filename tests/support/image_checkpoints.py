@@ -68,7 +68,7 @@ class ImageShape(NamedTuple):
     text: Mapping[str, Any] = {}
     vision: Mapping[str, Any] = {}
     pixels: Mapping[str, Any] = {}
-    """Of `preprocessor_config.json`."""
+    """Fields of `preprocessor_config.json`."""
     mrope_section: Sequence[int] = (2, 3, 3)
     max_shard_size: str = "5GB"
 

@@ -157,7 +157,7 @@ def _gif(data: bytes) -> BareImage:
 
 
 def _webp(data: bytes) -> BareImage:
-    """Its decoder, which is not Python, reads the file as it is."""
+    """The file as it is: libwebp reads it, not Python."""
     if len(data) < 30 or data[8:12] != b"WEBP":
         raise NoImage("its header is cut")
     match data[12:16]:
