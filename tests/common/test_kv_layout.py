@@ -53,3 +53,31 @@ def test_blocks_of_another_format_have_another_fingerprint(tmp_path: Path, monke
     ours = fingerprint.model_fingerprint(tmp_path, "float32")
     monkeypatch.setattr(fingerprint, "FORMAT", FORMAT + 1)
     assert fingerprint.model_fingerprint(tmp_path, "float32") != ours
+
+
+def test_workers_with_other_groups_differ_in_them() -> None:
+    """A worker whose messages have no groups has one."""
+    other = msgspec.structs.replace(LAYOUT, num_layers=2, group_windows=(0, 13, 13))
+    assert other.differences(LAYOUT) == ["num_layers: 2 != 5", "group_windows: (0, 13, 13) != ()"]
+    assert (other.num_groups, LAYOUT.num_groups) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_tokens", "num_cached", "num_blocks"),
+    [
+        ((), 10, 0, 4),
+        ((), 10, 3, 1),
+        ((), 9, 5, 0),
+        ((0, 4), 10, 0, 4 + 2),
+        ((0, 4), 10, 3, 1 + 1),
+        ((0, 4), 300, 0, 100 + 1),
+        ((0, 4, 4), 300, 99, 1 + 1 + 1),
+        ((7, 4), 300, 0, 2 + 1),
+        ((0, 4), 9, 5, 0),
+    ],
+)
+def test_blocks_that_the_token_after_a_prompt_sees(
+    windows: tuple[int, ...], num_tokens: int, num_cached: int, num_blocks: int
+) -> None:
+    layout = msgspec.structs.replace(LAYOUT, group_windows=windows)  # 3 tokens in a block
+    assert layout.num_prompt_blocks(num_tokens, num_cached) == num_blocks

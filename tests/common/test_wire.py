@@ -90,6 +90,7 @@ LAYOUT = make_layout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16)
         block_size=TOKENS,
         dtype=st.sampled_from(["float32", "bfloat16", "float16", "another"]),
         model_fingerprint=st.text(max_size=9),
+        group_windows=st.lists(TOKENS, max_size=4).map(tuple),
     )
 )
 def test_layouts_come_back_and_differ_field_by_field(layout: KvLayout) -> None:

@@ -269,6 +269,19 @@ def test_only_what_a_later_token_sees_is_transferred(make_engine: MakeEngine, le
     assert pair.d.model.num_tokens - before == 39
 
 
+def test_a_receiver_has_the_beginning_that_it_received_before(make_engine: MakeEngine) -> None:
+    """Its windows are those at the end of an earlier prompt, and no token after the new one sees those at its beginning."""
+    fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 16, "num_blocks": 100}
+    pair = Pair(make_engine(**fields), make_engine(**fields))
+    stem = prompt_of(60)
+    for name, prompt in {"a": stem, "b": stem, "c": [*stem, *prompt_of(50)], "d": [*stem[:40], *prompt_of(30)]}.items():
+        pair.add(prompt, name)
+        pair.run()
+        assert pair.answer(name).token_ids == greedy_answer(prompt, 4, GROUPS)
+    # beside what is received of the group without a window, the 4 blocks of two windows, of which the first prompt left some
+    assert [len(pair.transfers[name].landed) for name in "abcd"] == [15 + 2 * 3, 0, 28 - 15 + 2 * 4, 18 - 10 + 2 * 4]
+
+
 @pytest.mark.parametrize("windows", [(), (0, 13, 13), (9, 4), (0, 0), (0, 64, 3)])
 def test_numbers_of_a_transfer_are_places_of_what_a_receiver_may_want(windows: tuple[int, ...]) -> None:
     for num_tokens in (*range(1, 40), 100, 1000):
@@ -291,3 +304,76 @@ def test_numbers_of_a_transfer_are_places_of_what_a_receiver_may_want(windows: t
             assert complete == order.num_places or any(
                 one not in listed[:number] for one in listed if one[1] <= complete
             )
+
+
+def test_sources_need_room_for_their_windows_alone(make_engine: MakeEngine) -> None:
+    """As many as share a prefix: none stops for a block that another one keeps."""
+    fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8}
+    length = max_sequence_tokens(specs_of(GROUPS), 60, SIZE, 8)
+    pair = Pair(make_engine(**fields, num_blocks=60), make_engine(**fields, num_blocks=400))
+    assert pair.p.config.max_model_len == length > 60 // len(GROUPS) * SIZE
+    stem = prompt_of(40)
+    prompts = {f"q{number}": [*stem, *prompt_of(length - 60 + number)] for number in range(6)}
+    pair.p.ask(stem, params={"max_tokens": 1})
+    for name, prompt in prompts.items():
+        pair.add(prompt, name, params={"max_tokens": 3})
+    pair.run()
+    for name, prompt in prompts.items():
+        assert pair.answer(name).token_ids == greedy_answer(prompt, 3, GROUPS)
+
+
+def test_blocks_that_a_token_sees_come_back_from_host_memory(make_engine: MakeEngine) -> None:
+    fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 8, "num_blocks": 30, "max_model_len": 70}
+    engine = make_engine(**fields, num_host_blocks=200)
+    for length in (60, 61, 62, 60):
+        before = engine.model.num_tokens
+        answer = engine.ask(prompt_of(length))
+        assert answer.token_ids == greedy_answer(prompt_of(length), 4, GROUPS)
+    # 14 blocks of the group without a window, and of each other one the 3 that the next token sees
+    tier = engine.scheduler.pool.tier
+    assert tier is not None
+    assert (tier.num_loaded, answer.num_cached_tokens) == (14 + 2 * 3, 56)
+    assert engine.model.num_tokens - before == 4 + 3
+
+
+def longest_beginning(windows: tuple[int | None, ...], hashes: list[bytes], known: Callable[[bytes], bool]) -> int:
+    """Blocks of the longest beginning of which `known` has the name of all that the next token sees."""
+    return max(
+        end
+        for end in range(len(hashes) + 1)
+        if all(
+            known(with_group_id(hashes[index], group))
+            for group, window in enumerate(windows)
+            for index in range(first_needed(window, end), end)
+        )
+    )
+
+
+def first_needed(window: int | None, end: int) -> int:
+    return 0 if window is None or end == 0 else min(max(0, end * SIZE - window + 1) // SIZE, end - 1)
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (9, 4), (None, 20, 5), (None, None)])
+def test_i3_hits_of_pool_and_tier_together_are_those_of_a_search_by_hand(windows: tuple[int | None, ...]) -> None:
+    draw = random.Random(7)
+    num_longer = 0
+    for _ in range(200):
+        pool, hashes = BlockPool(200), [bytes([number]) * BLOCK_HASH_BYTES for number in range(draw.randint(0, 20))]
+        names = [with_group_id(block_hash, group) for group in range(len(windows)) for block_hash in hashes]
+        in_pool = {name for name in names if draw.random() < 0.6}
+        in_tier = {name for name in names if draw.random() < 0.7}
+        for name, block in zip(in_pool, pool.allocate(len(in_pool)), strict=True):
+            pool.remember(block, name)
+        coordinator = KVCacheCoordinator(pool, SIZE, specs_of(windows), 8)
+        computed = coordinator.find_longest_cache_hit(hashes, 0)
+        found = coordinator.extended(hashes, computed, in_tier.__contains__)
+        end = longest_beginning(windows, hashes, (in_pool | in_tier).__contains__)
+        assert [len(blocks) for blocks in found] == [end] * len(windows)
+        if end == len(computed[0]):
+            continue
+        num_longer += 1
+        for group, (window, blocks) in enumerate(zip(windows, found, strict=True)):
+            first = first_needed(window, end)
+            expected = [pool.find(with_group_id(block_hash, group)) for block_hash in hashes[first:end]]
+            assert list(blocks) == [*[NULL_BLOCK] * first, *expected]
+    assert num_longer > 30

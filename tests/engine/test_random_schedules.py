@@ -82,7 +82,7 @@ class Life:
         self.compiling = draw.choice([0.5, 0.1, 0.05])
         """The smaller, the later grammars come."""
         self.compilers: list[LateCompiler] = []
-        self.has_tiers = seed % 4 > 0 and not self.has_groups
+        self.has_tiers = seed % 4 > 0
         self.tier_draw = random.Random(seed)
         self.num_loads = 0
         self.num_form_drafts = 0
@@ -134,9 +134,7 @@ class Life:
             step_tokens = fields["long_prefill_token_threshold"] or budget
             specs = specs_of(self.window)
             longest = max_sequence_blocks(specs, fields["max_model_len"], 4, step_tokens)
-            # a transfer source has room for its whole prompt in every group
-            least = len(specs) * 16 if "run_ahead_share" in fields else longest
-            fields["num_blocks"] = max(least, len(specs) * fields["num_blocks"] // 2)
+            fields["num_blocks"] = max(longest, len(specs) * fields["num_blocks"] // 2)
         engine = make_engine(**fields, grammars=grammars, window=self.window)
         if engine.config.speculative_config is not None:
             use_drafter(engine, text_or_greedy_drafter(self.texts, 0.7, self.draw.randrange(2**32)))

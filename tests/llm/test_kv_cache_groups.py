@@ -11,8 +11,7 @@ import pytest
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.llm import LLM
-from tests.support.checkpoints import save_tokenizer
-from tests.support.family_checkpoints import cases, make_family
+from tests.support.family_checkpoints import make_windowed_model
 from tests.support.llm_requests import core_of, greedy
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
@@ -23,10 +22,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "num_blocks": 12, "block_size": 8
 @pytest.fixture(scope="module")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """4 layers, one of them without a window of 13 tokens."""
-    folder = tmp_path_factory.mktemp("gemma3")
-    make_family(folder, "gemma3_text", cases("gemma3_text")[0])
-    save_tokenizer(folder)
-    return folder
+    return make_windowed_model(tmp_path_factory.mktemp("gemma3"))
 
 
 def test_i1_longer_sequences_fit_and_no_text_changes(gemma3: Path) -> None:

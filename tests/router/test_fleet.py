@@ -167,6 +167,18 @@ async def test_blocks_of_another_format_are_not_paired_and_the_format_is_named(c
     assert warning.endswith((": format: 0 != 1", ": format: 1 != 0"))
 
 
+async def test_a_worker_with_kv_cache_groups_is_not_paired_with_an_older_one(cluster, caplog):
+    caplog.set_level(logging.WARNING)
+    grouped = msgspec.structs.replace(LAYOUT, num_layers=1, group_windows=(0, 512))
+    await cluster.worker("prefill", worker_id="new", layout=grouped).start()
+    await cluster.start(prefill=0, decode=1)
+    assert await cluster.text() == said(5)
+    assert not cluster.of("prefill").calls
+    assert not cluster.of("decode").calls[0].request.HasField("source")
+    [warning] = [record.message for record in caplog.records if "not paired" in record.message]
+    assert "group_windows: (0, 512) != ()" in warning or "group_windows: () != (0, 512)" in warning
+
+
 async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):
     new = msgspec.structs.replace(LAYOUT, model_fingerprint="n" * 32, block_size=8)
     for role in ("prefill", "decode"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.checkpoints import make_other_family
+from tests.support.checkpoints import make_other_family, save_tokenizer
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -132,3 +132,11 @@ def make_family(
     return make_other_family(
         folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, **others
     )
+
+
+def make_windowed_model(folder: Path) -> Path:
+    """A checkpoint of Gemma 3 with its tokenizer: 4 layers, one of them without a window of 13 tokens; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, "gemma3_text", cases("gemma3_text")[0])
+    save_tokenizer(folder)
+    return folder

@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import grpc.aio
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
-from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.net.service_channel import GENERATE, PREFILL, ServiceChannel
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
 from pdserve.prefill import service as prefill_service
-from pdserve.v1 import request_pb2
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 from pdserve.worker.engine_host.host_transfers import HostTransfers
 from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_host.make_host import make_host
@@ -127,3 +128,37 @@ def generation_request(
     }
     fields |= changes
     return GenerationRequest(**({"n": fields["sampling_params"].n} | fields))
+
+
+@dataclass(frozen=True)
+class PairAnswer:
+    """A request's answer through both workers."""
+
+    token_ids: list[int]
+    num_landed: int
+    """Blocks that decode received."""
+
+
+async def ask(pair: Pair, prompt: list[int], **changes: Any) -> PairAnswer:
+    """A greedy request of 4 tokens, prefilled and decoded. changes: fields of `GenerationRequest`. Raises: AioRpcError."""
+    message, transfer_id = prepared(pair.p, prompt, **changes), secrets.token_bytes(16)
+    p, d = pair.p.identity, pair.d.identity
+    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
+    prefill: Any = pair.service(pair.p).unary_stream(
+        PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
+    )
+    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
+    decode: Any = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
+    first, rest, num_landed = list[int](), list[int](), 0
+    try:
+        async with asyncio.timeout(HANG_S):
+            async for event in decode:
+                num_landed += event.landed.num_blocks
+                rest += event.outputs.token_ids
+            async for event in prefill:
+                for output in event.computed.first_outputs:
+                    first += output.token_ids
+    finally:  # the end of one call ends the other
+        prefill.cancel()
+        decode.cancel()
+    return PairAnswer([*first, *rest], num_landed)

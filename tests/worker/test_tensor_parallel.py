@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,15 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from pdserve.common.net.service_channel import GENERATE, PREFILL
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
-from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.worker import Worker
 from tests.support.forked_engine import start_rank
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, check_at_rest, host_of, prepared, running_pair, transfers_of
+from tests.support.waiting import eventually
+from tests.support.worker_pair import Pair, check_at_rest, host_of, running_pair, transfers_of
+from tests.support.worker_pair import ask as ask_both
 
 DEATH_S = 5.0
 """Seconds within which a rank's death ends its worker."""
@@ -35,25 +33,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def ask(pair: Pair, prompt: list[int]) -> list[int]:
     """The answer through both workers."""
-    message, transfer_id = prepared(pair.p, prompt), secrets.token_bytes(16)
-    p, d = pair.p.identity, pair.d.identity
-    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    prefill: Any = pair.service(pair.p).unary_stream(
-        PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
-    )
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
-    decode: Any = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
-    first: list[int] = []
-    rest: list[int] = []
-    async with asyncio.timeout(HANG_S):
-        async for event in decode:
-            if event.HasField("landed"):
-                assert event.landed.num_blocks == -(-len(prompt) // 16)
-            rest += event.outputs.token_ids
-        async for event in prefill:
-            for output in event.computed.first_outputs:
-                first += output.token_ids
-    return [*first, *rest]
+    answer = await ask_both(pair, prompt)
+    assert answer.num_landed == -(-len(prompt) // 16)
+    return answer.token_ids
 
 
 def ranks(size: int) -> dict[str, int]:

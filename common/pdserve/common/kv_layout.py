@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from pdserve.common.errors import LayoutMismatch
+from pdserve.common.transfer_order import TransferOrder
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
@@ -62,6 +63,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """`float32`, `bfloat16`, `float16`, or one of `QUANTIZED_DTYPES`."""
     model_fingerprint: str
     """32 hex digits: a hash of everything that determines the content of a KV block."""
+    group_windows: tuple[int, ...] = ()
+    """Tokens of the window of each KV cache group, 0 for none; empty with one group. A block has the layers of one group,
+    `num_layers` of them with padding. Which layers are a group follows from the model; a change of that rule raises `FORMAT`."""
 
     @property
     def head_bytes(self) -> int:
@@ -94,6 +98,21 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def total_block_bytes(self) -> int:
         """Bytes of one block in all ranks, each head once. Raises: LayoutMismatch for a dtype that is not known."""
         return self.total_num_kv_heads * self.head_bytes
+
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups. A token's keys and values lie in a block of each."""
+        return len(self.group_windows) or 1
+
+    def num_prompt_blocks(self, num_tokens: int, num_cached: int = 0) -> int:
+        """Blocks of a prompt, of all KV cache groups together, that the first token after it sees.
+
+        num_cached: places from the first, whose blocks are not counted.
+        """
+        if not self.group_windows:
+            return max(0, -(-num_tokens // self.block_size) - num_cached)
+        order = TransferOrder.of(self.group_windows, num_tokens, self.block_size)
+        return max(0, len(order) - order.number(num_cached))
 
     def ranks_with(self, head: int) -> range:
         """Ranks that have a head, 0 to `total_num_kv_heads` - 1: one, or several where there are fewer heads than ranks."""

@@ -106,8 +106,6 @@ class EngineConfig:
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(f"num_host_blocks is {self.num_host_blocks}, which needs enable_prefix_caching")
-        if self.num_host_blocks and len(specs) > 1:
-            raise ValueError(f"num_host_blocks is {self.num_host_blocks}, with {len(specs)} KV cache groups")
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

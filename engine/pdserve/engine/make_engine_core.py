@@ -56,7 +56,7 @@ def make_engine_core(
     )  # fmt: skip
     host_blocks = None
     if config.num_host_blocks:
-        host_blocks = HostBlocks(kv_caches, host_caches or make_host_caches(kv_caches, config.num_host_blocks))
+        host_blocks = HostBlocks(kv_caches, host_caches or make_host_caches(kv_caches[:1], config.num_host_blocks))
     executor: Executor = SingleDeviceExecutor(runner, host_blocks)
     if ranks is not None:
         executor = TensorParallelExecutor(runner, ranks, host_blocks)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.transfer_order import TransferOrder
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.kv_transfer.control.transfer_state import SourceState
@@ -42,8 +44,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     reader: RequestReader
     engine: EngineClient
     telemetry: WorkerTelemetry
-    block_size: int
-    """Tokens per KV block."""
+    layout: KvLayout
+    """Layout of the worker's KV blocks."""
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -114,13 +116,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self.engine.release(stream, record.close)
 
     def _expected(self, request: prefill_pb2.PrefillRequest, engine_request: EngineCoreRequest) -> ExpectedTransfer:
+        num_tokens = len(engine_request.given_token_ids)
+        order = TransferOrder.of(self.layout.group_windows, num_tokens, self.layout.block_size)
         return ExpectedTransfer(
             transfer_id=request.transfer_id,
             request_id=engine_request.request_id,
             receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
             request_digest=engine_request.request_digest,
             lease_s=engine_request.remaining_s,
-            num_blocks=-(-len(engine_request.given_token_ids) // self.block_size),
+            num_blocks=len(order),
         )
 
 

@@ -169,6 +169,7 @@ class KvLayout(google.protobuf.message.Message):
     TOTAL_NUM_KV_HEADS_FIELD_NUMBER: builtins.int
     TP_RANK_FIELD_NUMBER: builtins.int
     TP_SIZE_FIELD_NUMBER: builtins.int
+    GROUP_WINDOWS_FIELD_NUMBER: builtins.int
     num_layers: builtins.int
     num_kv_heads: builtins.int
     """of this rank"""
@@ -184,6 +185,10 @@ class KvLayout(google.protobuf.message.Message):
     tp_rank: builtins.int
     tp_size: builtins.int
     """ranks that share the heads"""
+    @property
+    def group_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of KV cache groups, tokens, 0 for none; empty with one group, which has all layers"""
+
     def __init__(
         self,
         *,
@@ -197,8 +202,9 @@ class KvLayout(google.protobuf.message.Message):
         total_num_kv_heads: builtins.int = ...,
         tp_rank: builtins.int = ...,
         tp_size: builtins.int = ...,
+        group_windows: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "format", b"format", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "format", b"format", "group_windows", b"group_windows", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvLayout: typing_extensions.TypeAlias = KvLayout

@@ -51,6 +51,7 @@ def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
 def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
     """A message without format, from an older peer, has none of the fields for ranks either."""
     fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
+    fields["group_windows"] = tuple(message.group_windows)
     if not message.format:
         fields |= {"total_num_kv_heads": message.num_kv_heads, "tp_rank": 0, "tp_size": 1}
     return KvLayout(**fields)

@@ -63,7 +63,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """KV blocks of all layers in the pool, or as much memory in blocks of a KV cache group's layers; default: what `kv_cache_mib`
     holds."""
     disable_hybrid_kv_cache_manager: bool = False
-    """True: layers with a window keep all blocks where other layers have none, in one KV cache group."""
+    """True: layers with a window keep all blocks where other layers have none, in one KV cache group; equal on all workers. Workers
+    of earlier releases have one group."""
     kv_cache_mib: int | None = None
     """Size of the KV pool, per rank of `tensor_parallel_size`; default: 256 on a processor, on a GPU what
     `gpu_memory_utilization` leaves."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
+from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock, with_group_id
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import (
     RestingBlocks,
     SingleTypeKVCacheManager,
@@ -75,7 +75,58 @@ class KVCacheCoordinator:
         """True if the sequence has blocks."""
         return request.request_id in self.managers[0].tables
 
-    def num_blocks_missing(self, request: Request, room: Room, computed: Sequence[Sequence[KVCacheBlock]]) -> int:
+    def extended(
+        self,
+        block_hashes: Sequence[bytes],
+        computed: Sequence[Sequence[KVCacheBlock | None]],
+        in_tier: Callable[[bytes], bool],
+    ) -> Sequence[Sequence[KVCacheBlock | None]]:
+        """`computed`, the pool's hit, with as many further places as pool and host-memory tier have together; None: a block that
+        only the tier has.
+
+        block_hashes: of the sequence's full blocks. computed: per group; a group may have more places than the first, of blocks
+        that no token needs. in_tier: True for the name of a block in the tier.
+        """
+
+        def in_any(managers: Sequence[SingleTypeKVCacheManager]) -> Callable[[int], bool]:
+            """True for the index of a block that each of these groups has in the pool or in the tier, or does not need."""
+
+            def has(manager: SingleTypeKVCacheManager, index: int) -> bool:
+                name = with_group_id(block_hashes[index], manager.group_id)
+                return index < len(computed[manager.group_id]) or manager.pool.find(name) is not None or in_tier(name)
+
+            return lambda index: all(has(manager, index) for manager in managers)
+
+        first, num_hit = len(computed[0]), len(block_hashes)
+        in_full = in_any(self._full)
+        num_hit = next((index for index in range(first, num_hit) if not in_full(index)), num_hit)
+        is_stable = False
+        while not is_stable and num_hit > first:
+            before = num_hit
+            for window, managers in self._windows.items():
+                num_hit = window.longest_hit(in_any(managers), num_hit)
+            is_stable = num_hit == before
+        if num_hit <= first:
+            return computed
+        return [
+            self._extended(manager, block_hashes[:num_hit], computed[manager.group_id]) for manager in self.managers
+        ]
+
+    def _extended(
+        self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[bytes], computed: Sequence[KVCacheBlock | None]
+    ) -> Sequence[KVCacheBlock | None]:
+        if len(computed) >= len(block_hashes):
+            return computed
+        further = [manager.find(block_hash) for block_hash in block_hashes[len(computed) :]]
+        found = [*computed, *further]
+        if isinstance(manager, SlidingWindowManager):
+            num_null = manager.window.first_needed_block(len(found))
+            found[:num_null] = [NULL_BLOCK] * num_null
+        return found
+
+    def num_blocks_missing(
+        self, request: Request, room: Room, computed: Sequence[Sequence[KVCacheBlock | None]]
+    ) -> int:
         """See `KVCacheManager.num_blocks_missing`. computed: per group; empty for none."""
         if not computed:
             computed = ((),) * len(self.managers)
@@ -84,10 +135,15 @@ class KVCacheCoordinator:
             for manager, num_tokens, found in zip(self.managers, room, computed, strict=True)
         )
 
-    def touch_computed(self, request: Request, computed: Sequence[Sequence[KVCacheBlock]]) -> None:
-        """Begin a sequence's tables with blocks from the cache, per group; empty for none."""
+    def touch_computed(self, request: Request, computed: Sequence[Sequence[KVCacheBlock | None]]) -> None:
+        """Begin a sequence's tables with blocks from the cache, per group; empty for none. None: a new block, which is loaded."""
         for manager, found in zip(self.managers, computed or ((),) * len(self.managers), strict=True):
             manager.touch_computed(request, found)
+
+    def fill(self, request: Request, computed: Sequence[Sequence[KVCacheBlock | None]]) -> None:
+        """Allocate the blocks of `touch_computed` that are loaded."""
+        for manager, found in zip(self.managers, computed, strict=True):
+            manager.fill(request, found)
 
     def allocate(self, request: Request, room: Room) -> list[list[int]]:
         """Blocks for as many tokens; returns the ids of new ones, per group. Raises: PoolCorrupt if fewer are available."""

@@ -35,8 +35,8 @@ from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, group_window
 class KVCacheBlocks:
     """Blocks from the start of a sequence."""
 
-    blocks: tuple[tuple[KVCacheBlock, ...], ...]
-    """Per KV cache group; empty for none in any."""
+    blocks: Sequence[Sequence[KVCacheBlock | None]]
+    """Per KV cache group; empty for none in any. None: a block that is loaded from the host-memory tier."""
 
     def __len__(self) -> int:
         """Blocks of the first group: of a hit, those of each group."""
@@ -100,7 +100,19 @@ class KVCacheManager:
         keep_from = first_sent(request, len(hashes))
         return KVCacheBlocks(self.coordinator.find_longest_cache_hit(hashes, keep_from))
 
-    def seen_from(self, request: Request, computed: KVCacheBlocks, num_tokens: int) -> KVCacheBlocks:
+    def get_blocks_to_keep(self, request: Request, num_tokens: int) -> KVCacheBlocks:
+        """As `get_computed_blocks`, of a sequence whose further blocks are received: the longest run of which no block is missing
+        that a token after the first `num_tokens` sees."""
+        if self.num_groups == 1:
+            return self._seen_from(request, self.get_computed_blocks(request, num_tokens), num_tokens)
+        unneeded = self._seen_from(request, NO_BLOCKS, num_tokens)
+        if request.skip_reading_prefix_cache:
+            return unneeded
+        hashes = request.block_hashes[: num_tokens // self.block_size]
+        places = unneeded.blocks or ((),) * self.num_groups
+        return KVCacheBlocks(self.coordinator.extended(hashes, places, lambda name: False))
+
+    def _seen_from(self, request: Request, computed: KVCacheBlocks, num_tokens: int) -> KVCacheBlocks:
         """`computed` without the blocks that no token after the first `num_tokens` sees, but with all their places."""
         nulls = [manager.num_skipped(request, num_tokens) for manager in self.coordinator.managers]
         if not any(nulls):
@@ -109,12 +121,16 @@ class KVCacheManager:
         groups = zip(nulls, found, strict=True)
         return KVCacheBlocks(tuple((*[NULL_BLOCK] * num_null, *blocks[num_null:]) for num_null, blocks in groups))
 
-    def room(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Room:
+    def room(
+        self, request: Request, num_computed_tokens: int, num_tokens: int, computed: KVCacheBlocks = NO_BLOCKS
+    ) -> Room:
         """Tokens for which a sequence has blocks while it computes its prompt, so that it does not stop half-way: all of them, or
-        in groups with a window as many as it needs at once; at least `num_tokens`."""
+        in groups with a window as many as it needs at once; at least `num_tokens`. computed: cached blocks to begin with, at
+        admission."""
+        found = computed.blocks or ((),) * self.num_groups
         return tuple(
-            max(num_tokens, manager.num_reserved_tokens(request, num_computed_tokens))
-            for manager in self.coordinator.managers
+            max(num_tokens, manager.num_reserved_tokens(request, num_computed_tokens, blocks))
+            for manager, blocks in zip(self.coordinator.managers, found, strict=True)
         )
 
     def num_blocks_missing(self, request: Request, room: int | Room, computed: KVCacheBlocks = NO_BLOCKS) -> int:
@@ -128,12 +144,18 @@ class KVCacheManager:
         return (room,) * self.num_groups if isinstance(room, int) else room
 
     def allocate_slots(
-        self, request: Request, room: int | Room, computed: KVCacheBlocks = NO_BLOCKS, keep_free: int = 0
+        self,
+        request: Request,
+        room: int | Room,
+        computed: KVCacheBlocks = NO_BLOCKS,
+        keep_free: int = 0,
+        num_known: int | None = None,
     ) -> list[list[int]] | None:
         """Room for a sequence's first tokens; returns the ids of the blocks added to its tables, per group, [] if there are none.
 
         room: tokens; an int for every group alike. computed: cached blocks to begin with, only at admission.
-        keep_free: number of sequences for each of which a block per group must remain available afterwards.
+        keep_free: number of sequences for each of which a block per group must remain available afterwards. num_known: places from
+        the first of which `computed` has no block that is loaded; None: all.
         None means that there is no room, though idle sequences have lost theirs, and this one those behind its window; nothing else
         has changed.
         """
@@ -150,7 +172,9 @@ class KVCacheManager:
             new = coordinator.allocate(request, tokens)
             return new if any(new) else []
         coordinator.touch_computed(request, computed.blocks)
-        self._num_remembered[request.request_id] = len(computed)
+        if num_known is not None:
+            coordinator.fill(request, computed.blocks)
+        self._num_remembered[request.request_id] = len(computed) if num_known is None else num_known
         coordinator.allocate(request, tokens)
         return self.block_ids(request)
 
@@ -290,11 +314,15 @@ class KVCacheManager:
 
     def hold(self, request: Request, first_index: int, end_index: int) -> PinnedBlocks:
         """A hold on blocks with these numbers in a transfer; with one group, on `table[first_index : end_index]`."""
+        if self.num_groups == 1:
+            [manager] = self.coordinator.managers
+            return self.pool.hold(manager.tables[request.request_id][first_index:end_index])
+        return self.hold_places(request, self.transfer_order(request).blocks(first_index, end_index))
+
+    def hold_places(self, request: Request, places: Sequence[tuple[int, int]]) -> PinnedBlocks:
+        """A hold on blocks of a sequence. places: (group, index in its table)."""
         tables = [manager.tables[request.request_id] for manager in self.coordinator.managers]
-        if len(tables) == 1:
-            return self.pool.hold(tables[0][first_index:end_index])
-        order = self.transfer_order(request)
-        return self.pool.hold([tables[group][place] for group, place in order.blocks(first_index, end_index)])
+        return self.pool.hold([tables[group][place] for group, place in places])
 
     def block_ids(self, request: Request) -> list[list[int]]:
         """Per group, the block table of a sequence."""

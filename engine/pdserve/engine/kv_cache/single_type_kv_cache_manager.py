@@ -37,8 +37,13 @@ class SingleTypeKVCacheManager:
         """Number of first blocks that neither a later token nor the receiver of a transfer needs."""
         return 0
 
-    def num_reserved_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens for which a sequence has blocks while it computes its prompt, so that it does not stop half-way."""
+    def num_reserved_tokens(
+        self, request: Request, num_computed_tokens: int, computed: Sequence[KVCacheBlock | None]
+    ) -> int:
+        """Tokens for which a sequence has blocks while it computes its prompt, so that it does not stop half-way.
+
+        computed: blocks from the cache to begin with, at admission.
+        """
         return request.num_tokens
 
     def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
@@ -64,18 +69,26 @@ class SingleTypeKVCacheManager:
             return block_hashes
         return (with_group_id(block_hash, self.group_id) for block_hash in block_hashes)
 
-    def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock]) -> int:
+    def num_blocks_missing(self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | None]) -> int:
         """See `KVCacheManager.num_blocks_missing`."""
         table = self.tables.get(request.request_id)
         have = len(table) if table is not None else len(computed)
-        revived = 0 if table is not None else sum(block.ref_cnt == 0 for block in computed)
+        revived = 0 if table is not None else sum(block is None or block.ref_cnt == 0 for block in computed)
         return max(0, self.num_blocks_for(num_tokens) - have) + revived
 
-    def touch_computed(self, request: Request, computed: Sequence[KVCacheBlock]) -> None:
-        """Begin the table of a sequence with blocks from the cache. `allocate` follows for all groups after all of these calls."""
-        self.pool.touch(computed)
-        self.tables[request.request_id] = list(computed)
+    def touch_computed(self, request: Request, computed: Sequence[KVCacheBlock | None]) -> None:
+        """Begin the table of a sequence with blocks from the cache; None for one that is loaded, which `fill` allocates. `fill` and
+        `allocate` follow for all groups after all of these calls."""
+        self.pool.touch(block for block in computed if block is not None)
+        self.tables[request.request_id] = [NULL_BLOCK if block is None else block for block in computed]
         self.num_null[request.request_id] = _num_null(computed)
+
+    def fill(self, request: Request, computed: Sequence[KVCacheBlock | None]) -> None:
+        """Allocate blocks in the places of None. Raises: PoolCorrupt if fewer are available."""
+        places = [place for place, block in enumerate(computed) if block is None]
+        table = self.tables[request.request_id]
+        for place, block in zip(places, self.pool.allocate(len(places)), strict=True):
+            table[place] = block
 
     def allocate(self, request: Request, num_tokens: int) -> list[int]:
         """Blocks for the first `num_tokens` tokens; returns the ids of new ones. Raises: PoolCorrupt if fewer are available."""
@@ -160,11 +173,16 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         num_skipped = self.window.num_skipped_blocks(num_computed_tokens)
         return min(num_skipped, first_sent(request, num_skipped)) if self._is_alone else num_skipped
 
-    def num_reserved_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        # a wanted source cannot be preempted for a block that it lacks because others share those behind its window
-        if request.core.transfer_source:
-            return request.num_tokens
+    def num_reserved_tokens(
+        self, request: Request, num_computed_tokens: int, computed: Sequence[KVCacheBlock | None]
+    ) -> int:
         num_blocks = self.window.num_skipped_blocks(num_computed_tokens) + self._num_reserved_blocks
+        if request.core.transfer_source:
+            if self._is_alone:
+                return request.num_tokens  # a receiver may ask for all of them
+            # a wanted source cannot be preempted. With a block beside each that it shares it lacks none before it has freed these,
+            # so of several sources that share blocks the last one always moves on, and then the one before
+            num_blocks += sum(block is not NULL_BLOCK and block is not None and block.ref_cnt > 0 for block in computed)
         return min(request.num_tokens, num_blocks * self.block_size)
 
     def longest_hit(self, block_hashes: Sequence[bytes], keep_from: int) -> tuple[KVCacheBlock, ...]:
@@ -211,5 +229,5 @@ def first_sent(request: Request, otherwise: int) -> int:
     return request.wanted_from or 0
 
 
-def _num_null(blocks: Sequence[KVCacheBlock]) -> int:
+def _num_null(blocks: Sequence[KVCacheBlock | None]) -> int:
     return sum(block is NULL_BLOCK for block in blocks)

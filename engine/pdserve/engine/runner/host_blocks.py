@@ -20,7 +20,7 @@ from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.models.kv_cache import make_host_memory
 
 Copies = Sequence[tuple[Tensor, Tensor, Sequence[tuple[int, int]]]]
-"""(from, to, pairs of their rows), per KV cache group."""
+"""(from, to, pairs of their rows), per pool."""
 
 
 def make_host_caches(kv_caches: Sequence[Tensor], num_slots: int) -> tuple[Tensor, ...]:
@@ -43,8 +43,9 @@ class HostBlocks:
     def __init__(
         self, kv_caches: Sequence[Tensor], host_caches: Sequence[Tensor], runtime: DeviceRuntime | None = None
     ) -> None:
-        """kv_caches and host_caches: by KV cache group. runtime: default: the pools' device's."""
-        self._kv_caches = kv_caches
+        """kv_caches: by KV cache group. host_caches: one per pool; all groups share the first. runtime: default: the pools'
+        device's."""
+        self._kv_caches = kv_caches[: len(host_caches)]
         self._host_caches = host_caches
         self._runtime = runtime or make_runtime(kv_caches[0].device)
         self._begun: queue.SimpleQueue[tuple[int, Copies, StepEvent] | None] = queue.SimpleQueue()

@@ -238,7 +238,8 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         place = torch.device(device)
         models: list[tuple[AnyDecoder, Sequence[KVCacheGroupSpec]]] = [(decoder, groups)]
         if draft_folder is not None:
-            pool_block_bytes += draft_folder.block_bytes  # its cache has no more blocks than the pool
+            # its cache has no more blocks than the pool has of all groups together
+            pool_block_bytes += -(-draft_folder.block_bytes // len(groups))
             if draft_decoder is not None:
                 models.append((draft_decoder, draft_folder.groups))
         budget = _budget(settings, models, place, CudaMemory(place))
@@ -252,7 +253,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     host_caches = make_host_caches([kv_cache], host_slots(settings, block_bytes)) if settings.kv_host_mib else ()
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:
-        draft_model = draft_folder.with_cache(draft_decoder, settings, num_blocks, max_model_len)
+        draft_model = draft_folder.with_cache(draft_decoder, settings, num_blocks // len(groups), max_model_len)
     return LoadedModel(
         decoder=decoder,
         kv_cache_config=KVCacheConfig(num_blocks, groups),

@@ -9,12 +9,12 @@ pinned, and so are the slots that it reads: if its sequence ends or loses its bl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks, PinTracker, with_group_id
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
-from pdserve.engine.kv_cache.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler_output import SchedulerOutput
 
@@ -29,8 +29,28 @@ class Load:
     num_blocks: int
     """Blocks of the sequence, from its first, that the pool has when the load has ended."""
     hold: PinnedBlocks
-    hashes: tuple[bytes, ...]
+    names: tuple[bytes, ...]
     slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class InHost:
+    """Blocks of a sequence behind those that the pool has, which the tier and the pool have together."""
+
+    num_blocks: int = 0
+    """Places in each KV cache group."""
+    names: tuple[bytes, ...] = ()
+    """Names of the blocks to load, as the tier knows them."""
+    places: tuple[tuple[int, int], ...] = ()
+    """(KV cache group, place) of each."""
+    blocks: KVCacheBlocks = NO_BLOCKS
+    """From the sequence's first one on; None for those to load."""
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+
+NOT_IN_HOST = InHost()
 
 
 @dataclass(eq=False)
@@ -44,8 +64,8 @@ class HostLoads:
     _by_request: dict[str, Load] = field(default_factory=dict, init=False)
     _begun: list[Load] = field(default_factory=list, init=False)
     """Not yet in a `SchedulerOutput`."""
-    _hashes: Counter[bytes] = field(default_factory=Counter, init=False)
-    """Hashes of blocks that are loaded for sequences that wait for them."""
+    _names: Counter[bytes] = field(default_factory=Counter, init=False)
+    """Names of blocks that are loaded for sequences that wait for them."""
     _num_begun: int = field(default=0, init=False)
     num_parked: int = field(default=0, init=False)
     """Number of sequences that wait for a load alone, with those that will be forked from them; each will need further blocks."""
@@ -67,21 +87,45 @@ class HostLoads:
         """Number of sequences that wait for a load alone, not also for remote KV."""
         return sum(Wait.REMOTE_KV not in request.waits_for for request in self.requests)
 
-    def find(self, request: Request, num_blocks: int, limit_tokens: int) -> tuple[bytes, ...]:
-        """Hashes of the longest run of blocks after a sequence's first `num_blocks` that the tier has, over at most `limit_tokens`
-        tokens. One block is worth a load: it takes less time than to compute the block's tokens again."""
-        if self._tier is None or request.skip_reading_prefix_cache:
-            return ()
-        hashes = request.block_hashes[num_blocks : limit_tokens // self._kv.block_size]
-        num_found = next((place for place, known in enumerate(hashes) if known not in self._tier), len(hashes))
-        return tuple(hashes[:num_found])
+    def find(self, request: Request, computed: KVCacheBlocks, limit_tokens: int) -> InHost:
+        """The longest run of blocks after those of `computed` that the tier has, over at most `limit_tokens` tokens. One block is
+        worth a load: it takes less time than to compute the block's tokens again.
 
-    def is_loading(self, hashes: Iterable[bytes]) -> bool:
+        With several KV cache groups each block may be in the pool or in the tier, and of groups with a window it is one that the
+        next token sees.
+        """
+        if self._tier is None or request.skip_reading_prefix_cache:
+            return NOT_IN_HOST
+        first, end = len(computed), limit_tokens // self._kv.block_size
+        if self._kv.num_groups > 1:
+            return self._find_in_groups(request.block_hashes[:end], computed)
+        hashes = request.block_hashes[first:end]
+        num_found = next((place for place, known in enumerate(hashes) if known not in self._tier), len(hashes))
+        if not num_found:
+            return NOT_IN_HOST
+        places = tuple((0, place) for place in range(first, first + num_found))
+        [known] = computed.blocks or ((),)
+        return InHost(num_found, tuple(hashes[:num_found]), places, KVCacheBlocks(((*known, *[None] * num_found),)))
+
+    def _find_in_groups(self, hashes: Sequence[bytes], computed: KVCacheBlocks) -> InHost:
+        tier, found = self._tier, computed.blocks or ((),) * self._kv.num_groups
+        if tier is None or len(hashes) <= len(computed):
+            return NOT_IN_HOST
+        blocks = self._kv.coordinator.extended(hashes, found, tier.__contains__)
+        places = tuple(
+            (group, place) for group, table in enumerate(blocks) for place, block in enumerate(table) if block is None
+        )
+        if not places:
+            return NOT_IN_HOST
+        names = tuple(with_group_id(hashes[place], group) for group, place in places)
+        return InHost(len(blocks[0]) - len(found[0]), names, places, KVCacheBlocks(blocks))
+
+    def is_loading(self, in_host: InHost) -> bool:
         """True if another sequence loads one of these blocks: it is soon in the pool, for all."""
-        return any(block_hash in self._hashes for block_hash in hashes)
+        return any(name in self._names for name in in_host.names)
 
     def allocate_slots(
-        self, request: Request, room: int | Room, computed: KVCacheBlocks, keep_free: int, in_host: tuple[bytes, ...]
+        self, request: Request, room: int | Room, computed: KVCacheBlocks, keep_free: int, in_host: InHost
     ) -> list[list[int]] | None:
         """As `KVCacheManager.allocate_slots`; begins to load the blocks after `computed`, if there are any.
 
@@ -89,18 +133,17 @@ class HostLoads:
         """
         if self._tier is None or not in_host:
             return self._kv.allocate_slots(request, room, computed, keep_free)
-        slots = self._tier.pin(in_host)  # blocks that are given up for this sequence need slots themselves
-        added = self._kv.allocate_slots(request, room, computed, keep_free)
+        slots = self._tier.pin(in_host.names)  # blocks that are given up for this sequence need slots themselves
+        added = self._kv.allocate_slots(request, room, in_host.blocks, keep_free, num_known=len(computed))
         if added is None:
             self._tier.unpin(slots)
             return None
-        first, end = len(computed), len(computed) + len(in_host)
         self._num_begun += 1
-        hold = self._holds.out(self._kv.hold(request, first, end))
-        load = Load(self._num_begun, request, end, hold, in_host, slots)
+        hold = self._holds.out(self._kv.hold_places(request, in_host.places))
+        load = Load(self._num_begun, request, len(computed) + len(in_host), hold, in_host.names, slots)
         self._loads[load.load_id] = self._by_request[request.request_id] = load
         self._begun.append(load)
-        self._hashes.update(in_host)
+        self._names.update(in_host.names)
         self.num_parked += _num_parked(request)
         return added
 
@@ -156,7 +199,7 @@ class HostLoads:
     def _forget(self, request: Request) -> Load:
         load = self._by_request.pop(request.request_id)
         self.num_parked -= _num_parked(request)
-        self._hashes -= Counter(load.hashes)
+        self._names -= Counter(load.names)
         return load
 
     def _end(self, load: Load) -> None:

@@ -38,7 +38,10 @@ class Preemption:
                 step.preempted = True
                 return self._kv.allocate_slots(request, room)
             if victim is None:
-                return None  # only wanted sources run, and are never preempted: the sequence continues when one of them ends
+                # only wanted sources run, and are never preempted: the sequence continues when one of them ends, or has freed
+                # blocks that both share
+                step.preempted = True
+                return None
             self._preempt(step, victim)
             if victim is request:
                 return None

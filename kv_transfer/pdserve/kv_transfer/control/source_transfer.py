@@ -61,7 +61,8 @@ class ExpectedTransfer:
     request_digest: bytes
     lease_s: float
     num_blocks: int
-    """Blocks of the request's prompt, the last of which may be partial; a `Want` beyond them is refused."""
+    """Blocks of the request's prompt that a receiver may want, the length of its `TransferOrder`; a `Want` beyond them is
+    refused."""
 
 
 @dataclass(frozen=True, slots=True)

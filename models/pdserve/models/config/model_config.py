@@ -19,7 +19,13 @@ from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
-from pdserve.models.kv_cache import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
+from pdserve.models.kv_cache import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    group_windows,
+)
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
@@ -152,14 +158,16 @@ class ModelConfig:
     ) -> tuple[KVCacheGroupSpec, ...]:
         """cache_dtype: of keys and values; None: the model's."""
         layout = self.kv_layout(block_size, model_fingerprint, shard, cache_dtype)
-        groups = []
+        groups = zip(self.kv_cache_group_layers, self._kv_cache_specs(), strict=True)
+        return tuple(KVCacheGroupSpec(layers, spec, layout) for layers, spec in groups)
+
+    def _kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Per KV cache group."""
+        specs: list[KVCacheSpec] = []
         for layers in self.kv_cache_group_layers:
-            windows = [self.sliding_windows[layer] for layer in layers]
-            spec: KVCacheSpec = FullAttentionSpec()
-            if None not in windows:
-                spec = SlidingWindowSpec(max(window for window in windows if window is not None))
-            groups.append(KVCacheGroupSpec(layers, spec, layout))
-        return tuple(groups)
+            windows = [window for layer in layers if (window := self.sliding_windows[layer]) is not None]
+            specs.append(SlidingWindowSpec(max(windows)) if len(windows) == len(layers) else FullAttentionSpec())
+        return specs
 
     def kv_layout(
         self, block_size: int, model_fingerprint: str, shard: RankShard = WHOLE, cache_dtype: str | None = None
@@ -182,6 +190,7 @@ class ModelConfig:
             block_size=block_size,
             dtype=cache_dtype or self.dtype,
             model_fingerprint=model_fingerprint,
+            group_windows=group_windows(self._kv_cache_specs()),
         )
 
 

@@ -106,9 +106,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def cost_blocks(self) -> float:
         return self.load_blocks + UNCACHED_WEIGHT * self.uncached_tokens / COST_BLOCK_TOKENS
 
-    @property
-    def prompt_blocks(self) -> int:
-        return -(-self.num_tokens // self.block_size)
+    def _held_blocks(self, num_cached: int) -> int:
+        """Blocks of this prompt behind the first `num_cached` places, of all KV cache groups together."""
+        return self.worker.num_prompt_blocks(self.num_tokens, num_cached)
 
     def share(self, *, prefills: bool, grows: bool) -> LoadEstimate:
         """Load that this prompt adds to the worker. prefills: it is computed here. grows: it is decoded here."""
@@ -116,8 +116,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return LoadEstimate(
             calls=1,
             tokens=self.uncached_tokens if prefills else 0,
-            all_blocks=self.prompt_blocks + growth,
-            new_blocks=max(0, self.prompt_blocks - self.overlap_blocks) + growth,
+            all_blocks=self._held_blocks(0) + growth,
+            new_blocks=self._held_blocks(self.overlap_blocks) + growth,
         )
 
 
@@ -299,10 +299,7 @@ def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estima
     """Compare prefilling at `decode` with prefilling at `source`; see the module's formulas."""
     local_rate = decode.worker.load.prefill_tokens_per_s
     remote_rate = source.worker.load.prefill_tokens_per_s
-    uncached, token_bytes = (
-        decode.unconfirmed_tokens,
-        decode.worker.identity.layout.total_block_bytes / decode.block_size,
-    )
+    uncached, token_bytes = decode.unconfirmed_tokens, _moved_token_bytes(decode)
     limit = decode.block_size
     local_s = remote_s = None
     if local_rate > 0:
@@ -317,6 +314,16 @@ def estimate(decode: Candidate, source: Candidate, bytes_per_s: float) -> Estima
             limit = max(limit, _break_even(prefill_s - queue_s, local_token_s - moved_token_s, decode.num_tokens))
     cap = decode.worker.identity.max_local_prefill_tokens
     return Estimates(local_s=local_s, remote_s=remote_s, limit_tokens=limit if cap is None else min(limit, cap))
+
+
+def _moved_token_bytes(decode: Candidate) -> float:
+    """Bytes that a transfer moves per token of the prompt that `decode` has not reported."""
+    layout = decode.worker.identity.layout
+    if layout.num_groups == 1:
+        return layout.total_block_bytes / layout.block_size
+    # blocks behind a window stay where they are
+    num_blocks = layout.num_prompt_blocks(decode.num_tokens, decode.confirmed_blocks)
+    return num_blocks * layout.total_block_bytes / decode.unconfirmed_tokens
 
 
 def _break_even(ahead_s: float, token_s: float, num_tokens: int) -> int:

@@ -150,7 +150,7 @@ class Inference:
         prefilling = self.fleet.workers(WorkerRole.PREFILL) or workers
         return Capacity(
             num_requests=sum(worker.identity.max_num_seqs for worker in workers),
-            num_blocks=sum(worker.identity.num_blocks for worker in workers),
+            num_blocks=sum(worker.num_blocks for worker in workers),
             num_sessions=num_sessions,
             waiting_tokens=sum(worker.waiting_tokens for worker in prefilling),
             prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),

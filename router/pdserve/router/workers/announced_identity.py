@@ -19,6 +19,7 @@ MAX_LABELS = 1 << 16
 MAX_CONNECTORS = 16
 MAX_SAMPLER_VERSION = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
+MAX_GROUPS = 64
 _LAYOUT_LIMITS = {
     "num_layers": 1 << 12,
     "total_num_kv_heads": 1 << 12,
@@ -67,6 +68,7 @@ def _verify_layout(layout: KvLayout) -> None:
         raise _wrong("dtype", layout.dtype, f"this router knows {', '.join(DTYPE_BYTES)}")
     for name, limit in _LAYOUT_LIMITS.items():
         _within(name, getattr(layout, name), 1, limit)
+    _within("the number of group_windows", len(layout.group_windows), 0, MAX_GROUPS)
     _within("num_kv_heads", layout.num_kv_heads, 1, layout.total_num_kv_heads)
     _within("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
     _within("block_bytes", layout.block_bytes, 1, MAX_BLOCK_BYTES)

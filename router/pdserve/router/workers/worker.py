@@ -151,9 +151,21 @@ class Worker:
         return 0 < self.load.max_sessions <= self.load.num_sessions
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of its pool, of all KV cache groups together."""
+        return self.identity.num_blocks // self.identity.layout.num_groups
+
+    def num_prompt_blocks(self, num_tokens: int, num_cached: int = 0) -> int:
+        """Blocks of a prompt behind the first `num_cached` places that the next token sees, likewise."""
+        layout = self.identity.layout
+        return -(-layout.num_prompt_blocks(num_tokens, num_cached) // layout.num_groups)
+
+    @property
     def held_blocks(self) -> int:
-        """Blocks in use: those that this router's calls added, and those that its last report showed beyond theirs."""
-        return self._own.new_blocks + max(0, self.load.blocks_in_use - self._own_reported.all_blocks)
+        """Blocks in use, of all KV cache groups together: those that this router's calls added, and those that its last report
+        showed beyond theirs."""
+        in_use = -(-self.load.blocks_in_use // self.identity.layout.num_groups)
+        return self._own.new_blocks + max(0, in_use - self._own_reported.all_blocks)
 
     def report(self, load: WorkerLoad) -> None:
         """Apply a load report. The part above this router's own account is the work of other routers."""

@@ -36,7 +36,7 @@ def make_inproc_host(
 ) -> InprocHost:
     """Give the model's pool to engine and connectors. Used in the asyncio thread. Raises: ConfigError; WorkerLost when another rank
     has ended."""
-    [kv_cache] = model.kv_caches  # transfers move blocks of one group
+    kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
     pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
     if model.ranks is not None:
         join_ranks(connectors, model.ranks)

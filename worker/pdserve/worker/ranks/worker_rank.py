@@ -37,7 +37,7 @@ def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) 
     settings = rank_settings(start)
     tls = settings.tls()
     connectors = make_connectors(settings, tls=tls)
-    [kv_cache] = model.kv_caches
+    kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
     serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
     if tls is not None:
         renewal = TlsRenewal(settings, tls)

@@ -61,7 +61,7 @@ class DraftModelFolder:
     def num_blocks(self, settings: WorkerSettings, num_blocks: int, max_model_len: int) -> int:
         """Blocks of its cache: for all sequences that are drafted at once, at most as many as the pool of the engine has.
 
-        num_blocks, max_model_len: of the engine.
+        num_blocks: of the engine's pool, of all its KV cache groups together. max_model_len: of the engine.
         """
         per_sequence = -(-self.max_model_len(max_model_len) // settings.block_size)
         return min(num_blocks, self.setting.num_drafted(settings.max_num_seqs) * per_sequence)
@@ -80,7 +80,7 @@ class DraftModelFolder:
     def with_cache(
         self, decoder: AnyDecoder, settings: WorkerSettings, num_blocks: int, max_model_len: int
     ) -> DraftModel:
-        """num_blocks, max_model_len: of the engine."""
+        """num_blocks, max_model_len: as of `num_blocks`."""
         own = self.num_blocks(settings, num_blocks, max_model_len)
         caches = tuple(make_kv_cache(group.layout, own, settings.device) for group in self.groups)
         return DraftModel(decoder, caches, self.max_model_len(max_model_len))

@@ -165,5 +165,5 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         on_gpu=on_gpu,
         ranks=shard.size,
         images=encoder_bytes(folder, settings, config),
-        draft_model=draft_model_bytes(folder, settings, config, num_blocks, max_model_len),
+        draft_model=draft_model_bytes(folder, settings, config, num_blocks // len(groups), max_model_len),
     )

@@ -18,11 +18,9 @@ _DYNAMIC = (
 
 
 def with_kv_cache_groups(config: ModelConfig, settings: WorkerSettings) -> ModelConfig:
-    """The configuration with a KV cache group per kind of layer, unless one of these needs a single group: a prefill or decode
-    worker, the host-memory tier, a draft model, the code of `transformers`, or `disable_hybrid_kv_cache_manager`."""
-    has_draft_model = settings.speculative_config is not None and settings.speculative_config.draft_model is not None
-    needs_one = settings.disable_hybrid_kv_cache_manager or settings.section != "" or settings.kv_host_mib > 0
-    if needs_one or has_draft_model or config.implementation:
+    """The configuration with a KV cache group per kind of layer, but for the code of `transformers` and with
+    `disable_hybrid_kv_cache_manager`."""
+    if settings.disable_hybrid_kv_cache_manager or config.implementation:
         return config
     return replace(config, hybrid_kv_cache=True)
 

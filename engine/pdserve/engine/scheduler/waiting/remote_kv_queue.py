@@ -115,9 +115,8 @@ class RemoteKvQueue:
             keep_free += request.num_forks if keep_free else 0
             if self._refused.still_lacks_room(request, keep_free):
                 continue
-            computed = self._kv.get_computed_blocks(request, request.num_given_tokens)
-            computed = self._kv.seen_from(request, computed, request.num_given_tokens)
-            in_host = self._loads.find(request, len(computed), request.num_given_tokens)
+            computed = self._kv.get_blocks_to_keep(request, request.num_given_tokens)
+            in_host = self._loads.find(request, computed, request.num_given_tokens)
             if self._loads.is_loading(in_host):
                 continue
             num_places = len(computed) + len(in_host)

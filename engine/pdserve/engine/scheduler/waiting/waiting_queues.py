@@ -14,7 +14,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache.kv_cache_coordinator import Room
 from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, KVCacheManager
 from pdserve.engine.request import Request, RequestStatus
-from pdserve.engine.scheduler.host_loads import HostLoads
+from pdserve.engine.scheduler.host_loads import NOT_IN_HOST, HostLoads, InHost
 from pdserve.engine.scheduler.running_batch import RunningBatch
 from pdserve.engine.scheduler.waiting.admission_order import AdmissionOrder
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
@@ -153,7 +153,11 @@ class WaitingQueues:
         num_tokens = encoded.num_tokens
         if not num_tokens and not in_host:
             return Refusal.NO_ENCODER_ROOM
-        room = self.room(request, cached, request.num_tokens - cached if in_host else num_tokens)
+        room = self.room(request, cached, num_tokens, computed)
+        if in_host:
+            # what follows the load is computed when that has ended: a group with a window needs room for it alone
+            num_loaded = cached + len(in_host) * self._config.block_size
+            room = self._kv.room(request, num_loaded, num_loaded, in_host.blocks)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):
             return Refusal.RUN_AHEAD
         if self._loads.allocate_slots(request, room, computed, keep_free, in_host) is None:
@@ -173,40 +177,50 @@ class WaitingQueues:
         running.encoder.commit(request, encoded)
         return num_tokens
 
-    def room(self, request: Request, num_computed_tokens: int, num_scheduled_tokens: int) -> Room:
-        """Tokens for which a sequence needs blocks in a step that computes `num_scheduled_tokens` after the computed ones."""
+    def room(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_scheduled_tokens: int,
+        computed: KVCacheBlocks = NO_BLOCKS,
+    ) -> Room:
+        """Tokens for which a sequence needs blocks in a step that computes `num_scheduled_tokens` after the computed ones.
+
+        computed: cached blocks to begin with, at admission.
+        """
         num_tokens = num_computed_tokens + num_scheduled_tokens
         if not self._config.reserve_whole_prompt:
             return (num_tokens,) * self._kv.num_groups
-        return self._kv.room(request, num_computed_tokens, num_tokens)
+        return self._kv.room(request, num_computed_tokens, num_tokens, computed)
 
     def _admit_ready(self, request: Request, budget: int, running: RunningBatch) -> int | Refusal:
         num_tokens = self._config.chunk(request.num_uncomputed_tokens, budget)
         encoded = running.encoder.plan(request, request.num_computed_tokens, num_tokens)
         if not encoded.num_tokens:
             return Refusal.NO_ENCODER_ROOM
-        if self._kv.allocate_slots(request, request.num_tokens) is None:
+        room = self.room(request, request.num_computed_tokens, encoded.num_tokens)
+        if self._kv.allocate_slots(request, room) is None:
             return Refusal.NO_ROOM
         self.remove(request)
         running.encoder.commit(request, encoded)
         return encoded.num_tokens
 
-    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int, tuple[bytes, ...]]:
-        """(blocks to share from the cache, tokens that are computed already, hashes of the blocks after them in the tier).
+    def _cached(self, request: Request) -> tuple[KVCacheBlocks, int, InHost]:
+        """(blocks to share from the cache, tokens that are computed already, the blocks after them in the tier).
 
         A session may have kept its own blocks.
         """
         if self._kv.has_blocks(request):
-            return NO_BLOCKS, request.num_computed_tokens, ()
+            return NO_BLOCKS, request.num_computed_tokens, NOT_IN_HOST
         limit = request.num_tokens - 1
         computed = self._kv.get_computed_blocks(request, limit)
-        in_host = self._loads.find(request, len(computed), limit)
+        in_host = self._loads.find(request, computed, limit)
         num_cached, encoder_prompt = len(computed) * self._config.block_size, request.core.encoder_prompt
         if (
             encoder_prompt is not None
             and num_cached + len(in_host) * self._config.block_size < encoder_prompt.num_slots
         ):
-            return NO_BLOCKS, 0, ()  # a part of an encoder's prompt is computed with the whole
+            return NO_BLOCKS, 0, NOT_IN_HOST  # a part of an encoder's prompt is computed with the whole
         return computed, num_cached, in_host
 
     def _kept_waiting_by_others(self, request: Request) -> bool:

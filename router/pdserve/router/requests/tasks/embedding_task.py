@@ -225,8 +225,7 @@ class EmbeddingTask:
         return WAIT_FOR_WORKER_S if self._services.fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
 
     def _num_blocks(self, num_tokens: int) -> int:
-        sizes = [worker.identity.layout.block_size for worker in self._workers()]
-        return -(-num_tokens // min(sizes)) if sizes else 0
+        return max((worker.num_prompt_blocks(num_tokens) for worker in self._workers()), default=0)
 
     def _too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not done within {self._input.timeout_s:g} s")

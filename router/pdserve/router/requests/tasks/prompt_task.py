@@ -375,10 +375,9 @@ class PromptTask:
         raise self._no_worker()
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """KV blocks of a prompt, by the smallest block size among the workers."""
+        """KV blocks of a prompt, of all KV cache groups together, at the worker where it has most."""
         workers = (worker for role in WorkerRole for worker in self._services.fleet.workers(role))
-        sizes = [worker.identity.layout.block_size for worker in workers]
-        return -(-num_tokens // min(sizes)) if sizes else 0
+        return max((worker.num_prompt_blocks(num_tokens) for worker in workers), default=0)
 
     def too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
