@@ -7,9 +7,11 @@ from importlib.util import find_spec
 import torch
 
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.native.native_layer_ops import NativeLayerOps
+from pdserve.kernels.native.native_library import NativeLibraryError, load_library
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 
-NAMES = ("auto", "torch", "triton")
+NAMES = ("auto", "torch", "native", "triton")
 
 
 class LayerOpsError(Exception):
@@ -17,16 +19,30 @@ class LayerOpsError(Exception):
 
 
 def make_layer_ops(name: str, device: torch.device) -> LayerOps:
-    """The implementation called `name`. `auto`: Triton on a GPU where it is installed, else torch.
+    """The implementation called `name`. `auto`: Triton on a GPU, C++ on a processor, else torch, also where they are not there.
 
     Raises: LayerOpsError naming the setting, its value, and what is missing or known.
     """
     if not takes_triton(name, device):
-        return TorchLayerOps()
+        return _make_native(name, device) or TorchLayerOps()
     # imported here, so that a processor that serves does not spend the time and memory
     from pdserve.kernels.triton.layer_ops import TritonLayerOps
 
     return TritonLayerOps(device)
+
+
+def _make_native(name: str, device: torch.device) -> NativeLayerOps | None:
+    """None where `auto` does not choose it, or the setting names another. Raises: LayerOpsError."""
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
+        return None
+    if device.type != "cpu":
+        raise LayerOpsError(f"kernels is 'native', which needs a processor; the device is {str(device)!r}")
+    try:
+        return NativeLayerOps(load_library())
+    except NativeLibraryError as error:
+        if name == "native":
+            raise LayerOpsError(f"kernels is 'native', but {error}") from error
+        return None
 
 
 def takes_triton(name: str, device: torch.device) -> bool:

@@ -114,9 +114,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     processors, with decode attention in C++ where that is built, `triton` on GPUs, as `sdpa`, which is `triton` with torch's fused
     attention within full prompt chunks; any other name is an entry point of the group `pdserve.attention_backends`, imported only
     when this setting names it."""
-    kernels: Literal["auto", "torch", "triton"] = "auto"
-    """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, or `triton` on a GPU; `auto`:
-    `triton` on a GPU where it is installed."""
+    kernels: Literal["auto", "torch", "native", "triton"] = "auto"
+    """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, `native` (C++) on a processor, or
+    `triton` on a GPU; `auto`: `native` or `triton`, where it is there."""
     enforce_eager: bool = False
     """On a GPU: launch each kernel of a decode step by itself, instead of replaying captured graphs."""
     async_scheduling: bool | None = None

@@ -28,7 +28,7 @@ def make_lora_ops(
         from pdserve.kernels.triton.lora_ops import TritonLoraOps
 
         return TritonLoraOps(device, max_loras, max_tokens)
-    if kernels == "auto" and device.type == "cpu":
+    if kernels in ("auto", "native") and device.type == "cpu":
         reason = unsupported_lora(dtype, device)
         try:
             if reason is None:

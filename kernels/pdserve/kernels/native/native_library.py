@@ -49,6 +49,17 @@ class LoraCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class LayerCall(ctypes.Structure):
+    """`LayerCall` of `layer_rows.h`, field by field."""
+
+    _fields_ = (
+        ("x", c_void_p), ("x_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
+        ("weight", c_void_p), ("phases", c_void_p), ("dtype", c_int64), ("weight_dtype", c_int64),
+        ("num_rows", c_int64), ("num_heads", c_int64), ("size", c_int64), ("eps", c_double),
+        ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
 class Int8Call(ctypes.Structure):
     """`Int8Call` of `int8_rows.h`, field by field."""
 
@@ -84,12 +95,14 @@ class NativeLibrary:
             self.plan_decode = library.pdserve_plan_decode
             self.paged_decode = library.pdserve_paged_decode
             self.add_lora = library.pdserve_add_lora
+            self.layer_rows = library.pdserve_layer_rows
             self.multiply_rows = library.pdserve_multiply_rows
             self.apply_experts = library.pdserve_apply_experts
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
                 DecodeCall: library.pdserve_call_size,
                 LoraCall: library.pdserve_lora_call_size,
+                LayerCall: library.pdserve_layer_call_size,
                 Int8Call: library.pdserve_int8_call_size,
                 ExpertsCall: library.pdserve_experts_call_size,
             }
@@ -98,6 +111,7 @@ class NativeLibrary:
         self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeCall)], c_int64
         self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
+        self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
         for call, size in sizes.items():

@@ -1,0 +1,52 @@
+// Entry point of the operations between matrix products: choose the level by the processor, and spread rows over threads.
+#include "layer_rows.h"
+#include "levels.h"
+
+extern const LayerLevel LAYER_LEVEL_BASELINE;
+#ifdef HAS_X86_LEVELS
+extern const LayerLevel LAYER_LEVEL_AVX2, LAYER_LEVEL_AVX512, LAYER_LEVEL_AVX512_BF16;
+#endif
+
+namespace {
+
+const LayerLevel* const LEVELS[] = ALL_LEVELS(&LAYER_LEVEL);
+
+// Numbers below which a thread takes longer to wake than to compute.
+constexpr int64_t THREAD_NUMBERS = 1 << 14;
+
+struct Work {
+  const LayerCall* call;
+  void (*compute)(const LayerCall& call, int64_t row);
+  int64_t rows_per_task, next_row;
+};
+
+void compute_rows(void* data) {
+  Work& work = *static_cast<Work*>(data);
+  const int64_t num_rows = work.call->num_rows;
+  for (;;) {
+    const int64_t first = __atomic_fetch_add(&work.next_row, work.rows_per_task, __ATOMIC_RELAXED);
+    const int64_t end = first + work.rows_per_task < num_rows ? first + work.rows_per_task : num_rows;
+    if (first >= num_rows) return;
+    for (int64_t row = first; row < end; ++row) work.compute(*work.call, row);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+PUBLIC int64_t pdserve_layer_call_size() { return sizeof(LayerCall); }
+
+// operation: 0 norm, 1 gate, 2 rotate. level: index of `pdserve_level_name`.
+PUBLIC void pdserve_layer_rows(const LayerCall* given, int64_t operation, int64_t level) {
+  const LayerCall& call = *given;
+  int found[NUM_LEVELS];
+  find_levels(found);
+  const LayerLevel& chosen = *LEVELS[found[level]];
+  const int64_t row_numbers = call.num_heads * call.size + 1;
+  const int64_t rows_per_task = THREAD_NUMBERS / row_numbers + 1;
+  Work work = {&call, operation == 0 ? chosen.norm : operation == 1 ? chosen.gate : chosen.rotate, rows_per_task, 0};
+  const Threads threads = {call.num_threads, call.parallel};
+  threads.run(compute_rows, &work, (call.num_rows + rows_per_task - 1) / rows_per_task);
+}
+}
