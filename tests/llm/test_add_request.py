@@ -64,7 +64,7 @@ async def test_a_request_runs_while_nobody_reads(llm: LLM, running: Running, kin
         answers = await answers_of(collector)
         texts = [answer.outputs[0].text for answer in answers]
         if kind is RequestOutputKind.DELTA:
-            assert len(texts) > 1
+            # how many there are depends on how often this loop ran meanwhile
             assert "".join(texts) == expected.outputs[0].text
         else:
             assert texts == [expected.outputs[0].text]
