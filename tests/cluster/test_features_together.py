@@ -17,7 +17,8 @@ from pdserve.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParam
 from pdserve.v1 import request_pb2
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.features import TOGETHER, settings_of
+from tests.support.family_checkpoints import make_windowed_model
+from tests.support.features import GROUPS, TOGETHER, WITH_GROUPS, settings_of
 from tests.support.inference_client import InferenceClient
 from tests.support.lora_adapters import make_adapter
 from tests.support.random_prompts import prompt_of
@@ -91,18 +92,20 @@ class Together:
         return any(feature in self.features for feature in ROUNDED)
 
 
-@pytest.fixture(params=TOGETHER, ids=lambda features: "-".join(name.strip("`") for name in features))
+@pytest.fixture(params=[*TOGETHER, *WITH_GROUPS], ids=lambda features: "-".join(name.strip("`") for name in features))
 def together(
     request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> Iterator[Together]:
     features: tuple[str, ...] = request.param
     if "NIXL" in features:
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    model = tiny_checkpoints("llama")
+    has_groups = GROUPS in features
+    model = make_windowed_model(tmp_path / "gemma3") if has_groups else tiny_checkpoints("llama")
     adapter = make_adapter(tmp_path / "adapter", model, seed=1, spread=0.3)
     settings = {"connector": "tcp"} | COMMON | settings_of(features)
-    # a pool of 320 tokens holds two of the prompts
-    settings["num_blocks"] = 20 if "kv_host_mib" in settings else 256
+    settings["num_blocks"] = 256
+    if "kv_host_mib" in settings:  # a pool that holds two of the prompts
+        settings["num_blocks"] = 9 if has_groups else 20
     if "enable_lora" in settings:
         settings["lora_modules"] = f"own={adapter}"
     flags = [word for name, value in settings.items() for word in ("--set", f"{name}={_as_text(value)}")]

@@ -39,6 +39,14 @@ TOGETHER: Sequence[tuple[str, ...]] = (
 )
 """Sets of features that `tests/cluster/test_features_together.py` switches on at once."""
 
+GROUPS = "KV cache groups"
+"""Switched on by a model with windows in some layers."""
+WITH_GROUPS: Sequence[tuple[str, ...]] = (
+    (GROUPS, "NIXL", "`engine_process`", "`kv_cache_dtype`", "`quantization`", *IN_ONE_PROCESS),
+    (GROUPS, "TLS", "`engine_process`", "`tensor_parallel_size`", "`enable_lora`"),
+)
+"""Further such sets, with every feature in one of them."""
+
 
 def pairs() -> list[frozenset[str]]:
     """All pairs of features."""
@@ -47,4 +55,4 @@ def pairs() -> list[frozenset[str]]:
 
 def settings_of(features: Sequence[str]) -> dict[str, Any]:
     """Settings of workers with these features, without the files of TLS."""
-    return {name: value for feature in features for name, value in SETTINGS[feature].items()}
+    return {name: value for feature in features if feature != GROUPS for name, value in SETTINGS[feature].items()}
