@@ -135,13 +135,16 @@ def grouped_experts(
             "num_stages": configs.expert_stages, "enable_fp_fusion": True, **register_limit(configs.max_registers),
         }  # fmt: skip
         limit = activation.limit if math.isfinite(activation.limit) else torch.finfo(torch.float32).max
+        # any address where there are no biases: none is read
+        gate_up_bias = stack.gate_up if stack.gate_up_bias is None else stack.gate_up_bias
+        down_bias = stack.down if stack.down_bias is None else stack.down_bias
         activate_rows[(triton.cdiv(inner_size, columns), num_tiles)](
-            x, stack.gate_up, stack.gate_up_bias, inner, order, starts, tiles, x.stride(0),
+            x, stack.gate_up, gate_up_bias, inner, order, starts, tiles, x.stride(0),
             activation.alpha, limit, activation.shift,
             TOP_K=top_k, IN=size, SIZE=inner_size, HAS_BIAS=stack.gate_up_bias is not None, **common,
         )  # fmt: skip
         multiply_rows[(triton.cdiv(size, columns), num_tiles)](
-            inner, stack.down, stack.down_bias, weights.contiguous(), out, order, starts, tiles,
+            inner, stack.down, down_bias, weights.contiguous(), out, order, starts, tiles,
             IN=inner_size, SIZE=size, HAS_BIAS=stack.down_bias is not None, **common,
         )  # fmt: skip
     return out.view(num_tokens, top_k, size).sum(1)
