@@ -92,8 +92,9 @@ async def test_i4_i7_a_storm_leaves_nothing_behind(tmp_path: Path, model: str, w
                 await asyncio.to_thread(victim.process.wait, HANG_S)
                 await asyncio.to_thread(cluster.restart, name)
             await storm
-            assert num_left > 60
-            assert num_answered > 60
+            # 57 clients have all patience, 64 none
+            assert num_left >= 50
+            assert num_answered >= 50
             again = await client.ask_all(prompts, cache_salt="again", max_tokens=MAX_TOKENS)
             assert [answer.token_ids for answer in again] == expected
         cluster.check_pools()

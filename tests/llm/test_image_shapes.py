@@ -16,7 +16,7 @@ from tests.support.llm_requests import core_of
 ATOL = 3e-4
 """Largest difference of a log-probability."""
 NUM_TOKENS = 6
-IN_EVERY_RUN = (("qwen2_5_vl", "three_patches"), ("qwen3_vl", "deepstack_everywhere_tied"))
+IN_EVERY_RUN = (("qwen3_vl", "deepstack_everywhere_tied"),)
 CASES = [
     pytest.param(family, name, marks=() if (family, name) in IN_EVERY_RUN else pytest.mark.slow)
     for family, shapes in SHAPES.items()
