@@ -11,6 +11,7 @@ INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(T
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
 .PHONY: up demo test test-all clients interpreted compiled kernels coverage faults fuzz soak check proto docs-generated bench
+.PHONY: family-records
 .PHONY: gpu gpu-dry gpu-carry lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
@@ -94,6 +95,11 @@ proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto
 	  --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto proto/pdserve/v1/*.proto
 
 docs-generated: $(VENV)/.dev  ## rewrite the parts of docs/ that are made from the code
+	$(BIN)/python -m generated_docs --write
+
+family-records: $(VENV)/.dev  ## measure model families whose configuration or transformers changed, and rewrite docs/models.md
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.family_exactness
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.any_family_record
 	$(BIN)/python -m generated_docs --write
 
 # benchmarks import what lies beside them

@@ -23,9 +23,9 @@ ARCHITECTURES = dict(causal_families())
 TOKENS = [5, 9, 200, 31, 7, 8]
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "stablelm", "deepseek_v3", "cohere2"])
+@pytest.mark.parametrize("family", ["starcoder2", "stablelm", "deepseek_v3", "cohere2", "dbrx"])
 def test_a_family_without_code_of_ours(family: str, tmp_path: Path) -> None:
-    """Windows; rotated parts of heads; experts, and values of another size than keys; scaled logits."""
+    """Windows; rotated parts of heads; experts, and values of another size than keys; scaled logits; a loop over chosen experts."""
     logits = float32_logits(tmp_path, family)
     assert logits.difference < ATOL
     assert len(set(logits.theirs.argmax(-1).tolist())) > 5, "the answers are degenerate and test nothing"
@@ -38,7 +38,11 @@ def test_a_family_without_code_of_ours(family: str, tmp_path: Path) -> None:
         ("gptj", "its layers do not use the attention interface of transformers"),
         ("bart", "it has an encoder and a decoder"),
         ("gemma3n_text", "num_kv_shared_layers is 15: layers share keys and values"),
-        ("diffllama", "attention 1 belongs to layer 0"),
+        ("diffllama", "attention 1 belongs to layer 0: a layer attends more than once"),
+        (
+            "jetmoe",
+            "its code reads numbers of tensors to decide what it computes, and a trace without weights has none",
+        ),
     ],
 )
 def test_a_family_that_cannot_be_served_is_refused_with_the_reason(family: str, message: str, tmp_path: Path) -> None:
@@ -145,6 +149,16 @@ def test_frequencies_that_follow_the_length_stay_and_bound_it(rope_type: str, tm
     assert logits.difference < ATOL
     config = read_model_config(tmp_path)
     assert config.max_position_embeddings == config.derived_max_model_len == (64 if rope_type == "longrope" else 256)
+
+
+def test_a_family_with_the_class_of_a_native_one_and_its_own_configuration(tmp_path: Path) -> None:
+    make_any_family(tmp_path, "internlm3")
+    assert read_model_config(tmp_path).architecture == "LlamaForCausalLM"
+    assert torch.equal(
+        _logits(load_model_decoder(tmp_path)), _logits(load_model_decoder(tmp_path, model_impl="transformers"))
+    )
+    with pytest.raises(UnsupportedModel, match="model_type 'internlm3' is not that of LlamaForCausalLM"):
+        read_model_config(tmp_path, model_impl="native")
 
 
 def test_a_native_family_by_both_codes(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """Differences between a family's decoder and `transformers` on the same random weights.
 
-`python -m tests.support.family_exactness [FAMILY ...]` measures the families, without arguments all, and writes
-`tests/models/family_exactness.json`, of which `make docs-generated` makes the table in `docs/models.md`.
+`make family-records` measures the native families whose row in `tests/models/family_exactness.json` is missing or out of date;
+`python -m tests.support.family_exactness FAMILY ...` measures some, and `all` instead of names every one.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -24,11 +23,14 @@ from pdserve.models.model_impl import AnyDecoder
 from pdserve.models.registry import FAMILIES
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.family_checkpoints import cases, make_family
+from tests.support.family_records import Row, digest, renew
 from tests.support.image_exactness import image_exactness, rounded_row
 from tests.support.paged_run import PagedRun
 from tests.support.pair_tokens import pair_tokens
 
 RECORD = Path(__file__).resolve().parents[1] / "models" / "family_exactness.json"
+ARCHITECTURES = {family.model_type: name for name, family in sorted(FAMILIES.items())}
+"""Native families."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,15 @@ def _texts(fields: Mapping[str, Any], length: int, count: int) -> list[list[int]
     return [random.Random(seed).choices(vocabulary, k=length) for seed in range(3, 3 + count)]
 
 
-def _measure(architecture: str, family: str) -> dict[str, Any]:
+def measure(family: str) -> Row:
+    """A row of the record. Raises: AssertionError if the tokens are others, or show nothing."""
+    architecture = ARCHITECTURES[family]
+    if FAMILIES[architecture].has_images:
+        return {"architecture": architecture, **rounded_row(image_exactness(family))}
     with tempfile.TemporaryDirectory() as folder:
-        model = make_family(Path(folder), family, cases(family)[0])
-        tokens = pair_tokens(Path(folder), model)
+        tokens = pair_tokens(Path(folder), make_family(Path(folder), family, cases(family)[0]))
+    assert tokens.equal == tokens.compared > 30, f"{tokens.equal} tokens of {tokens.compared} are equal"
+    assert tokens.distinct > 5, f"{tokens.distinct} different tokens show nothing"
     differences, errors = [], []
     for fields in cases(family):
         with tempfile.TemporaryDirectory() as folder:
@@ -94,22 +101,18 @@ def _measure(architecture: str, family: str) -> dict[str, Any]:
     ours, theirs = (sum(values) / len(errors) for values in zip(*errors, strict=True))
     return {
         "architecture": architecture,
-        "cases": len(differences),
         "tokens": [tokens.equal, tokens.compared],
         "float32": float(f"{max(differences):.1g}"),
         "bfloat16": [round(ours, 3), round(theirs, 3)],
     }
 
 
+def configuration_digest(family: str) -> str:
+    """The cases of a family, as `tests.support.family_records` compares them."""
+    return digest("images" if FAMILIES[ARCHITECTURES[family]].has_images else cases(family))
+
+
 if __name__ == "__main__":
     disable_progress_bar()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    families = {family.model_type: (name, family.has_images) for name, family in sorted(FAMILIES.items())}
-    for model_type in sys.argv[1:] or families:
-        name, has_images = families[model_type]
-        if has_images:
-            record[model_type] = {"architecture": name, **rounded_row(image_exactness(model_type))}
-        else:
-            record[model_type] = _measure(name, model_type)
-        print(model_type, record[model_type], flush=True)
-        RECORD.write_text(json.dumps({each: record[each] for each in families if each in record}, indent=2) + "\n")
+    digests = {family: configuration_digest(family) for family in ARCHITECTURES}
+    sys.exit(min(renew(RECORD, digests, measure, sys.argv[1:]), 1))

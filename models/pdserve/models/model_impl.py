@@ -129,9 +129,16 @@ def _is_native(folder: Path, model_impl: ModelImpl) -> bool:
         return model_impl == "native"
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
-    names = JsonObject.read(folder / "config.json").items("architectures") or []
-    if len(names) != 1 or names[0] in FAMILIES:
+    config = JsonObject.read(folder / "config.json")
+    names = config.items("architectures") or []
+    if len(names) != 1 or not isinstance(names[0], str):
+        return True
+    family = FAMILIES.get(names[0])
+    model_type = config.text("model_type", "" if family is None else family.model_type)
+    if family is not None and model_type == family.model_type:
         return True
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if family is not None:  # another family with the same class, but a configuration of its own
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != names[0]
     return names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

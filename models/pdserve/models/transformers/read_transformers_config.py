@@ -29,6 +29,8 @@ from pdserve.models.transformers.traced_model import NO_INTERFACE, TracedModel, 
 from pdserve.models.transformers.transformers_config import TransformersConfig
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OF_LAYERS = {"attn_config", "ffn_config"}
+"""Fields with a configuration of their own that describe the layers of a text model."""
 _MAX_LAYERS = 4096
 _MAX_VOCAB = 1 << 24
 _MAX_POSITIONS = 1 << 26
@@ -140,8 +142,8 @@ def _refusal(hf: PreTrainedConfig, model_class: type[PreTrainedModel]) -> str | 
     """A clause that says why such a model is not served; None if nothing in its configuration says so."""
     if getattr(hf, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
-    if hf.sub_configs:
-        return f"it has parts beside a text model: {', '.join(sorted(hf.sub_configs))}"
+    if parts := set(hf.sub_configs) - _OF_LAYERS:
+        return f"it has parts beside a text model: {', '.join(sorted(parts))}"
     if model_class._is_stateful:
         return "it keeps another state than keys and values"
     if not model_class._can_set_attn_implementation():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -66,14 +67,14 @@ def trace(model: PreTrainedModel, num_layers: int, num_tokens: int) -> TracedMod
     step, body = _TracedStep(num_tokens), _Body(model)
     ids = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), attention_step(step), body.watched():
+        with torch.no_grad(), attention_step(step), body.watched(), _NothingFound():
             model(input_ids=ids, position_ids=ids, past_key_values=StepCache(), use_cache=False)
     except OtherState as error:
         raise UnsupportedModel(str(error)) from error
     except UnsupportedModel:
         raise
     except Exception as error:  # any code of any model
-        raise UnsupportedModel(f"its code does not run without weights ({_line(error)})") from error
+        raise UnsupportedModel(_failure(error)) from error
     specs = step.specs(num_layers)
     name, module, output = body.found()
     arguments = inspect.signature(module.forward).parameters
@@ -123,9 +124,7 @@ class _TracedStep:
     def attend(self, call: AttentionCall) -> Tensor:
         layer, index = len(self._specs), getattr(call.module, "layer_idx", None)
         if index != layer:
-            raise UnsupportedModel(
-                f"attention {layer} belongs to layer {index}: layers between keep another state, or share keys and values"
-            )
+            raise UnsupportedModel(f"attention {layer} belongs to layer {index}: {_other_layer(index, layer)}")
         if not isinstance(call.mask, MaskPattern):
             raise UnsupportedModel("its code makes attention masks of its own")
         unknown = [
@@ -188,6 +187,18 @@ def _is_window(visible: VisibleKeys, window: int | None) -> bool:
     return torch.equal(visible(zero, zero, queries, keys).expand(len(queries)), expected)
 
 
+class _NothingFound(TorchDispatchMode):
+    """A search for the numbers of a tensor that are not 0 finds none where there are no numbers.
+
+    Code that goes through the experts that some token chose then computes no expert; its result has the same shape.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return torch.empty((0, args[0].dim()), dtype=torch.int64, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
 class _Body:
     """Finds the module that the model's own forward pass calls for the last hidden states."""
 
@@ -225,6 +236,20 @@ class _Body:
         found, output = self._outputs[0]
         [name] = [name for name, module in self._model.named_modules() if module is found]
         return name, found, output
+
+
+def _other_layer(index: object, expected: int) -> str:
+    """A clause that says why a layer other than the expected one attends."""
+    if isinstance(index, int) and index < expected:
+        return "a layer attends more than once"
+    return "layers between keep another state, or share keys and values"
+
+
+def _failure(error: Exception) -> str:
+    """A clause for an error of the model's code."""
+    if isinstance(error, NotImplementedError) and "meta" in str(error):
+        return "its code reads numbers of tensors to decide what it computes, and a trace without weights has none"
+    return f"its code does not run without weights ({_line(error)})"
 
 
 def _line(error: BaseException) -> str:
