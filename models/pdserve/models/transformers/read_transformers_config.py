@@ -94,7 +94,8 @@ def build_on_meta(hf: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """The model's modules, with tensors that have a shape and no numbers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(hf), dtype=TORCH_DTYPES[dtype])
-    model.config.pad_token_id = None  # no row is padded, and a look for such tokens would wait for the device
+    # no row is padded, and a look for such tokens would wait for the device; a few classes refuse None as an attribute
+    vars(model.config)["pad_token_id"] = None
     found: PreTrainedModel = model.eval()
     return found
 

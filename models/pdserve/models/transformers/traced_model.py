@@ -32,6 +32,7 @@ from pdserve.models.transformers.attention_interface import (
 )
 
 NO_INTERFACE = "its layers do not use the attention interface of transformers"
+_OWN_MASKS = "its code makes attention masks of its own"
 _FAR = 1 << 20
 """A position that no short context has."""
 _WITHOUT_EFFECT = words(
@@ -126,7 +127,7 @@ class _TracedStep:
         if index != layer:
             raise UnsupportedModel(f"attention {layer} belongs to layer {index}: {_other_layer(index, layer)}")
         if not isinstance(call.mask, MaskPattern):
-            raise UnsupportedModel("its code makes attention masks of its own")
+            raise UnsupportedModel(_OWN_MASKS)
         unknown = [
             name
             for name, value in call.others.items()
@@ -247,6 +248,8 @@ def _other_layer(index: object, expected: int) -> str:
 
 def _failure(error: Exception) -> str:
     """A clause for an error of the model's code."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, MaskPattern):
+        return _OWN_MASKS
     if isinstance(error, NotImplementedError) and "meta" in str(error):
         return "its code reads numbers of tensors to decide what it computes, and a trace without weights has none"
     return f"its code does not run without weights ({_line(error)})"
