@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def make_family(
     kind: one of transformers' auto classes.
     """
     shard_size = fields.get("max_shard_size", "5GB")
-    others = {name: value for name, value in fields.items() if name != "max_shard_size"}
+    # classes of configurations change what they are given
+    others = {name: deepcopy(value) for name, value in fields.items() if name != "max_shard_size"}
     return make_other_family(
         folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, **others
     )
