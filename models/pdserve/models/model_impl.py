@@ -140,5 +140,5 @@ def _is_native(folder: Path, model_impl: ModelImpl) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if family is not None:  # another family with the same class, but a configuration of its own
-        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != names[0]
+        return bool(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != names[0])
     return names[0] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

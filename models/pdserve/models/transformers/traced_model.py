@@ -68,7 +68,7 @@ def trace(model: PreTrainedModel, num_layers: int, num_tokens: int) -> TracedMod
     step, body = _TracedStep(num_tokens), _Body(model)
     ids = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), attention_step(step), body.watched(), _NothingFound():
+        with torch.no_grad(), attention_step(step), body.watched(), _NothingFound():  # type: ignore[no-untyped-call]
             model(input_ids=ids, position_ids=ids, past_key_values=StepCache(), use_cache=False)
     except OtherState as error:
         raise UnsupportedModel(str(error)) from error
@@ -188,7 +188,7 @@ def _is_window(visible: VisibleKeys, window: int | None) -> bool:
     return torch.equal(visible(zero, zero, queries, keys).expand(len(queries)), expected)
 
 
-class _NothingFound(TorchDispatchMode):
+class _NothingFound(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A search for the numbers of a tensor that are not 0 finds none where there are no numbers.
 
     Code that goes through the experts that some token chose then computes no expert; its result has the same shape.
