@@ -49,7 +49,7 @@ _SIZES: Mapping[tuple[str, ...], Any] = {
 FLOAT32 = 1e-3
 """Largest difference of a logit from that of `transformers`; the largest logits are near 10."""
 _UNTIED = {"tie_word_embeddings": False}
-"""Where the embedding is the head, too few tokens differ."""
+"""Too few tokens differ if the embedding is the head."""
 _WEIGHTS: Mapping[str, tuple[int, float]] = {
     "bert-generation": (0, 0.1),
     "camembert": (4, 0.25),

@@ -16,7 +16,7 @@ _COLUMNS = {"tokens", "float32", "bfloat16"}
 
 
 def digest(*parts: object) -> str:
-    """What a row was measured with: the version of `transformers`, and `parts`, values of JSON."""
+    """Names all that a row was measured with: the version of `transformers`, and `parts`, values of JSON."""
     text = json.dumps([transformers.__version__, *parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
