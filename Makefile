@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo test test-all clients interpreted compiled kernels coverage faults fuzz soak check proto docs-generated bench
+.PHONY: up demo demo-image test test-all clients interpreted compiled kernels coverage faults fuzz soak check proto docs-generated bench
 .PHONY: family-records
 .PHONY: gpu gpu-dry gpu-carry lock sbom format clean
 
@@ -19,6 +19,10 @@ up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bund
 
 demo: $(VENV)/.runtime  ## the same, one question, then stop
 	$(BIN)/pdserve up --once --port 0 --grpc-port 0
+
+IMAGE ?= examples/red_circle.png
+demo-image: $(VENV)/.runtime  ## the bundled model for pictures names the shape in IMAGE, then stop; IMAGE=file for another one
+	$(BIN)/pdserve up demo-image --once --port 0 --grpc-port 0 --image "$(IMAGE)"
 
 test: $(VENV)/.dev  ## the whole test suite, in three processes: on two cores, two wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile

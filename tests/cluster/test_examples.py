@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from demo_image_model.conversations import BOTH, COLOUR, SHAPE, answer_to
+from demo_image_model.evaluate import upright_pictures
+from demo_image_model.pictures import Picture, draw
+from tests.support.image_checkpoints import data_url
 from tests.support.up_cluster import ENVIRON, UpCluster, running_up
 from tests.support.waiting import HANG_S
 
@@ -85,6 +91,41 @@ def test_up_once_answers_and_ends() -> None:
     lines = output_of(*PDSERVE, "up", "--once", "--port", "0", "--grpc-port", "0").splitlines()
     assert lines[lines.index("What is the capital of France?") + 1] == ANSWER
     assert {"prefill", "kv transfer", "decode"} <= phases(lines)
+
+
+@pytest.mark.slow
+def test_up_once_names_a_picture() -> None:
+    image = str(ROOT / "examples/red_circle.png")
+    lines = output_of(
+        *PDSERVE, "up", "demo-image", "--once", "--port", "0", "--grpc-port", "0", "--image", image
+    ).splitlines()
+    assert lines[lines.index("What is in the picture?") + 1] == "A red circle."
+    assert {"prefill", "kv transfer", "decode"} <= phases(lines)
+    assert "demo-image: $(VENV)/.runtime" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.slow
+def test_pictures_are_named_through_prefill_and_decode(tmp_path: Path) -> None:
+    rng = random.Random(99)
+    questions = [(BOTH[0], each) for each in upright_pictures()[1::3]]
+    held_out = [(rng.choice((*BOTH, *COLOUR, *SHAPE)), draw(rng)) for _ in range(60)]
+    with running_up(tmp_path, "demo-image", "--local-prefill", "never") as cluster:
+        with httpx.Client(base_url=cluster.base_url, timeout=HANG_S, trust_env=False) as http:
+            found = [named(http, *question) for question in questions + held_out]
+        cluster.check_pools()
+    right = [answer == answer_to(*question) for answer, question in zip(found, questions + held_out, strict=True)]
+    assert sum(right[: len(questions)]) >= 0.9 * len(questions), found
+    assert sum(right[len(questions) :]) >= 0.9 * len(held_out), found
+
+
+def named(http: httpx.Client, question: str, picture: Picture) -> str:
+    """The greedy answer, over OpenAI HTTP."""
+    parts = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": data_url(picture.image)}}]
+    body = {"messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 16}
+    answer = http.post("chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    content: str = answer.json()["choices"][0]["message"]["content"]
+    return content
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -30,7 +31,16 @@ _SPLIT = r"(?i:'s)|[^\r\n\p{L}\p{N}]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s
 
 
 def learn_tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of ``VOCABULARY`` entries, learned from a sample of the corpus.
+    """A tokenizer of ``VOCABULARY`` entries, learned from a sample of the corpus."""
+    rng = random.Random(seed)
+    texts = [m.content for c in islice(conversations(seed, 400), 20_000) for m in c]
+    texts += ["system\nuser\nassistant\n"] * 100
+    texts += [passage(rng, 2000) for _ in range(200)] + [plain_text(rng) for _ in range(1000)]
+    return learn_byte_pairs(texts, VOCABULARY, (END_OF_TEXT, MESSAGE_START, MESSAGE_END))
+
+
+def learn_byte_pairs(texts: Iterable[str], vocabulary: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of ``vocabulary`` entries; those of ``special_tokens`` are the first.
 
     All 256 bytes are in the alphabet, and there is no normalizer, so any text survives encoding and decoding.
     """
@@ -43,21 +53,15 @@ def learn_tokenizer(seed: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         min_frequency=2,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[
-            AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, MESSAGE_START, MESSAGE_END)
-        ],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special_tokens],
         show_progress=False,
     )
-    rng = random.Random(seed)
-    texts = [m.content for c in islice(conversations(seed, 400), 20_000) for m in c]
-    texts += ["system\nuser\nassistant\n"] * 100
-    texts += [passage(rng, 2000) for _ in range(200)] + [plain_text(rng) for _ in range(1000)]
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != VOCABULARY:
-        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens where {VOCABULARY} are wanted")
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens where {vocabulary} are wanted")
     return tokenizer
 
 

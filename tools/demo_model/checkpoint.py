@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,21 @@ def load(folder: Path, dtype: torch.dtype) -> Any:
 
 def write_card(folder: Path, parameters: int, minutes: float, threads: int, margin: float, table: str) -> None:
     """Fills in the model card; ``margin`` is in logits."""
-    text = CARD.read_text(encoding="utf-8")
-    for key, value in (
-        ("PARAMETERS", f"{parameters:,}"),
-        ("MINUTES", f"{minutes:.0f}"),
-        ("THREADS", "one processor thread" if threads == 1 else f"{threads} processor threads"),
-        ("MARGIN", f"{margin:.2f}"),
-        ("TABLE", table),
-    ):
+    values = {"PARAMETERS": f"{parameters:,}", "MINUTES": f"{minutes:.0f}", "THREADS": threads_text(threads)}
+    fill_card(CARD, folder, values | {"MARGIN": f"{margin:.2f}", "TABLE": table})
+
+
+def fill_card(card: Path, folder: Path, values: Mapping[str, str]) -> None:
+    """Write ``README.md`` of the model's folder: the card, with values in the places of their names."""
+    text = card.read_text(encoding="utf-8")
+    for key, value in values.items():
         text = text.replace(f"[[{key}]]", value)
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def threads_text(threads: int) -> str:
+    """The number of threads, in words of the card."""
+    return "one processor thread" if threads == 1 else f"{threads} processor threads"
 
 
 def folder_bytes(folder: Path) -> int:

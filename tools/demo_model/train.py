@@ -72,7 +72,8 @@ def network(encoder: ChatEncoder, seed: int) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _optimizer(model: Any, schedule: Schedule) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, schedule: Schedule) -> torch.optim.Optimizer:
+    """AdamW; vectors have no weight decay."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": schedule.decay},
@@ -84,7 +85,7 @@ def _optimizer(model: Any, schedule: Schedule) -> torch.optim.Optimizer:
 def train(model: Any, encoder: ChatEncoder, schedule: Schedule, half: bool) -> float:
     """Trains the model in place and returns the seconds it took; ``half`` multiplies matrices in bfloat16."""
     rng = random.Random(schedule.seed)
-    optimizer = _optimizer(model, schedule)
+    optimizer = make_optimizer(model, schedule)
     model.train()
     started = printed = time.monotonic()
     smooth = 0.0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-_MODEL = "A Hugging Face checkpoint's folder, ORG/NAME of its hub, or 'demo' for the bundled model."
+_MODEL = "A Hugging Face checkpoint's folder, ORG/NAME of its hub, or a bundled model: 'demo', 'demo-image'."
 Model = Annotated[str | None, typer.Option(help=_MODEL)]
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 Host = Annotated[

@@ -56,7 +56,7 @@ class LLM(PoolingCalls):
     ) -> None:
         """Load the model.
 
-        model: a folder with a Hugging Face checkpoint, or `demo` for the bundled one.
+        model: a folder with a Hugging Face checkpoint, or a bundled one: `demo`, `demo-image`.
         seed: requests without a seed of their own draw it from this, so that the same calls in the same order give the
         same answers; None: from the operating system.
         engine_process: run the engine in a process of its own, which ends with `shutdown` and with this process. When it fails,

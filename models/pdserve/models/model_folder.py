@@ -9,26 +9,27 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.hub_name import is_hub_name
 
 DEMO = "demo"
+BUNDLED = (DEMO, "demo-image")
 _FILES = ("*.json", "*.jinja", "model*.safetensors")
 """Files that are downloaded: all that is read of a checkpoint."""
 
 
 def model_folder(model: str, *, download: bool = True) -> Path:
-    """The folder of the bundled model for `demo`, of a model of the Hugging Face Hub for `ORG/NAME`, else the given folder.
+    """The folder of a bundled model for a name of `BUNDLED`, of a model of the Hugging Face Hub for `ORG/NAME`, else the given one.
 
     A model of the hub is in the hub's cache, and is downloaded into it if it is missing, or if the hub has a later one.
     download: False if nothing may be fetched. Raises: ConfigError if the model or its config.json is missing.
     """
-    if model == DEMO:
-        folder = Path(str(files("pdserve.models"))) / "demo"
+    if model in BUNDLED:
+        folder = Path(str(files("pdserve.models"))) / model
     elif is_hub_name(model):
         folder = _from_hub(model, download)
     else:
         folder = Path(model).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"model {model!r}: no such folder (a Hugging Face checkpoint, ORG/NAME of its hub, or {DEMO!r} for the "
-            "bundled model)"
+            f"model {model!r}: no such folder (a Hugging Face checkpoint, ORG/NAME of its hub, or for a bundled model "
+            f"{' or '.join(map(repr, BUNDLED))})"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {model!r}: {folder} has no config.json, so it is not a Hugging Face checkpoint")

@@ -26,7 +26,7 @@ from pdserve.cli.bench.summary import Summary, parse_targets
 from pdserve.cli.bench.workload import BenchSession, DrawTokens, Shape, random_sessions, trace_sessions
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import ClientTls
-from pdserve.models.model_folder import model_folder
+from pdserve.models.model_folder import BUNDLED, model_folder
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 Api = Literal["completions", "chat", "grpc"]
@@ -254,7 +254,7 @@ def _load_tokenizer(options: BenchOptions, model: str | None, root: str | None) 
     if options.tokenizer is not None:
         return Tokenizer.from_folder(model_folder(options.tokenizer))
     for name in (root, model, "demo" if options.api == "grpc" and model is None else None):
-        if name is not None and (name == "demo" or Path(name).is_dir()):
+        if name is not None and (name in BUNDLED or Path(name).is_dir()):
             return Tokenizer.from_folder(model_folder(name))
     raise ConfigError(f"the server names no folder of {model!r} on this machine: --tokenizer is needed")
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.clients.conversation import show_answer
 from pdserve.cli.clients.grpc_client import GrpcClient, Turn
+from pdserve.cli.clients.openai_client import OpenAIClient
 from pdserve.cli.up.cluster import Addresses
 from pdserve.common.address.host_address import loopback_of
 from pdserve.common.errors import PdServeError
@@ -20,7 +21,10 @@ class Greeting:
     def __init__(
         self, console: Console, question: str, once: bool, default_url: str, image_url: str | None = None
     ) -> None:
-        """default_url: the address that `pdserve chat` uses by default. image_url: of a picture for the question."""
+        """default_url: the address that `pdserve chat` uses by default.
+
+        image_url: of a picture for the question, which then goes over OpenAI HTTP.
+        """
         self._console = console
         self._default_url = default_url
         self._question = question
@@ -43,7 +47,7 @@ class Greeting:
         elif self._question:
             console.print(f"\n[bold]{self._question}[/]")
             try:
-                async with GrpcClient(grpc, addresses.api_key) as client:
+                async with self._client(addresses) as client:
                     turn = Turn("user", self._question, self._image_url)
                     await show_answer(console, client.chat([turn], temperature=0.0, max_tokens=64), True)
                 self.answered = True
@@ -55,6 +59,11 @@ class Greeting:
                 soft_wrap=True,
             )
         return not self._once
+
+    def _client(self, addresses: Addresses) -> GrpcClient | OpenAIClient:
+        if self._image_url is None:
+            return GrpcClient(loopback_of(addresses.grpc), addresses.api_key)
+        return OpenAIClient(f"http://{loopback_of(addresses.http)}/v1", addresses.api_key)
 
     def _chat(self, address: str, tls: bool) -> str:
         """The `pdserve chat` command for this cluster, to paste into another terminal."""

@@ -35,7 +35,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     section: ClassVar[str] = ""
 
     model: str = "demo"
-    """A folder with a Hugging Face checkpoint, `ORG/NAME` of its hub, or `demo` for the bundled model."""
+    """A folder with a Hugging Face checkpoint, `ORG/NAME` of its hub, or a bundled one: `demo`, or `demo-image` for pictures."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     metrics_port: int = 0

@@ -154,7 +154,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """White space characters in a row that JSON of a grammar may have; 0: no limit. Equal on all workers."""
     grammar_string_chars: int | None = None
     """Characters of a string in JSON of a grammar whose schema has no limit; 0: no limit. Equal on all workers. Default: 64 for the
-    bundled model, else 0."""
+    bundled models, else 0."""
     engine_process: bool = False
     """Run the engine, its KV pool and its transfers in a process of their own, which ends with the worker's."""
     engine_stuck_exit_s: float = 60.0

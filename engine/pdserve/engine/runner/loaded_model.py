@@ -37,7 +37,7 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import KVCacheConfig, KVCacheGroupSpec, make_kv_cache
 from pdserve.models.lora.lora_targets import with_lora_targets
-from pdserve.models.model_folder import DEMO, model_folder
+from pdserve.models.model_folder import BUNDLED, model_folder
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from pdserve.models.weights.weight_loader import LoadProgress
@@ -46,7 +46,7 @@ __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 
 Progress = Callable[[LoadProgress], None]
 
-_DEMO_STRING_CHARS = 64
+_BUNDLED_STRING_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,5 +349,5 @@ def string_chars(settings: WorkerSettings, folder: Path) -> int:
     """`grammar_string_chars`, or its default for the model in this folder."""
     if settings.grammar_string_chars is not None:
         return settings.grammar_string_chars
-    # it was trained on sentences, and ends no string by itself
-    return _DEMO_STRING_CHARS if folder == model_folder(DEMO) else 0
+    # they were trained on sentences, and end no string by themselves
+    return _BUNDLED_STRING_CHARS if folder in map(model_folder, BUNDLED) else 0
