@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-from pdserve.kernels.huge_pages import request_huge_pages
-
 REPEATS = 3
 CHUNK_TOKENS = 512
 
@@ -32,6 +30,9 @@ class Floor:
     """Times of one model's matrices on this machine. num_threads: of torch, set by the caller before."""
 
     def __init__(self, model: Path) -> None:
+        # imported here: the other side's environment imports this module, too
+        from pdserve.kernels.huge_pages import request_huge_pages
+
         request_huge_pages()
         config = json.loads((model / "config.json").read_text())
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
