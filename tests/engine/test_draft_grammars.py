@@ -355,7 +355,7 @@ def test_a_sequence_whose_draft_has_killed_its_process_may_end_before_it_has_ano
     wait_until(lambda: not killing.hosts._opening, "a sequence that has ended is still opened")
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_i5_drafts_that_are_slow_to_match_change_no_text(
     make_real_engine: Callable[..., Harness], folder: Path, killing: GrammarCompiler, letters: list[int], n: int
 ) -> None:

@@ -281,7 +281,7 @@ def scripted(make_engine: MakeEngine, seed: int) -> None:
             assert answer.finish_reason is not None
 
 
-@pytest.mark.parametrize("fifty", range(2))
+@pytest.mark.parametrize("fifty", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_i2_i5_no_schedule_spoils_a_sequence_or_loses_a_block(make_engine: MakeEngine, fifty: int) -> None:
     for seed in range(fifty * 50, fifty * 50 + 50):
         try:

@@ -233,6 +233,7 @@ class Tally:
             jsonschema.validate(json.loads(text), schema)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_answers_to_random_schemas_validate(make: Make, tokenizer: Tokenizer) -> None:
     engine, tally = make(num_blocks=600, max_num_seqs=BATCH), Tally()
