@@ -59,10 +59,11 @@ _WEIGHTS: Mapping[str, tuple[int, float]] = {
 """Seed and standard deviation of matrices, where those of other families, 0 and 0.25, give one or two different tokens."""
 _COMPASS = {kind: {"rope_type": "default", "rope_theta": 5000.0} for kind in ("full_attention", "sliding_attention")}
 OWN: Mapping[str, Mapping[str, Any]] = {
+    "biogpt": {"scale_embedding": False},
     "bert-generation": _UNTIED,
     "camembert": _UNTIED,
     "cohere_compass_text": {"rope_parameters": _COMPASS},
-    "ctrl": {"dff": 96},
+    "ctrl": {"dff": 160},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
