@@ -49,6 +49,7 @@ def _device(device: str, environ: dict[str, str] | None = None, **settings: Any)
     return finding.verdict.value, finding.what
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_memory_of_a_gpu_that_is_not_here() -> None:
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)

@@ -43,6 +43,7 @@ def expected(model: Path, prompts: list[list[int]]) -> dict[tuple[int, int], lis
         }
 
 
+@pytest.mark.slow
 async def test_i1_the_beams_of_the_services_are_those_of_one_engine(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

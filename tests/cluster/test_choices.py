@@ -19,6 +19,7 @@ FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_
 MAX_TOKENS = 20
 
 
+@pytest.mark.slow
 async def test_i1_i5_sequences_through_p_and_d(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)

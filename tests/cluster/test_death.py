@@ -69,6 +69,7 @@ async def test_death_of_the_only_prefill_worker(tiny_checkpoints: Callable[..., 
         cluster.check_logs()
 
 
+@pytest.mark.slow
 async def test_death_of_the_only_prefill_worker_when_decode_may_not_prefill(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def num_sampled(service: Service) -> int:
     return int(float(re.findall(r"^pdserve_sampled_tokens_total (\S+)$", text, re.MULTILINE)[0]))
 
 
+@pytest.mark.slow
 async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -146,6 +148,7 @@ async def test_i4_a_stream_goes_on_at_another_decode_worker_after_the_last_token
         cluster.check_logs()
 
 
+@pytest.mark.slow
 async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

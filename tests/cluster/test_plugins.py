@@ -66,6 +66,7 @@ REFUSED: Any = [
 """Processors, other fields, status, a part of the message; through prefill at position 0, through decode later."""
 
 
+@pytest.mark.slow
 async def test_through_prefill_and_decode(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

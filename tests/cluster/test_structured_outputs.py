@@ -37,6 +37,7 @@ def little_white_space(model: Path) -> dict[str, float]:
     return {str(token_id): -100.0 for token_id, text in texts.items() if text != text.strip() or text.isspace()}
 
 
+@pytest.mark.slow
 async def test_a_form_through_p_and_d(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("qwen3")
     with pd_cluster(tmp_path, model, both=FLAGS, router=("--local-prefill", "never")) as cluster:
