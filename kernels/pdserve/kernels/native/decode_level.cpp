@@ -444,8 +444,6 @@ void join_pieces(const DecodeCall& call, int64_t row, int64_t query_head) {
   call.dtype == FLOAT32 ? join<float>(call, row, query_head) : join<BFloat>(call, row, query_head);
 }
 
-#define TEXT(name) #name
-#define NAME(name) TEXT(name)
 }  // namespace
 
 extern const Level LEVEL;

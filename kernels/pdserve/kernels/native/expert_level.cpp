@@ -262,8 +262,6 @@ void combine(const ExpertsCall& call, int64_t block) {
   call.dtype == FLOAT32 ? combine_block<float>(call, block) : combine_block<BFloat>(call, block);
 }
 
-#define JOINED(first, second) first##second
-#define SYMBOL(first, second) JOINED(first, second)
 }  // namespace
 
 extern const ExpertLevel SYMBOL(EXPERT_, LEVEL);

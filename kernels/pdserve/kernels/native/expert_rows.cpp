@@ -18,16 +18,16 @@ struct Work {
   const ExpertsCall* call;
   const ExpertLevel* level;
   const Int8Level* int8;
-  int64_t num_blocks, num_tasks, next_task;
+  int64_t num_blocks;
 };
 
 // ---- tasks
 
-void activate_block(Work& work, int64_t task) {
+void activate_block(const Work& work, int64_t task) {
   work.level->activate(*work.call, work.call->used[task / work.num_blocks], task % work.num_blocks);
 }
 
-void combine_block(Work& work, int64_t block) { work.level->combine(*work.call, block); }
+void combine_block(const Work& work, int64_t block) { work.level->combine(*work.call, block); }
 
 // Rounds a row to eight bits. sizes: any of its matrices.
 void quantize(const Work& work, const Int8Call& sizes, int64_t dtype, const void* x, int64_t place) {
@@ -39,13 +39,13 @@ void quantize(const Work& work, const Int8Call& sizes, int64_t dtype, const void
   work.int8->quantize_row(row, 0);
 }
 
-void quantize_input(Work& work, int64_t place) {
+void quantize_input(const Work& work, int64_t place) {
   const ExpertsCall& call = *work.call;
   const int64_t token = call.places[place] / call.top_k, bytes = call.dtype == FLOAT32 ? 4 : 2;
   quantize(work, call.int8_gate_ups[0], call.dtype, static_cast<const char*>(call.x) + token * call.x_stride * bytes, place);
 }
 
-void multiply_block(Work& work, int64_t task) {
+void multiply_block(const Work& work, int64_t task) {
   const ExpertsCall& call = *work.call;
   const int64_t expert = call.used[task / work.num_blocks], first = call.starts[expert];
   Int8Call product = call.int8_gate_ups[expert];
@@ -59,32 +59,13 @@ void multiply_block(Work& work, int64_t task) {
   work.int8->multiply_block(product, task % work.num_blocks);
 }
 
-void activate_place(Work& work, int64_t place) {
+void activate_place(const Work& work, int64_t place) {
   const ExpertsCall& call = *work.call;
   work.level->activate_place(call, place);
   quantize(work, call.int8_downs[0], FLOAT32, static_cast<const float*>(call.inner) + place * 2 * call.inner_size, place);
 }
 
-void combine_int8(Work& work, int64_t block) { work.level->combine_int8(*work.call, *work.int8, block); }
-
-template <void (*TASK)(Work&, int64_t)>
-void run_tasks(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  for (;;) {
-    const int64_t task = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
-    if (task >= work.num_tasks) return;
-    TASK(work, task);
-  }
-}
-
-// worth: number of threads that are worth waking.
-template <void (*TASK)(Work&, int64_t)>
-void run(Work& work, int64_t num_tasks, int64_t worth) {
-  const Threads threads = {work.call->num_threads, work.call->parallel};
-  work.num_tasks = num_tasks;
-  work.next_task = 0;
-  threads.run(run_tasks<TASK>, &work, worth < num_tasks ? worth : num_tasks);
-}
+void combine_int8(const Work& work, int64_t block) { work.level->combine_int8(*work.call, *work.int8, block); }
 
 // Fills `starts`, `places` and `used`. Returns the number of experts that have a place, or -1 for one that is not there.
 int64_t sort(const ExpertsCall& call) {
@@ -123,17 +104,18 @@ PUBLIC int64_t pdserve_apply_experts(const ExpertsCall* given, int64_t level, in
   if (num_used < 0) return 1;
   const int64_t hidden_blocks = blocks_of(call.hidden_size), num_places = call.num_tokens * call.top_k;
   const int64_t worth = num_used * call.inner_size * call.hidden_size / THREAD_NUMBERS;
-  Work work = {&call, LEVELS[found[level]], int8_level(int8), 0, 0, 0};
+  Work work = {&call, LEVELS[found[level]], int8_level(int8), 0};
+  const Threads threads = {call.num_threads, call.parallel};
   if (call.int8_downs) {
     work.num_blocks = blocks_of(2 * call.inner_size);
-    run<quantize_input>(work, num_places, num_places * call.hidden_size / THREAD_NUMBERS);
-    run<multiply_block>(work, num_used * work.num_blocks, worth);
-    run<activate_place>(work, num_places, num_places * call.inner_size / THREAD_NUMBERS);
-    run<combine_int8>(work, hidden_blocks, worth / 2);
+    threads.run_tasks<quantize_input>(work, num_places, num_places * call.hidden_size / THREAD_NUMBERS);
+    threads.run_tasks<multiply_block>(work, num_used * work.num_blocks, worth);
+    threads.run_tasks<activate_place>(work, num_places, num_places * call.inner_size / THREAD_NUMBERS);
+    threads.run_tasks<combine_int8>(work, hidden_blocks, worth / 2);
   } else {
     work.num_blocks = blocks_of(call.inner_size);
-    run<activate_block>(work, num_used * work.num_blocks, 2 * worth);
-    run<combine_block>(work, hidden_blocks, worth);
+    threads.run_tasks<activate_block>(work, num_used * work.num_blocks, 2 * worth);
+    threads.run_tasks<combine_block>(work, hidden_blocks, worth);
   }
   return 0;
 }

@@ -177,10 +177,6 @@ void multiply_block(const Int8Call& call, int64_t block) {
   }
 }
 
-#define TEXT(name) #name
-#define NAME(name) TEXT(name)
-#define JOINED(first, second) first##second
-#define SYMBOL(first, second) JOINED(first, second)
 }  // namespace
 
 extern const Int8Level SYMBOL(INT8_, LEVEL);

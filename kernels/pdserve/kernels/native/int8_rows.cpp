@@ -30,26 +30,11 @@ constexpr int64_t THREAD_BYTES = 1 << 16;
 struct Work {
   const Int8Call* call;
   const Int8Level* level;
-  int64_t num_tasks, next_task;
 };
 
-void quantize_rows(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  for (;;) {
-    const int64_t row = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
-    if (row >= work.num_tasks) return;
-    work.level->quantize_row(*work.call, row);
-  }
-}
+void quantize_row(const Work& work, int64_t row) { work.level->quantize_row(*work.call, row); }
 
-void multiply_blocks(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  for (;;) {
-    const int64_t block = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
-    if (block >= work.num_tasks) return;
-    work.level->multiply_block(*work.call, block);
-  }
-}
+void multiply_block(const Work& work, int64_t block) { work.level->multiply_block(*work.call, block); }
 
 }  // namespace
 
@@ -71,13 +56,11 @@ PUBLIC const char* pdserve_int8_level_name(int64_t index) {
 // Writes `out`. level: index of `pdserve_int8_level_name`.
 PUBLIC void pdserve_multiply_rows(const Int8Call* given, int64_t level) {
   const Int8Call& call = *given;
-  const Int8Level* const chosen = int8_level(level);
   const int64_t num_blocks = (call.num_outputs + CHANNELS - 1) / CHANNELS;
   const Threads threads = {call.num_threads, call.parallel};
-  Work work = {&call, chosen, call.num_rows, 0};
-  threads.run(quantize_rows, &work, call.num_rows * call.padded / THREAD_BYTES);
-  work = {&call, chosen, num_blocks, 0};
+  const Work work = {&call, int8_level(level)};
+  threads.run_tasks<quantize_row>(work, call.num_rows, call.num_rows * call.padded / THREAD_BYTES);
   const int64_t worth = num_blocks * CHANNELS * call.padded * call.num_rows / THREAD_BYTES;
-  threads.run(multiply_blocks, &work, worth < num_blocks ? worth : num_blocks);
+  threads.run_tasks<multiply_block>(work, num_blocks, worth);
 }
 }

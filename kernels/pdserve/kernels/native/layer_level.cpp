@@ -113,8 +113,6 @@ void rotate(const LayerCall& call, int64_t row) {
   call.dtype == FLOAT32 ? rotate_row<float>(call, row) : rotate_row<BFloat>(call, row);
 }
 
-#define JOINED(first, second) first##second
-#define SYMBOL(first, second) JOINED(first, second)
 }  // namespace
 
 extern const LayerLevel SYMBOL(LAYER_, LEVEL);

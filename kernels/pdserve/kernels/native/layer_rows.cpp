@@ -17,18 +17,13 @@ constexpr int64_t THREAD_NUMBERS = 1 << 14;
 struct Work {
   const LayerCall* call;
   void (*compute)(const LayerCall& call, int64_t row);
-  int64_t rows_per_task, next_row;
+  int64_t rows_per_task;
 };
 
-void compute_rows(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  const int64_t num_rows = work.call->num_rows;
-  for (;;) {
-    const int64_t first = __atomic_fetch_add(&work.next_row, work.rows_per_task, __ATOMIC_RELAXED);
-    const int64_t end = first + work.rows_per_task < num_rows ? first + work.rows_per_task : num_rows;
-    if (first >= num_rows) return;
-    for (int64_t row = first; row < end; ++row) work.compute(*work.call, row);
-  }
+void compute_rows(const Work& work, int64_t task) {
+  const int64_t first = task * work.rows_per_task, num_rows = work.call->num_rows;
+  const int64_t end = first + work.rows_per_task < num_rows ? first + work.rows_per_task : num_rows;
+  for (int64_t row = first; row < end; ++row) work.compute(*work.call, row);
 }
 
 }  // namespace
@@ -45,8 +40,9 @@ PUBLIC void pdserve_layer_rows(const LayerCall* given, int64_t operation, int64_
   const LayerLevel& chosen = *LEVELS[found[level]];
   const int64_t row_numbers = call.num_heads * call.size + 1;
   const int64_t rows_per_task = THREAD_NUMBERS / row_numbers + 1;
-  Work work = {&call, operation == 0 ? chosen.norm : operation == 1 ? chosen.gate : chosen.rotate, rows_per_task, 0};
+  const Work work = {&call, operation == 0 ? chosen.norm : operation == 1 ? chosen.gate : chosen.rotate, rows_per_task};
   const Threads threads = {call.num_threads, call.parallel};
-  threads.run(compute_rows, &work, (call.num_rows + rows_per_task - 1) / rows_per_task);
+  const int64_t num_tasks = (call.num_rows + rows_per_task - 1) / rows_per_task;
+  threads.run_tasks<compute_rows>(work, num_tasks, num_tasks);
 }
 }

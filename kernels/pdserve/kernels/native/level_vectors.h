@@ -14,6 +14,12 @@
 #define WIDTH 4
 #endif
 
+// The names of a level as text, and of its symbol: SYMBOL(LORA_, LEVEL) is LORA_LEVEL_AVX2 and so on.
+#define TEXT(name) #name
+#define NAME(name) TEXT(name)
+#define JOINED(first, second) first##second
+#define SYMBOL(first, second) JOINED(first, second)
+
 // Not inlined: a function that is called with every number of rows would take most of the time to compile.
 #define OUTSIDE __attribute__((noinline))
 

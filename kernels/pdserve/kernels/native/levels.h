@@ -45,4 +45,29 @@ struct Threads {
       function(data);
     }
   }
+
+  // Calls TASK(work, number) for each number below `num_tasks`. Threads take the numbers one by one. worth: number of threads that
+  // are worth waking.
+  template <auto TASK, class Work>
+  void run_tasks(const Work& work, int64_t num_tasks, int64_t worth) const {
+    Tasks<Work> tasks = {&work, num_tasks, 0};
+    run(take_tasks<TASK, Work>, &tasks, worth < num_tasks ? worth : num_tasks);
+  }
+
+ private:
+  template <class Work>
+  struct Tasks {
+    const Work* work;
+    int64_t num_tasks, next_task;
+  };
+
+  template <auto TASK, class Work>
+  static void take_tasks(void* data) {
+    Tasks<Work>& tasks = *static_cast<Tasks<Work>*>(data);
+    for (;;) {
+      const int64_t task = __atomic_fetch_add(&tasks.next_task, 1, __ATOMIC_RELAXED);
+      if (task >= tasks.num_tasks) return;
+      TASK(*tasks.work, task);
+    }
+  }
 };

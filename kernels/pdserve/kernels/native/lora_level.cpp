@@ -243,8 +243,6 @@ void add(const LoraCall& call, int64_t group, int64_t column) {
   call.dtype == FLOAT32 ? add_group<float>(call, group, column) : add_group<BFloat>(call, group, column);
 }
 
-#define JOINED(first, second) first##second
-#define SYMBOL(first, second) JOINED(first, second)
 }  // namespace
 
 extern const LoraLevel SYMBOL(LORA_, LEVEL);

@@ -14,27 +14,16 @@ const LoraLevel* const LEVELS[] = ALL_LEVELS(&LORA_LEVEL);
 struct Work {
   const LoraCall* call;
   const LoraLevel* level;
-  int64_t num_parts, num_tasks, next_task;
+  int64_t num_parts;
 };
 
-void shrink_parts(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  const int64_t num_products = work.call->num_products;
-  for (;;) {
-    const int64_t task = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
-    if (task >= work.num_tasks) return;
-    const int64_t part = task % work.num_parts, rest = task / work.num_parts;
-    work.level->shrink(*work.call, rest / num_products, rest % num_products, part * SHRUNK_ROWS);
-  }
+void shrink_part(const Work& work, int64_t task) {
+  const int64_t num_products = work.call->num_products, part = task % work.num_parts, rest = task / work.num_parts;
+  work.level->shrink(*work.call, rest / num_products, rest % num_products, part * SHRUNK_ROWS);
 }
 
-void add_parts(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  for (;;) {
-    const int64_t task = __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
-    if (task >= work.num_tasks) return;
-    work.level->add(*work.call, task / work.num_parts, task % work.num_parts * ADDED_COLUMNS);
-  }
+void add_part(const Work& work, int64_t task) {
+  work.level->add(*work.call, task / work.num_parts, task % work.num_parts * ADDED_COLUMNS);
 }
 
 }  // namespace
@@ -52,10 +41,10 @@ PUBLIC void pdserve_add_lora(const LoraCall* given, int64_t level) {
   const Threads threads = {call.num_threads, call.parallel};
   const int64_t num_groups = call.tokens->num_groups;
   const int64_t row_parts = (call.max_rank + SHRUNK_ROWS - 1) / SHRUNK_ROWS;
-  Work work = {&call, chosen, row_parts, num_groups * call.num_products * row_parts, 0};
-  threads.run(shrink_parts, &work, work.num_tasks);
+  const int64_t num_shrunk = num_groups * call.num_products * row_parts;
+  threads.run_tasks<shrink_part>(Work{&call, chosen, row_parts}, num_shrunk, num_shrunk);
   const int64_t column_parts = (call.out_size + ADDED_COLUMNS - 1) / ADDED_COLUMNS;
-  work = {&call, chosen, column_parts, num_groups * column_parts, 0};
-  threads.run(add_parts, &work, work.num_tasks);
+  const int64_t num_added = num_groups * column_parts;
+  threads.run_tasks<add_part>(Work{&call, chosen, column_parts}, num_added, num_added);
 }
 }

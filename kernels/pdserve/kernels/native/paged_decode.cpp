@@ -14,7 +14,7 @@ const Level* const LEVELS[] = ALL_LEVELS(&LEVEL);
 struct Work {
   const DecodeCall* call;
   const Level* level;
-  int64_t next_piece, next_join, is_bad;
+  int64_t next_piece, is_bad;
 };
 
 int64_t partial_size(const DecodeCall& call) { return call.group_size * (call.head_dim + 2); }
@@ -35,14 +35,9 @@ void attend_pieces(void* data) {
   }
 }
 
-void join_rows(void* data) {
-  Work& work = *static_cast<Work*>(data);
-  const int64_t num_heads = work.call->num_kv_heads * work.call->group_size, total = work.call->num_seqs * num_heads;
-  for (;;) {
-    const int64_t task = __atomic_fetch_add(&work.next_join, 1, __ATOMIC_RELAXED);
-    if (task >= total) return;
-    work.level->join_pieces(*work.call, task / num_heads, task % num_heads);
-  }
+void join_row(const Work& work, int64_t task) {
+  const int64_t num_heads = work.call->num_kv_heads * work.call->group_size;
+  work.level->join_pieces(*work.call, task / num_heads, task % num_heads);
 }
 
 }  // namespace
@@ -82,10 +77,11 @@ PUBLIC int64_t pdserve_paged_decode(const DecodeCall* plan, int64_t level) {
   const DecodeCall& call = *plan;
   int found[NUM_LEVELS];
   find_levels(found);
-  Work work = {&call, LEVELS[found[level]], 0, 0, 0};
+  Work work = {&call, LEVELS[found[level]], 0, 0};
   const Threads threads = {call.num_threads, call.parallel};
   threads.run(attend_pieces, &work, call.piece_starts[call.num_seqs] * call.num_kv_heads);
-  if (!work.is_bad) threads.run(join_rows, &work, call.num_seqs * call.num_kv_heads * call.group_size / 32);
+  const int64_t num_heads = call.num_seqs * call.num_kv_heads * call.group_size;
+  if (!work.is_bad) threads.run_tasks<join_row>(work, num_heads, num_heads / 32);
   return work.is_bad;
 }
 }
