@@ -29,7 +29,7 @@ def choose(kernel: str, monkeypatch: pytest.MonkeyPatch, built: NativeLibrary | 
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: "onednn" in kernel)
     monkeypatch.setattr(int8_linear, "has_amx", lambda: "onednn" in kernel)
-    monkeypatch.setattr(int8_linear, "native_library", lambda: built if "C++" in kernel else None)
+    monkeypatch.setattr(int8_linear, "built_library", lambda: built if "C++" in kernel else None)
     if "pieces" in kernel:
         monkeypatch.setattr(int8_linear, "has_exact_int_mm", lambda: False)
 

@@ -15,6 +15,7 @@ from pdserve.kernels.lora.torch_lora import TorchLoraOps
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError
 from pdserve.kernels.native.native_lora import NativeLoraOps
 from tests.kernels.lora_contract import Adapters, LoraContract, adapter
+from tests.support.torch_threads import num_threads
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -52,7 +53,7 @@ class TestNativeLora(LoraContract):
     @DTYPES
     def test_a_token_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(self, dtype: torch.dtype) -> None:
         """The adapter's part alone, in every kind of batch."""
-        ops, draw, before = self.make_ops(dtype), random.Random(7), torch.get_num_threads()
+        ops, draw = self.make_ops(dtype), random.Random(7)
         layer = self.layer(ops, LARGE, dtype, 77, SIZES, max_rank=16)
         added = ops.layer(layer.linear.stack)
         x = layer.rows(40, 77)
@@ -64,9 +65,8 @@ class TestNativeLora(LoraContract):
             return y
 
         alone = {(place, slot): products([place], [slot], [1])[0] for place in range(40) for slot in range(-1, 4)}
-        try:
-            for threads in (1, 2, 3):
-                torch.set_num_threads(threads)
+        for threads in (1, 2, 3):
+            with num_threads(threads):
                 for _ in range(10):
                     counts = [1] * draw.randint(0, 12) + [draw.randint(2, 9) for _ in range(draw.randint(1, 3))]
                     slots = [draw.randint(-1, 3) for _ in counts]
@@ -74,8 +74,6 @@ class TestNativeLora(LoraContract):
                     found = products(places, slots, counts)
                     for row, place, slot in zip(found, places, np.repeat(slots, counts).tolist(), strict=True):
                         assert torch.equal(row, alone[place, slot])
-        finally:
-            torch.set_num_threads(before)
 
     def test_arguments_that_do_not_fit_are_refused(self) -> None:
         ops = self.make_ops(torch.float32)

@@ -20,6 +20,7 @@ from pdserve.kernels.native.native_attention import NativeAttentionBackend, Nati
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
+from tests.support.torch_threads import num_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -59,18 +60,15 @@ def test_it_agrees_with_torch(built: NativeLibrary, dtype: torch.dtype, options:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(built: NativeLibrary, dtype: torch.dtype) -> None:
-    heads, num_threads = (6, 2, 32), torch.get_num_threads()
+    heads = (6, 2, 32)
     case = make_case(decodes=[900, 33, 2000, 256], heads=heads, block_size=16, dtype=dtype)
     spec = make_spec(heads)
     backend = NativeAttentionBackend(case.kv_cache, built)
-    try:
-        torch.set_num_threads(1)
+    with num_threads(1):
         expected = run_step(backend, case, spec)
-        for threads in (2, 3, 7):
-            torch.set_num_threads(threads)
+    for threads in (2, 3, 7):
+        with num_threads(threads):
             assert torch.equal(run_step(backend, case, spec), expected)
-    finally:
-        torch.set_num_threads(num_threads)
     for row, length in enumerate([900, 33, 2000, 256]):
         one = slice(row, row + 1)
         batch = replace(

@@ -18,6 +18,7 @@ from pdserve.kernels.native import native_experts
 from pdserve.kernels.native.native_experts import NativeExperts
 from pdserve.kernels.native.native_library import NativeLibrary
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
+from tests.support.torch_threads import num_threads
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 """Norm of the error over that of the result."""
@@ -105,17 +106,13 @@ def test_a_token_has_the_same_bits_whatever_is_beside_it(built: NativeLibrary, d
     layer = drawn_layer(6, 80, 300, dtype)
     x, weights, experts = drawn_tokens(6, 80, 45, 3, dtype)
     order = torch.randperm(45, generator=torch.Generator().manual_seed(1))
-    num_threads = torch.get_num_threads()
     for level in built.levels:
         native = NativeExperts(layer, GatedActivation(), built, level)
-        try:
-            torch.set_num_threads(1)
+        with num_threads(1):
             whole = native(x, weights, experts)
-            for threads in (2, 3, 20):
-                torch.set_num_threads(threads)
+        for threads in (2, 3, 20):
+            with num_threads(threads):
                 assert torch.equal(native(x, weights, experts), whole)
-        finally:
-            torch.set_num_threads(num_threads)
         assert torch.equal(native(x[order], weights[order], experts[order]), whole[order])
         assert torch.equal(native(x, weights.flip(1), experts.flip(1)), whole)
         for token in range(0, 45, 11):
@@ -202,7 +199,7 @@ def test_arguments_that_do_not_fit(built: NativeLibrary) -> None:
 def test_what_c_plus_plus_does_not_compute_is_left_to_torch(
     built: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "native_library", lambda: built)
+    monkeypatch.setattr(module, "built_library", lambda: built)
     monkeypatch.setattr(module, "has_amx", lambda: False)
     layer = drawn_layer(2, 8, 8, torch.float32)
     assert isinstance(make_experts(layer), NativeExperts)
@@ -213,7 +210,7 @@ def test_what_c_plus_plus_does_not_compute_is_left_to_torch(
     monkeypatch.setattr(module, "has_amx", lambda: True)
     assert isinstance(make_experts(layer), LoopedExperts)
     monkeypatch.setattr(module, "has_amx", lambda: False)
-    monkeypatch.setattr(module, "native_library", lambda: None)
+    monkeypatch.setattr(module, "built_library", lambda: None)
     assert isinstance(make_experts(layer), LoopedExperts)
 
 

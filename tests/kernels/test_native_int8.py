@@ -11,6 +11,7 @@ from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, has_fast_int8, q
 from pdserve.kernels.native import native_int8
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
 from pdserve.kernels.native.native_library import NativeLibrary
+from tests.support.torch_threads import num_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -18,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def in_torch(matrix: Int8Matrix, bias: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> Int8Linear:
     with monkeypatch.context() as patch:
         patch.setattr(int8_linear, "has_fast_int8", lambda: False)
-        patch.setattr(int8_linear, "native_library", lambda: None)
+        patch.setattr(int8_linear, "built_library", lambda: None)
         return Int8Linear(matrix, bias)
 
 
@@ -73,22 +74,19 @@ def test_any_number_of_threads_has_the_same_bits(built: NativeLibrary) -> None:
     matrix = Int8Matrix.quantized(torch.randn(700, 300))
     layer = NativeInt8Rows(BlockedValues.of_tensor(matrix.values), matrix.values, matrix.scales, None, built)
     # enough rows that threads share rounding them, and few
-    x, num_threads = torch.randn(700, 300), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    x = torch.randn(700, 300)
+    with num_threads(1):
         expected = layer(x)
-        for threads in (2, 3, 20):
-            torch.set_num_threads(threads)
+    for threads in (2, 3, 20):
+        with num_threads(threads):
             assert torch.equal(layer(x), expected)
             assert torch.equal(layer(x[:3]), expected[:3])
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 @pytest.mark.skipif(not has_fast_int8(), reason="this processor has no VNNI")
 def test_another_layout_of_onednn_is_left_to_it(built: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = Int8Matrix.quantized(torch.randn(70, 90)), torch.randn(3, 90)
-    monkeypatch.setattr(int8_linear, "native_library", lambda: built)
+    monkeypatch.setattr(int8_linear, "built_library", lambda: built)
     monkeypatch.setattr(int8_linear, "has_amx", lambda: True)
     both = Int8Linear(matrix, None)
     assert both._native is not None

@@ -13,6 +13,7 @@ from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.rotary import rotary_phases
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from tests.kernels.layer_ops_contract import EPS, LayerOpsContract
+from tests.support.torch_threads import num_threads
 
 try:
     LIBRARY = load_library()
@@ -32,7 +33,7 @@ class TestNativeLayerOps(LayerOpsContract):
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype, threads: int) -> None:
-    ops, before = NativeLayerOps(LIBRARY), torch.get_num_threads()
+    ops = NativeLayerOps(LIBRARY)
     spec = AttentionSpec(num_heads=30, num_kv_heads=2, head_dim=128, scale=1.0)
     residual, gate_up = torch.randn(50, 1000, dtype=dtype), torch.randn(50, 6000, dtype=dtype)
     qkv = torch.randn(50, 34, 128, dtype=dtype)
@@ -50,14 +51,11 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype, threa
         ops.rotate_and_store(own, spec, head_norm, phases[rows], Nowhere(), 0)  # type: ignore[arg-type]
         return [normed, ops.swiglu(gate_up[rows].clone()), own]
 
-    try:
-        torch.set_num_threads(threads)
+    with num_threads(threads):
         together = compute(slice(None))
         for row in (0, 17, 49):
             for one, all_rows in zip(compute(slice(row, row + 1)), together, strict=True):
                 assert torch.equal(one[0], all_rows[row])
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_numbers_that_are_not_finite_stay_so() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from pdserve.kernels.expert_stack import ExpertStack, by_expert, by_token
 from pdserve.kernels.expert_weights import ExpertWeights
 from pdserve.kernels.gated_activations import Gate, GatedActivation
-from pdserve.kernels.int8_linear import Int8Matrix, has_amx, native_library
+from pdserve.kernels.int8_linear import Int8Matrix, has_amx
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import make_linear
 from pdserve.kernels.native.native_experts import NativeExperts
-from pdserve.kernels.native.native_library import NATIVE_DTYPES
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, built_library
 
 
 def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def make_experts(experts: Iterable[ExpertWeights], gate: Gate | None = None) -> 
     values = first.gate_up.values if isinstance(first.gate_up, Int8Matrix) else first.gate_up
     if not values.is_cpu:
         return LoopedExperts(every, gate) if is_int8 else GroupedExperts(every, gate)
-    library, activation = native_library(), GatedActivation.of(gate)
+    library, activation = built_library(), GatedActivation.of(gate)
     is_native = is_int8 or values.dtype in NATIVE_DTYPES
     # oneDNN multiplies with AMX, and C++ does not
     if library is None or activation is None or has_amx() or not is_native:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
-from pdserve.kernels.native.native_library import NATIVE_DTYPES, NativeLibrary, NativeLibraryError, load_library
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, built_library
 
 LARGEST = 127
 """-128 is not used, so that ranges are symmetric."""
@@ -99,7 +99,7 @@ class Int8Linear:
         self._native_rows = _NATIVE_ROWS
         if not matrix.values.is_cpu:
             return
-        library, blocks = native_library(), None
+        library, blocks = built_library(), None
         if has_fast_int8() and (library is None or has_amx()):
             self._packed: Tensor = torch.ops.onednn.qlinear_prepack(matrix.values, None)
             self._zeros = torch.zeros(len(matrix.scales), dtype=torch.int64)
@@ -164,14 +164,6 @@ def has_exact_int_mm() -> bool:
     rows, columns = ends[:, None].expand(33, 64).contiguous(), ends[:, None].expand(33, 64).contiguous().t()
     expected = 64 * ends.int()[:, None] * ends.int()
     return all(torch.equal(torch._int_mm(rows[::step], columns), expected[::step]) for step in (1, 11))
-
-
-def native_library() -> NativeLibrary | None:
-    """The C++ kernels; None where they are not built."""
-    try:
-        return load_library()
-    except NativeLibraryError:
-        return None
 
 
 def has_amx() -> bool:

@@ -149,3 +149,11 @@ def load_library() -> NativeLibrary:
             "the native library is not built: install a C++ compiler, and run `python -m pdserve.kernels.native.build_library`"
         )
     return NativeLibrary(str(path))
+
+
+def built_library() -> NativeLibrary | None:
+    """`load_library`, or None where it is not built."""
+    try:
+        return load_library()
+    except NativeLibraryError:
+        return None
