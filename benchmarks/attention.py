@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from conditions import conditions
+from conditions import print_conditions
 
 HEADS = {"2x64": (14, 2, 64, 24), "8x128": (16, 8, 128, 28)}
 """Hkv x D -> Hq, Hkv, D and L: Qwen2.5-0.5B and Qwen3-0.6B."""
@@ -189,8 +189,7 @@ def main() -> None:
     if options.serve:
         serve(sys.stdin)
         return
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"{options.rounds} rounds, one thread; us per layer (step: us in all) of processor time, medians\n")
     print(f"{'case':45} {'before':>12} {'now':>12} {'ratio':>8}   quartiles of the rounds", flush=True)
     trees = [Tree(root) for root in (Path(__file__).resolve().parents[1], options.against.resolve())]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conditions import conditions
+from conditions import conditions, print_conditions
 
 sys.path.append(str(Path(__file__).parents[1]))
 from pdserve.llm import LLM, SamplingParams
@@ -81,8 +81,7 @@ def main() -> None:
     parser.add_argument("--max-margins", type=int, default=200, help="sequences whose margins are computed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"model        {options.dtype}, vocabulary {VOCAB_SIZE:,}, deviation of weights {options.initializer_range}")
     print(f"asked        {options.sequences:,} sequences of {options.max_tokens} tokens, one thread\n", flush=True)
     with tempfile.TemporaryDirectory() as name:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from conditions import conditions
+from conditions import print_conditions
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import bind, make_channel, make_server
@@ -90,8 +90,7 @@ async def whole_call(*, proof: bool) -> float:
 
 
 def main() -> None:
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     for num_tokens in (100, 12_000):
         print(f"\n{num_tokens:,} prompt tokens, microseconds")
         for name, spent in parts(num_tokens).items():

@@ -1,4 +1,4 @@
-"""`conditions`: machine, versions and load, which are printed beside results."""
+"""`conditions`, `print_conditions`: machine, versions and load, which are printed beside results."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def conditions() -> dict[str, str]:
         "torch": version("torch"),
         "grpcio": version("grpcio"),
     }
+
+
+def print_conditions() -> None:
+    """One line per condition."""
+    for name, value in conditions().items():
+        print(f"{name:<12} {value}")

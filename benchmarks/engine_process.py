@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 from cluster_of_processes import free_port, serving
-from conditions import conditions
+from conditions import print_conditions
 from probe import Prober, prompt_of
 
 from pdserve.common import timeline
@@ -116,8 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     settings = [f"max_num_seqs={max(options.streams)}", *options.set]
     flags = ["--local-prefill", "never", "--connector", "tcp"]
     flags += [flag for assignment in settings for flag in ("--set", assignment)]

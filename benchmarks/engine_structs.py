@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import msgspec
-from conditions import conditions
+from conditions import print_conditions
 
 from pdserve.common.request.engine_types import (
     EngineCoreOutput,
@@ -77,8 +77,7 @@ def best_us(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"msgspec      {msgspec.__version__}\n")
     print(f"{'':<42} {'bytes':>7} {'encode us':>10} {'decode us':>10}")
     encoder = msgspec.msgpack.Encoder()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from conditions import conditions
+from conditions import print_conditions
 from torch import Tensor
 
 from pdserve.kernels.expert_weights import ExpertWeights
@@ -62,8 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     hidden, inner, num_experts, top_k = options.sizes
     layers = make_layers(hidden, inner, num_experts, options.layers)
     flat = torch.zeros(options.layers * num_experts, 3 * hidden * inner // 2)

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, ExitStack
 from urllib.parse import urlsplit
 
 from cluster_of_processes import free_port, serving
-from conditions import conditions
+from conditions import print_conditions
 from probe import HttpProber, Probe, Prober, prompt_of
 
 from pdserve.common import timeline
@@ -118,8 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"settings     {' '.join(options.set) or 'defaults'}\n")
     given = [flag for assignment in options.set for flag in ("--set", assignment)]
     with ExitStack() as running:

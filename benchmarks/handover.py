@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster_of_processes import free_port, serving
-from conditions import conditions
+from conditions import print_conditions
 from probe import Prober, prompt_of
 
 from pdserve.common import timeline
@@ -73,8 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     port = free_port()
     print(f"{options.num} prompts of {options.prompt_tokens} tokens, {options.streams} other streams at decode\n")
     flags = ["--local-prefill", "never", "--connector", "tcp"]

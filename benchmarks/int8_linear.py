@@ -14,12 +14,12 @@ import argparse
 import time
 from collections.abc import Callable
 from statistics import median
+from unittest import mock
 
 import torch
-from conditions import conditions
+from conditions import conditions, print_conditions
 from torch import Tensor
 
-from pdserve.kernels import int8_linear
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix
 from pdserve.kernels.linear import make_linear
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
@@ -36,7 +36,7 @@ def make_layers(num_layers: int) -> dict[str, list[Layer]]:
     """Name -> all matrices in order."""
     library = load_library()
     # oneDNN then computes all rows
-    int8_linear.native_library = lambda: None
+    mock.patch("pdserve.kernels.int8_linear.built_library", return_value=None).start()
     found: dict[str, list[Layer]] = {"bfloat16": [], "oneDNN": [], **{level: [] for level in library.int8_levels}}
     for _ in range(num_layers):
         for shape in SHAPES:
@@ -63,8 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     layers = make_layers(options.layers)
     flat = torch.zeros(options.layers * sum(outputs * inputs for outputs, inputs in SHAPES) // 4)
     scale = 1e3 / options.layers * NUM_LAYERS

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import torch
 from cluster_of_processes import free_port, serving
-from conditions import conditions
+from conditions import print_conditions
 from probe import Prober, prompt_of
 from safetensors.torch import save_file
 
@@ -184,8 +184,7 @@ def main() -> None:
         else:
             load_in_this_process(Path(arguments[0]), "native" if arguments[1] == "native" else "transformers")
         return
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), options.layers)
         if "load" in options.parts:

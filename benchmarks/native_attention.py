@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conditions import conditions
+from conditions import print_conditions
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch
@@ -137,8 +137,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     read = read_pages()
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"{options.rounds} rounds, {options.threads} threads, us per layer: lowest / median\n", flush=True)
     with torch.inference_mode():
         for dtype in (torch.bfloat16, torch.float32):

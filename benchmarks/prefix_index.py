@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 
-from conditions import conditions
+from conditions import print_conditions
 
 from pdserve.common.block_hash import BLOCK_HASH_BYTES, placement_hash
 from pdserve.common.kv_events import WorkerKey
@@ -40,8 +40,7 @@ def main() -> None:
         index.match(names, workers, 0.0)
         lookups.append(time.thread_time() - mapped)
         mappings.append(mapped - started)
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"{len(index):,} blocks, {NUM_WORKERS} workers, {PROMPT_BLOCKS}-block prompts, {NUM_LOOKUPS} lookups")
     for name, times in (("lookup", lookups), ("block hashes to placement hashes", mappings)):
         p99 = statistics.quantiles(times, n=100)[98]

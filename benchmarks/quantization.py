@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from conditions import conditions
+from conditions import conditions, print_conditions
 
 from demo_model import facts
 from demo_model.evaluate import Case, capital_cases, other_groups
@@ -146,8 +146,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=[""], help="beginnings of the titles of kinds of questions")
     parser.add_argument("--no-answers", action="store_true")
     options = parser.parse_args()
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     if options.model:
         print_times(options)
     if not options.no_answers:

@@ -28,7 +28,7 @@ from pathlib import Path
 import grpc.aio
 import httpx
 from cluster_of_processes import free_port
-from conditions import conditions
+from conditions import print_conditions
 from probe import HttpProber, Prober, prompt_of
 
 from pdserve.models.model_folder import model_folder
@@ -163,8 +163,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting of the routers, as name=value")
     options = parser.parse_args()
     folder = model_folder(options.model)
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"settings     {' '.join(options.set) or 'defaults'}")
     print(
         f"{options.streams} streams, {PROMPT_TOKENS} prompt tokens, a step every {PACE['PACED_STEP_MS']} ms\n",

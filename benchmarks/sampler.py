@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from conditions import conditions
+from conditions import print_conditions
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -127,8 +127,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vocab-size", type=int, default=151_936)
     options = parser.parse_args()
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"numpy        {np.__version__}")
     print(f"vocabulary   {options.vocab_size:,}; temperature 0.9")
     print(f"numbers      ms per step of all rows; {options.rounds} rounds or more, the two rules in turns")

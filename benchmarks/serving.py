@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from cluster_of_processes import serving
-from conditions import conditions
+from conditions import print_conditions
 from load import LoadShape, PdServe, run_load
 
 from pdserve.models.model_folder import model_folder
@@ -26,8 +26,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     with serving(folder, [flag for assignment in options.set for flag in ("--set", assignment)]) as url:
         for concurrency, num_requests in ((1, 10), (4, 32), (16, 96)):
             shape = LoadShape(num_requests, concurrency, options.prompt_tokens, options.output_tokens, vocabulary)

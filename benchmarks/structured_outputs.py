@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conditions import conditions
+from conditions import print_conditions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.common.errors import PdServeError
@@ -194,8 +194,7 @@ def vocabulary_report(name: str, folder: Path, vocab_size: int, eos: int) -> Non
 def main() -> None:
     # before anything else, as in a worker that has not seen a grammar yet
     before, beside, took = asyncio.run(first_grammar())
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"{'xgrammar':<12} {version('xgrammar')}")
     print(f"\nthe first grammar of a process: {took:.2f} s to its token, imports and vocabulary in it")
     for name, gaps in (("alone", before), ("beside it", beside)):

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 from cluster_of_processes import free_port, serving
-from conditions import conditions
+from conditions import print_conditions
 from probe import Prober, prompt_of
 
 from pdserve.models.model_folder import model_folder
@@ -119,8 +119,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting of the services, as name=value")
     options = parser.parse_args()
     folder = model_folder(options.model)
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(f"settings     {' '.join(options.set) or 'defaults'}")
     print(f"{PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens a request, greedy, no two alike\n")
     port = free_port()

@@ -27,7 +27,7 @@ import grpc
 import httpx
 import psutil
 from cluster_of_processes import serving
-from conditions import conditions
+from conditions import print_conditions
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from pdserve.common.settings.router_settings import RouterSettings
@@ -133,8 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    for name, value in conditions().items():
-        print(f"{name:<12} {value}")
+    print_conditions()
     print(
         f"{'load':<12} {options.pairs} pairs of requests, one at a time, "
         f"{options.prompt_tokens} + {options.output_tokens} tokens\n"
