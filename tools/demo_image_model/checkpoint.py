@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2_5_VLForConditionalGeneration
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from demo_image_model.batches import PREPROCESSOR
 from demo_image_model.conversations import IMAGE
 from demo_image_model.network import CONTEXT
-from demo_model.chat import END_OF_TEXT, MESSAGE_END
+from demo_model import checkpoint
 
 CARD = Path(__file__).with_name("model_card.md")
 CHAT_TEMPLATE = (
@@ -42,25 +42,8 @@ CHAT_TEMPLATE = (
 def save(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
     """Write weights in bfloat16, configurations, tokenizer and chat template into ``folder``; the model stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    saved = copy.deepcopy(model).to(torch.bfloat16)
-    saved.generation_config = GenerationConfig(
-        do_sample=False,
-        eos_token_id=[tokenizer.token_to_id(MESSAGE_END), tokenizer.token_to_id(END_OF_TEXT)],
-        pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
-    )
-    saved.save_pretrained(folder)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=MESSAGE_END,
-        pad_token=END_OF_TEXT,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n", encoding="utf-8")
-    for file in folder.iterdir():
-        # safetensors writes for the owner alone; a package is read by others too.
-        file.chmod(0o644)
+    checkpoint.save(copy.deepcopy(model), tokenizer, folder, CHAT_TEMPLATE, CONTEXT)
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:

@@ -18,8 +18,10 @@ logging.disable_progress_bar()  # one line per file adds nothing here
 CARD = Path(__file__).with_name("model_card.md")
 
 
-def save(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes weights in bfloat16, configuration, tokenizer and chat template into ``folder``."""
+def save(
+    model: Any, tokenizer: Tokenizer, folder: Path, chat_template: str = CHAT_TEMPLATE, context: int = CONTEXT
+) -> None:
+    """Write weights in bfloat16, to which the model is rounded, configuration, tokenizer and chat template into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     saved = model.to(torch.bfloat16)
     saved.generation_config = GenerationConfig(
@@ -32,8 +34,8 @@ def save(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer_object=tokenizer,
         eos_token=MESSAGE_END,
         pad_token=END_OF_TEXT,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT,
+        chat_template=chat_template,
+        model_max_length=context,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
     for file in folder.iterdir():
