@@ -1,3 +1,4 @@
 """Engines; the pool of each is checked after every test."""
 
+from tests.support.bart_engines import bart, make_bart  # noqa: F401
 from tests.support.engine_harness import harnesses, make_engine, make_real_engine  # noqa: F401

@@ -5,37 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
-from tests.support.encoder_decoder_checkpoints import PAD, START, GreedyAnswers, make_encoder_decoder
+from tests.support.bart_engines import MAX_LEN
+from tests.support.encoder_decoder_checkpoints import GreedyAnswers
 from tests.support.engine_harness import Harness
 from tests.support.engine_pair import Pair
-
-MAX_LEN = 96
-BLOCK_SIZE = 8
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GreedyAnswers]:
-    folder = tmp_path_factory.mktemp("bart")
-    return folder, GreedyAnswers(make_encoder_decoder(folder))
-
-
-@pytest.fixture
-def make_bart(bart: tuple[Path, GreedyAnswers], make_real_engine: Callable[..., Harness]) -> Callable[..., Harness]:
-    def make(**fields: Any) -> Harness:
-        prompts = EncoderDecoderPrompts((START,), PAD, MAX_LEN)
-        given: dict[str, Any] = {
-            "block_size": BLOCK_SIZE, "num_blocks": 64, "max_model_len": prompts.max_sequence_len(BLOCK_SIZE),
-            "max_num_batched_tokens": 128, "max_num_seqs": 8, "enable_prompt_embeds": False,
-        }  # fmt: skip
-        return make_real_engine(bart[0], encoder_decoder=prompts, **(given | fields))
-
-    return make
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from tests.engine.test_encoder_cache import Prompt, encoder, prompt_of
 from tests.support.dying_pair import DyingPair
-from tests.support.encoder_decoder_checkpoints import PAD, START, GreedyAnswers, make_encoder_decoder
+from tests.support.encoder_decoder_checkpoints import GreedyAnswers
 from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.hash_images import HashImageModel, image_answer
 
@@ -138,28 +137,6 @@ def disturb(pair: DyingPair, draw: random.Random) -> None:
             pair.abort(name)
         case 5 if not pair.asked[name].has_ended:
             pair.pair.break_source(name)
-
-
-BLOCK_SIZE, MAX_LEN = 8, 96
-
-
-@pytest.fixture(scope="module")
-def bart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GreedyAnswers]:
-    folder = tmp_path_factory.mktemp("bart")
-    return folder, GreedyAnswers(make_encoder_decoder(folder))
-
-
-@pytest.fixture
-def make_bart(bart: tuple[Path, GreedyAnswers], make_real_engine: Callable[..., Harness]) -> Callable[..., Harness]:
-    def make(**fields: Any) -> Harness:
-        prompts = EncoderDecoderPrompts((START,), PAD, MAX_LEN)
-        given: dict[str, Any] = {
-            "block_size": BLOCK_SIZE, "num_blocks": 64, "max_model_len": prompts.max_sequence_len(BLOCK_SIZE),
-            "max_num_batched_tokens": 128, "max_num_seqs": 8, "enable_prompt_embeds": False,
-        }  # fmt: skip
-        return make_real_engine(bart[0], encoder_decoder=prompts, **(given | fields))
-
-    return make
 
 
 def texts(count: int) -> dict[str, list[int]]:

@@ -270,7 +270,7 @@ def test_only_what_a_later_token_sees_is_transferred(make_engine: MakeEngine, le
 
 
 def test_a_receiver_has_the_beginning_that_it_received_before(make_engine: MakeEngine) -> None:
-    """Its windows are those at the end of an earlier prompt, and no token after the new one sees those at its beginning."""
+    """The pool has windows of the end of an earlier prompt alone, and no token after the new prompt sees those at its beginning."""
     fields = {"sliding_window": GROUPS, "max_num_batched_tokens": 16, "num_blocks": 100}
     pair = Pair(make_engine(**fields), make_engine(**fields))
     stem = prompt_of(60)

@@ -52,7 +52,7 @@ SERVED = {
 
 @pytest.fixture
 def cluster(cluster: Any, tmp_path: Path) -> Any:
-    """Its model takes images."""
+    """A cluster whose model takes images."""
     folder = save_image_folder(tmp_path / "images")
     cluster.folder, cluster.fingerprint = folder, tokenizer_fingerprint(folder)
     return cluster

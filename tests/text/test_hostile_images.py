@@ -230,7 +230,7 @@ def test_a_long_url_is_decoded_in_pieces() -> None:
 
 
 def test_a_large_webp_file_is_decoded_in_a_process_of_its_own() -> None:
-    """Within it Pillow lets no thread run."""
+    """Pillow lets no other thread of its process run while it decodes WebP."""
     image = photo().resize((1700, 1300))
     image.putalpha(image.getchannel("R"))
     config = ImageProcessorConfig(patch_size=4, min_pixels=64, max_pixels=4096)
