@@ -26,6 +26,16 @@ hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What is loaded stays: a full collection of a million objects takes 0.3 s, and some tests make one each.
+
+    A service does the same at its start.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoints("qwen2", **options)`: `make_checkpoint` in a folder that the whole session shares; read only."""
@@ -86,11 +96,7 @@ def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     kept_records: logging.Handler = plugin.report_handler
     kept_records.addFilter(_drop)
     made = Fuzzer(seconds_of(request.node, request.session.items))
-    # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
-    gc.collect()
-    gc.freeze()
     yield made
-    gc.unfreeze()
     kept_records.removeFilter(_drop)
     request.node.user_properties.append((_FUZZ_REPORT, made.report()))
 

@@ -43,9 +43,8 @@ class LoopWatch:
                 self.longest_s, self.callback = took_s, repr(callback)[:400]
 
         handles._run = measured
-        # as a service does at its start: a full collection of all that the tests have loaded takes 0.1 s
+        # the next full collection then finds little; what the tests have loaded is frozen (`tests/conftest.py`)
         gc.collect()
-        gc.freeze()
         self._memory = MemoryWatch().__enter__()
         return self
 
@@ -63,4 +62,3 @@ class LoopWatch:
     ) -> None:
         handles: Any = asyncio.Handle
         handles._run = self._run
-        gc.unfreeze()
