@@ -28,9 +28,9 @@ hypothesis.settings.load_profile("pdserve")
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """What is loaded stays: a full collection of a million objects takes 0.3 s, and some tests make one each.
+    """Leave what is loaded out of garbage collection, as a service does at its start.
 
-    A service does the same at its start.
+    A full collection of a million objects takes 0.3 s, and some tests make one each.
     """
     gc.collect()
     gc.freeze()

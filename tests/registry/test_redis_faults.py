@@ -89,6 +89,8 @@ async def test_a_malformed_value_is_told_once_and_written_again(
     worker.change(stored=range(5))
     router = await world.router()
     await router.joined(worker)
+    # until then the worker may still write the record, and so replace the value before anyone reads it
+    await eventually(lambda: source(router, worker) is FeedSource.REDIS)
     world.redis.do(*command)
     await eventually(lambda: lines(caplog, said))
     await settled(world, router, worker)
