@@ -30,6 +30,12 @@ def running(pids: Iterable[int]) -> Iterator[None]:
         send(pids, signal.SIGSTOP)
 
 
+def resident_mib(pid: int) -> float:
+    """MiB of main memory that a tree occupies now; pages of files and pages that processes share count in each."""
+    root = psutil.Process(pid)
+    return sum(process.memory_info().rss for process in (root, *root.children(recursive=True))) / 2**20
+
+
 def end(pids: Iterable[int]) -> None:
     """Kill trees, stopped or not."""
     send(pids, signal.SIGKILL)
