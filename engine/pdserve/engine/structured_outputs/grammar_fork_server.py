@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from pdserve.common.processes.child_environment import child_environment
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     Broken,
@@ -31,13 +33,26 @@ from pdserve.engine.structured_outputs.grammar_messages import (
 
 _END_S = 2.0
 """Seconds for the fork server to end after its socket is closed."""
-_ENVIRONMENT = {
+_MODULE = "pdserve.engine.structured_outputs.grammar_process"
+ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
+"""Variables of the program beside `child_environment`."""
+
+
+def start_program(arguments: Sequence[str], descriptor: int) -> ChildProcess:
+    """Start the program with a descriptor, which it inherits."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(descriptor,),
+        env=child_environment() | ENVIRONMENT,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +76,9 @@ class GrammarForkServer:
         self.is_ready = False
         """True after the program has read the vocabulary; processes spawned earlier wait for it."""
         self._socket, theirs = packet_socket_pair()
-        module = "pdserve.engine.structured_outputs.grammar_process"
         with theirs:
             arguments = (theirs.fileno(), folder, vocab_size, limits.whitespace_chars, limits.string_chars)
-            self._program = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment() | _ENVIRONMENT,
-            )
+            self._program = start_program([*map(str, arguments)], theirs.fileno())
 
     def fileno(self) -> int:
         return self._socket.fileno()
