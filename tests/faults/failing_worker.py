@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pdserve.cli.main import main
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
+from tests.support.prepared_children import prepare_children
 
 
 def install(share: float) -> None:
@@ -26,5 +27,6 @@ def install(share: float) -> None:
 
 
 if __name__ == "__main__":
-    install(float(sys.argv.pop(1)))
+    share = float(sys.argv.pop(1))
+    prepare_children(lambda: install(share))
     main()

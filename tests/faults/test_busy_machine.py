@@ -17,6 +17,7 @@ from tests.support.waiting import HANG_S
 
 from .busy_loops import busy_loops
 from .chaos_load import FLAGS, Load
+from .prepared_worker import PREPARED_WORKER
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -50,7 +51,7 @@ def _losses(cluster: Cluster) -> list[str]:
 async def test_no_connection_breaks_and_no_attempt_is_lost_on_a_busy_machine(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, idle_s: float, busy_s: float
 ) -> None:
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=2), "--local-prefill", "never")
         async with InferenceClient(cluster.router.address) as client:
             load = Load(client, seed=3, num_clients=4, sessions=False)
@@ -78,7 +79,7 @@ async def test_a_worker_that_is_suspended_for_two_seconds_loses_nothing(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str
 ) -> None:
     """As a machine is that is paused, migrated, or short of processor time; the others work on."""
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         flags = ("--set", f"connector={connector}")
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=2), "--local-prefill", "never", workers=flags)
         async with InferenceClient(cluster.router.address) as client:

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import running_cluster
+from tests.support.family_checkpoints import make_windowed_model
 from tests.support.inference_client import InferenceClient
 from tests.support.lora_adapters import adapter_flags
+from tests.support.prepared_children import ENGINE_PROCESS, RANK_1
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
+from .prepared_worker import PREPARED_WORKER
 from .worker_faults import (
-    ENGINE_PROCESS,
     PART_KILLED,
     PART_STOPPED,
     WAYS,
@@ -40,6 +41,8 @@ PIECES = {"decode-2": ("--set", "stream_interval=3")}
 """An answer that goes on elsewhere may come in pieces of another size."""
 HOST_TIER = ("num_blocks=60", "kv_host_mib=16")
 """Pools of a few sequences, and behind them room for all blocks."""
+BLOCKS_OF_GROUPS, NUM_GROUPS = 16, 4
+"""Memory of all layers, and the groups of the model with windows: the pool has 64 blocks, of which the longest sequence has 40."""
 DRAFTS = {"num_speculative_tokens": 3, "disable_by_batch_size": 6}
 """None while many sequences run; they are of the model itself, and so nearly always right."""
 LOADED = "pdserve_kv_host_blocks_loaded_total"
@@ -59,21 +62,25 @@ class Run:
     """Given to all workers."""
     adapters: Sequence[str] = ()
     drafts: bool = False
+    groups: bool = False
+    """With a model that has windows in some layers, and so KV cache groups."""
     parts: frozenset[str] = frozenset()
-    """Programs of the processes that each worker has beside its first one."""
+    """Names of the processes that each worker has beside its first one."""
     num_rounds: int = 10
     used: Sequence[str] = ()
     """Counters of workers that show that the feature was in use."""
 
     def flags(self, model: Path) -> list[str]:
         settings = [f"connector={self.connector}", *self.settings]
+        if self.groups:
+            settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
             settings.append(f"speculative_config={json.dumps(DRAFTS | {'model': str(model)})}")
         return [word for setting in settings for word in ("--set", setting)]
 
 
 _NAMES = ("one", "two", "three")
-_PROCESS, _RANKS = frozenset({ENGINE_PROCESS}), frozenset({WORKER_RANK})
+_PROCESS, _RANKS = frozenset({ENGINE_PROCESS}), frozenset({RANK_1})
 # a worker whose engine has processes of its own starts in seconds, so there are fewer rounds
 RUNS = {
     "tcp": Run(1, num_rounds=15),
@@ -104,6 +111,10 @@ RUNS = {
     "int8-weights": Run(12, settings=("quantization=int8",)),
     "int8-cache": Run(13, settings=("kv_cache_dtype=int8",)),
     "int8-remote-two": Run(14, at_once=2, placement=ALL_REMOTE, settings=("quantization=int8", "kv_cache_dtype=int8")),
+    "groups": Run(17, groups=True),
+    "groups-tier-remote-two": Run(
+        18, at_once=2, placement=ALL_REMOTE, groups=True, settings=("kv_host_mib=16",), used=(LOADED,)
+    ),
 }
 
 
@@ -113,11 +124,11 @@ async def test_i4_faults_at_random_moments_change_no_answer(
 ) -> None:
     if run.connector == "nixl":
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    base = tiny_checkpoints("llama", num_hidden_layers=4)
+    base = make_windowed_model(tmp_path / "gemma3") if run.groups else tiny_checkpoints("llama", num_hidden_layers=4)
     model, draw = str(base), random.Random(run.seed)
     lora = adapter_flags(tmp_path / "adapters", base, *run.adapters) if run.adapters else ()
     ways = OF_PARTS if run.parts else WAYS
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         for name in WORKERS:
             flags = ["--model", model, *FLAGS, *run.flags(base), *PIECES.get(name, ()), *lora]
             cluster.launch_worker(role_of(name), *flags, name=name)
@@ -126,6 +137,8 @@ async def test_i4_faults_at_random_moments_change_no_answer(
             cluster.wait_for_worker(cluster.services[name])
             addresses[role_of(name)].append(cluster.services[name].address)
             assert run.parts == set(parts_of(cluster.services[name]).values())
+            if run.groups:
+                assert cluster.load(cluster.services[name]).blocks_total == BLOCKS_OF_GROUPS * NUM_GROUPS
         cluster.start_router("--model", model, *run.placement, **addresses)
         async with InferenceClient(cluster.router.address) as client:
             load = Load(client, run.seed, sessions=run.placement != ALL_REMOTE, models=("", *run.adapters))

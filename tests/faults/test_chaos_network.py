@@ -21,6 +21,7 @@ from tests.support.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .faulty_network import PEERS_HOST, ROUTER_HOST, WORKER_HOST, Link, free_ports
+from .prepared_worker import PREPARED_WORKER
 from .worker_faults import WORKERS, check_whole, role_of
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -141,7 +142,7 @@ async def test_i4_faults_of_the_network_change_no_answer(
 ) -> None:
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         async with AsyncExitStack() as stack:
             world = World(cluster, workers, draw)
             await world.start(stack, model, connector, placement)

@@ -20,6 +20,7 @@ from tests.support.inference_client import InferenceClient
 from tests.support.redis_server import RedisServer, redis_server
 
 from .chaos_load import FLAGS, Load
+from .prepared_worker import PREPARED_WORKER
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -52,7 +53,7 @@ async def test_i4_redis_at_random_moments_changes_no_answer(
     """at_once: workers that are hurt together with Redis."""
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
-    with redis_server(tmp_path) as redis, running_cluster(tmp_path) as cluster:
+    with redis_server(tmp_path) as redis, running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         common = ("--model", model, "--redis", redis.url, "--set", "redis_namespace=test")
         for name in WORKERS:
             cluster.start_worker(role_of(name), *common, *FLAGS, "--set", "connector=tcp", name=name)

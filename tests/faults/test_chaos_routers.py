@@ -16,6 +16,7 @@ from tests.support.cluster_processes import Service, running_cluster
 from tests.support.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
+from .prepared_worker import PREPARED_WORKER
 from .worker_faults import WORKERS, check_whole, role_of
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
@@ -43,7 +44,7 @@ async def test_i4_a_router_that_goes_disturbs_no_other(
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
     sessions = placement != ALL_REMOTE
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for name in WORKERS:
             flags = ("--model", model, *FLAGS, "--set", f"connector={connector}")

@@ -55,13 +55,11 @@ def matrix(
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     pauses = DevicePauses(tmp_path_factory.mktemp("pauses"))
     flags = ("--set", f"connector={request.param}", "--set", "kv_ring_mib=1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the worker's program imports from `tests`
-        with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags) as made:
-            yield made
+    with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags) as made:
+        yield made
 
 
-@pytest.mark.parametrize(("phase", "role", "way"), CELLS, ids="-".join)
+@pytest.mark.parametrize(("phase", "role", "way"), CELLS, ids=["-".join(cell) for cell in CELLS])
 async def test_i4_a_fault_while_blocks_move_loses_nothing(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str
 ) -> None:
@@ -69,7 +67,7 @@ async def test_i4_a_fault_while_blocks_move_loses_nothing(
 
 
 @pytest.mark.parametrize("matrix", ["tcp"], indirect=True)
-@pytest.mark.parametrize(("phase", "role", "way"), TCP_CELLS, ids="-".join)
+@pytest.mark.parametrize(("phase", "role", "way"), TCP_CELLS, ids=["-".join(cell) for cell in TCP_CELLS])
 async def test_i4_a_fault_while_a_source_answers_loses_nothing(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str
 ) -> None:

@@ -18,9 +18,16 @@ SMALL_POOL = ("--set", "connector=tcp", "--set", "num_blocks=14")
 """56 blocks of a group; a request of the matrix has up to 14 in the group without a window, and 2 to 4 in each other one."""
 CELLS = [
     ("computing", "prefill", "SIGKILL"),
+    ("computing", "prefill", "SIGTERM"),
+    ("moving", "prefill", "SIGSTOP"),
     ("moving", "decode", "SIGKILL"),
+    ("moving", "decode", "SIGTERM"),
+    ("moving", "decode", "SIGSTOP"),
     ("streaming", "decode", "SIGKILL"),
+    ("streaming", "decode", "SIGTERM"),
+    ("streaming", "decode", "SIGSTOP"),
 ]
+"""Phases in which a sequence frees blocks behind its windows, or a receiver reserves only those that it will see."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         yield made
 
 
-@pytest.mark.parametrize(("phase", "role", "way"), CELLS, ids="-".join)
+@pytest.mark.parametrize(("phase", "role", "way"), CELLS, ids=["-".join(cell) for cell in CELLS])
 async def test_i4_a_fault_in_a_phase_loses_nothing_with_groups(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str
 ) -> None:

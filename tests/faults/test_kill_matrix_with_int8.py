@@ -30,7 +30,7 @@ def matrix(
         yield made
 
 
-@pytest.mark.parametrize(("phase", "role", "way"), CELLS, ids="-".join)
+@pytest.mark.parametrize(("phase", "role", "way"), CELLS, ids=["-".join(cell) for cell in CELLS])
 async def test_i4_a_fault_in_a_phase_loses_nothing_with_8_bit_numbers(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str
 ) -> None:

@@ -29,6 +29,7 @@ from tests.support.random_prompts import prompt_of
 from tests.support.redis_server import RedisServer, redis_server
 
 from .chaos_load import FLAGS, Load
+from .prepared_worker import PREPARED_WORKER
 from .worker_faults import WAYS, WORKERS, check_whole, hurt, role_of
 
 SOAK_S = float(os.environ.get("SOAK_S", "120"))
@@ -149,7 +150,7 @@ async def _report(cluster: Cluster, loads: list[Load], began: float) -> dict[str
 
 async def test_nothing_grows_and_nothing_dies(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     draw = random.Random(os.environ.get("SOAK_SEED", "1"))
-    with redis_server(tmp_path) as redis, running_cluster(tmp_path) as cluster:
+    with redis_server(tmp_path) as redis, running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=2), redis)
         address = cluster.router.address
         async with (

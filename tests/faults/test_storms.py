@@ -18,6 +18,8 @@ from tests.support.inference_client import InferenceClient
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S
 
+from .prepared_worker import PREPARED_WORKER
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=64")
@@ -53,7 +55,7 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
                 call.cancel()
                 num_left += 1
 
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), ("--set", f"connector={connector}"))
         async with InferenceClient(cluster.router.address) as client:
             await asyncio.gather(*(one(client, number) for number in range(1000)))
@@ -72,7 +74,7 @@ async def test_replacing_every_worker_under_load_loses_nothing(
 ) -> None:
     prompts = [prompt_of(30 + 11 * number, number) for number in range(12)]
     sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 0.8, "seed": 5}
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), ())
         async with InferenceClient(cluster.router.address) as client:
             expected = [answer.token_ids for answer in await client.ask_all(prompts, **sampling)]
@@ -106,7 +108,7 @@ async def test_replacing_every_worker_under_load_loses_nothing(
 
 
 async def test_a_killed_router_leaves_both_workers_whole(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
-    with running_cluster(tmp_path) as cluster:
+    with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         model = str(tiny_checkpoints("llama", num_hidden_layers=4))
         prefill = cluster.start_worker("prefill", "--model", model, *FLAGS)
         decode = cluster.start_worker("decode", "--model", model, *FLAGS)

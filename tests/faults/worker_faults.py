@@ -10,16 +10,15 @@ from contextlib import suppress
 
 import psutil
 
-from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import Cluster, Service
+from tests.support.prepared_children import ENGINE_PROCESS, RANK_1
 from tests.support.waiting import HANG_S
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 WAYS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 PART_KILLED, PART_STOPPED = "SIGKILL of a part", "SIGSTOP of a part"
 """Kill or stop a process of a worker's engine, or of its rank 1, alone; a worker that loses one ends by itself."""
-ENGINE_PROCESS = "pdserve.worker.engine_host.host_process"
-_PARTS = (ENGINE_PROCESS, WORKER_RANK)
+_PARTS = (ENGINE_PROCESS, RANK_1)
 
 
 def role_of(worker: str) -> str:
@@ -27,13 +26,12 @@ def role_of(worker: str) -> str:
 
 
 def parts_of(worker: Service) -> dict[int, str]:
-    """Process id -> program, of the worker's processes beside the first that belong to its engine."""
+    """Process id -> name, of the worker's processes beside the first that belong to its engine."""
     found = {}
     for child in psutil.Process(worker.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # processes of grammars come and go
-            command = child.cmdline()
-            if program := next((program for program in _PARTS if program in command), None):
-                found[child.pid] = program
+            if (name := child.name()) in _PARTS:
+                found[child.pid] = name
     return found
 
 

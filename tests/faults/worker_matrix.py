@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from pdserve.v1 import inference_pb2, request_pb2
-from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.phase_pauses import PhasePauses
+from tests.support.prepared_children import ENGINE_PROCESS, RANK_1
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S, eventually
 
@@ -134,16 +134,16 @@ def tiny_matrix(
 
 def engine_process_of(worker: Service) -> int:
     """The id of the process of a worker's engine."""
-    [process] = [
-        child for child in psutil.Process(worker.process.pid).children() if "engine-process" in child.cmdline()
-    ]
-    return process.pid
+    return _child_of(worker, ENGINE_PROCESS)
 
 
 def rank_1_of(worker: Service) -> int:
     """The id of the process of a worker's rank 1."""
-    children = psutil.Process(worker.process.pid).children()
-    [process] = [child for child in children if WORKER_RANK in child.cmdline()]
+    return _child_of(worker, RANK_1)
+
+
+def _child_of(worker: Service, name: str) -> int:
+    [process] = [child for child in psutil.Process(worker.process.pid).children() if child.name() == name]
     return process.pid
 
 
@@ -209,13 +209,12 @@ async def _attempts(matrix: Matrix, known: set[str]) -> int:
 
 async def _used_again(matrix: Matrix, client: InferenceClient, victim: Service, salt: str) -> None:
     """Check that the worker serves, and that cached blocks still have the bytes that were put there."""
-    for name, expected in matrix.calm.items():
-        assert await matrix.ask(client, name, salt) == expected
+    assert await matrix.ask_all(client, salt) == matrix.calm
     deadline = time.monotonic() + HANG_S
     for turn in itertools.count():
         known = {decision["request_id"] for decision in await matrix.routing()}
-        for name, expected in matrix.calm.items():  # under another salt nothing is cached
-            assert await matrix.ask(client, name, f"{salt}-{turn}") == expected
+        # under another salt nothing is cached
+        assert await matrix.ask_all(client, f"{salt}-{turn}") == matrix.calm
         new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
         if any(decision[victim.role] == victim.name for decision in new):
             return

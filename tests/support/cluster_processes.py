@@ -26,6 +26,7 @@ from tests.support.reserved_port import reserved_port
 from tests.support.waiting import HANG_S, wait_until
 
 KEY = "a key for tests, of no worth at all"
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("-m", "pdserve.cli.main")
 _TOO_LATE = "the watch began without a proof of the deployment key"
 _METRICS = re.compile(r"metrics (http://\S+)/metrics")
@@ -124,6 +125,8 @@ class Cluster:
         log = self.folder / f"{name}.log"
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
         environ |= {"PDSERVE_DEPLOYMENT_KEY": KEY, "OMP_NUM_THREADS": "1"}
+        if command[0] != PROGRAM[0]:  # a program of the tests imports from them
+            environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with log.open("ab") as output:
             process = ForkedProcess(command, output=output.fileno(), environ=environ, pass_fds=pass_fds)
         service = self.services[name] = Service(name, role, flags, process, log)

@@ -34,6 +34,7 @@ from pdserve.worker.engine_host import make_inproc_host
 from tests.support import pausing_worker
 from tests.support.late_executor import LateExecutor
 from tests.support.pausing_worker import Pauses, around
+from tests.support.prepared_children import prepare_children
 from tests.support.pretend_device import PretendTensor
 from tests.support.pretend_pool import PretendedPool, digest_on_device, region_on_host
 
@@ -102,5 +103,6 @@ def _flip(pool: PoolMemory, block: int) -> None:
 
 
 if __name__ == "__main__":
-    install(Path(sys.argv.pop(1)))
+    met = Path(sys.argv.pop(1))
+    prepare_children(lambda: install(met))
     main()

@@ -30,6 +30,7 @@ PRELOADED = (
     "grpc.aio",
     "pdserve.cli.service_commands",
     "pdserve.worker.worker_process",
+    "pdserve.engine.structured_outputs.grammar_matcher",
     "pdserve.router.service",
 )
 MAX_BYTES = 1 << 18

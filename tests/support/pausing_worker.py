@@ -18,26 +18,21 @@ An engine without requests whose encoder cache is still referenced raises, which
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pdserve.cli.main import main
-from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.kv_transfer.tcp.tcp_source import TcpSource
 from pdserve.worker import kv_transfer_manager
-from pdserve.worker.engine_host import host_process, proc_host
 from pdserve.worker.kv_transfer_manager import KvTransferManager
+from tests.support.prepared_children import prepare_children
 
 PHASES = ("queued", "computing", "computed", "moving", "landed", "first", "streaming")
-ENGINE_PROCESS = "engine-process"
-"""In place of the role: the process of a worker's engine."""
 LONGEST_S = 20.0
 NUM_FIRST = 2
 """Output tokens when decode has sampled one: the first is that of the prefill."""
@@ -132,20 +127,7 @@ def _computes(request: Request | None) -> bool:
     return request is not None and request.num_computed_tokens < request.num_prompt_tokens
 
 
-def start_pausing_engine(folder: Path, descriptor: int) -> ChildProcess:
-    """In place of `proc_host.start_program`."""
-    return subprocess.Popen(
-        [sys.executable, "-P", __file__, str(folder), ENGINE_PROCESS, str(descriptor)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(descriptor,),
-    )
-
-
 if __name__ == "__main__":
     met = Path(sys.argv.pop(1))
-    install(Pauses(met))
-    if sys.argv[1] == ENGINE_PROCESS:
-        del sys.argv[1]
-        sys.exit(host_process.main())
-    proc_host.start_program = partial(start_pausing_engine, met)
+    prepare_children(lambda: install(Pauses(met)))
     main()
