@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pdserve.common.errors import ConfigError, InvalidRequest, UnsupportedModel
+from pdserve.common.errors import InvalidRequest
 from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, RequestOutput, StreamingInput
 from tests.support.forked_engine import start_rank
@@ -183,18 +183,6 @@ def test_refusals_name_the_image(make_image_llm: Callable[..., LLM], image_folde
         llm.generate({"prompt": PICTURE * 9, "multi_modal_data": {"image": big}}, greedy(), use_tqdm=False)
     with LLM(folder, **TINY) as text_model, pytest.raises(InvalidRequest, match="this model takes text alone"):
         text_model.generate(given, greedy(), use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"enable_lora": True}, "enable_lora"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
-    ],
-)
-def test_settings_without_images_are_refused(image_folder: Path, options: dict[str, Any], name: str) -> None:
-    with pytest.raises((ConfigError, UnsupportedModel), match=f"{name} is "):
-        LLM(image_folder, **TINY, **options)
 
 
 @pytest.mark.slow

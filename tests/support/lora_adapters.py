@@ -24,11 +24,13 @@ def make_adapter(
     targets: Sequence[str] = ALL_LINEARS,
     dtype: torch.dtype = torch.float32,
     spread: float = 0.1,
+    has_vision: bool = False,
     **fields: Any,
 ) -> Path:
     """Write an adapter for the checkpoint in `base` and return its folder; the same arguments give the same bytes.
 
-    spread: standard deviation of all weights, large enough to change texts. fields: of adapter_config.json.
+    spread: standard deviation of all weights, large enough to change texts. has_vision: True: also for modules of a vision
+    encoder. fields: of adapter_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -40,7 +42,7 @@ def make_adapter(
     tensors = {}
     for name, weight in sorted(_weights(base).items()):
         module = name.removesuffix(".weight")
-        if module.rsplit(".", 1)[-1] in targets:
+        if module.rsplit(".", 1)[-1] in targets and (has_vision or "visual." not in module):
             out_size, in_size = weight.shape
             for side, shape in (("A", (rank, in_size)), ("B", (out_size, rank))):
                 drawn = torch.empty(shape).normal_(0.0, spread, generator=generator)

@@ -23,7 +23,7 @@ from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
-from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder, verify_image_model
+from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_cache_groups
@@ -209,7 +209,6 @@ def rank_device(device: str, rank: int, size: int) -> str:
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
     config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
     verify_classifier(settings, folder, config)
-    verify_image_model(settings, config)
     verify_encoder_decoder(settings, config)
     config.verify_options(settings.quantization, settings.enable_lora)
     draft_folder = DraftModelFolder.of(settings, folder, config)

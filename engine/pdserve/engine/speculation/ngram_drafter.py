@@ -17,9 +17,10 @@ from pdserve.engine.speculation.drafter import DraftRows
 class NgramDrafter:
     """A `Drafter` without state. The cost per sequence and step is one pass over its tokens."""
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        """Tokens of the shortest and of the longest n-gram that is looked up."""
+    def __init__(self, shortest: int, longest: int, image_token_id: int | None = None) -> None:
+        """shortest, longest: tokens of the n-grams that are looked up. image_token_id: ends a draft; None: no token does."""
         self._shortest, self._longest = shortest, longest
+        self._image_token_id = image_token_id
 
     def propose(self, wanted: DraftRows) -> Sequence[Sequence[int]]:
         return [
@@ -42,4 +43,7 @@ class NgramDrafter:
             return []
         first = int(found[0]) + 1
         drafted: list[int] = tokens[first : first + limit].tolist()
+        if self._image_token_id is not None and self._image_token_id in drafted:
+            # it stands for an image in a prompt, and no model says it
+            return drafted[: drafted.index(self._image_token_id)]
         return drafted

@@ -21,6 +21,8 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.json_file import MAX_JSON_BYTES, parse_json_object, read_regular_file
 from pdserve.models.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from pdserve.models.lora.lora_targets import LoraTarget, LoraTargets, LoraWeights
+from pdserve.models.vision.vision_tower import PREFIX as VISION_PREFIX
+from pdserve.models.weights.body_weights import image_model_name
 from pdserve.models.weights.checkpoint import FLOATS
 from pdserve.models.weights.weight_loader import few, verify_finite
 
@@ -78,7 +80,9 @@ def _read_files(folder: Path, targets: LoraTargets) -> tuple[bytes, bytes]:
 def _max_bytes(targets: LoraTargets) -> int:
     """Bytes of the largest adapter of this model, in float32, with its header."""
     numbers = sum(target.in_size + target.out_size for target in targets.by_name.values()) * targets.max_rank
-    return numbers * _LARGEST_ITEM_BYTES + 2 * len(targets.by_name) * _HEADER_BYTES_PER_TENSOR + MAX_JSON_BYTES
+    largest = numbers * _LARGEST_ITEM_BYTES + 2 * len(targets.by_name) * _HEADER_BYTES_PER_TENSOR
+    # matrices of a vision encoder too are read as far as their names, by which they are refused
+    return (2 if targets.has_images else 1) * largest + MAX_JSON_BYTES
 
 
 def _fingerprint(config: bytes, weights: bytes) -> str:
@@ -103,29 +107,44 @@ def _modules(
 ) -> dict[str, dict[str, str]]:
     """Module -> side (A, B) -> tensor name. Raises: ConfigError, UnsupportedModel."""
     modules: dict[str, dict[str, str]] = {}
+    names: set[str] = set()
     for name, entry in header.items():
         found = _TENSOR_NAME.fullmatch(name)
         if found is None:
             raise UnsupportedModel(
                 f"{path}: {name[:120]} is no lora_A.weight or lora_B.weight of a linear layer; it is not served"
             )
-        module, side = found["module"], found["side"]
+        stored, side = found["module"], found["side"]
+        module = image_model_name(stored) if targets.has_images else stored
         target = targets.by_name.get(module)
         if target is None:
-            raise UnsupportedModel(
-                f"{path}: {name[:120]}: no adapter is served for this module; there are {_ends(targets)} of each layer"
-            )
+            raise UnsupportedModel(f"{path}: {name[:120]}: {_refusal(module, stored, targets)}")
         _verify_entry(entry, _shape(target, side, config.rank), f"{path}: {name}")
-        modules.setdefault(module, {})[side] = name
+        sides = modules.setdefault(module, {})
+        if side in sides:
+            raise ConfigError(f"{path}: {sides[side]} and {name} are for the same module")
+        sides[side] = name
+        names |= {module, stored}
     if not modules:
         raise ConfigError(f"{path} has no tensors")
     alone = [module for module, sides in modules.items() if len(sides) < 2]
     if alone:
         raise ConfigError(f"{path}: lora_A or lora_B is missing for {few(sorted(alone))}")
     for wanted in config.target_modules or ():
-        if not any(module == wanted or module.endswith(f".{wanted}") for module in modules):
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
             raise ConfigError(f"{path}: target_modules names {wanted[:80]!r}, and no tensor is for it")
     return modules
+
+
+def _refusal(module: str, stored: str, targets: LoraTargets) -> str:
+    """A clause that says why a module takes no adapter. module, stored: its names here and in the file."""
+    if targets.has_images and module.startswith(VISION_PREFIX):
+        part = "merger" if "merger" in module else "vision encoder"
+        return (
+            f"target_modules reaches {stored[:80]} in the {part}, and an image is encoded once for all adapters; only layers "
+            "of the language model take one (PEFT: exclude_modules)"
+        )
+    return f"no adapter is served for this module; there are {_ends(targets)} of each layer"
 
 
 def _ends(targets: LoraTargets) -> str:

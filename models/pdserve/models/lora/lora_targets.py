@@ -90,6 +90,8 @@ class LoraTargets:
     """Slots."""
     max_rank: int
     dtype: torch.dtype
+    has_images: bool = False
+    """True: the model has a vision encoder, which takes no adapters."""
 
     @property
     def nbytes(self) -> int:
@@ -121,8 +123,8 @@ def with_lora_targets(
 ) -> tuple[Decoder, LoraTargets]:
     """The decoder with slots for adapters beside the projections of attention and of its gated MLPs.
 
-    Experts, embedding and output head take none. kernels: the setting. max_tokens: of one step. shard: of the decoder; each rank
-    has its part of B, or of A where the inputs are divided.
+    Experts, embedding, output head and vision encoder take none. kernels: the setting. max_tokens: of one step. shard: of the
+    decoder; each rank has its part of B, or of A where the inputs are divided.
     Raises: ConfigError for kernels that the device or installation does not support.
     """
     config, dtype = decoder.config, TORCH_DTYPES[decoder.config.dtype]
@@ -170,7 +172,7 @@ def with_lora_targets(
             yield replace(layer, attention=attention, mlp=mlp)
 
     wrapped = decoder.with_layers(list(wrapped_layers()))
-    return wrapped, LoraTargets(by_name, ops, max_loras, max_rank, dtype)
+    return wrapped, LoraTargets(by_name, ops, max_loras, max_rank, dtype, has_images=config.vision is not None)
 
 
 def _projections(prefix: str, config: ModelConfig, order: HeadOrder, shard: RankShard) -> _Products:

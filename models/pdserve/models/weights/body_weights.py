@@ -69,10 +69,11 @@ class ImageModelWeights(RenamedWeights):
     """Models with images name the language model's weights as a text model does, or under a prefix."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint, _image_model_name)
+        super().__init__(checkpoint, image_model_name)
 
 
-def _image_model_name(name: str) -> str:
+def image_model_name(name: str) -> str:
+    """The name here of a weight or module of a model with images: as in a text model, or from `visual.` on."""
     for stored, served in _IMAGE_MODEL_PREFIXES.items():
         if name.startswith(stored):
             return served + name.removeprefix(stored)

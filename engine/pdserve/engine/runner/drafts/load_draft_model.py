@@ -46,6 +46,10 @@ class DraftModelFolder:
             config = read_model_config(draft_folder, settings.dtype, settings.model_impl)
             if config.classifier is not None:
                 raise ConfigError(f"{draft_folder} has a classification head and generates no text")
+            if config.vision is not None:
+                raise ConfigError(
+                    f"{draft_folder} takes images, and a model that drafts sees tokens alone: name a text model"
+                )
         _verify_vocabulary(setting.draft_model, draft_folder, config, folder, model)
         return cls(draft_folder, config, config.kv_cache_groups(settings.block_size, ""), setting)
 

@@ -26,7 +26,8 @@ def make_drafter(
     if setting is None:
         return None
     if setting.draft_model is None:
-        return NgramDrafter(setting.shortest_lookup, setting.longest_lookup)
+        image_token_id = None if config.encoder is None else config.encoder.image_token_id
+        return NgramDrafter(setting.shortest_lookup, setting.longest_lookup, image_token_id)
     if draft_model is None:
         raise ValueError(f"speculative_config.model is {setting.draft_model!r}, and no draft model was loaded")
     return ModelDrafter(

@@ -1,10 +1,9 @@
-"""`image_encoder`: the limits and memory of a model's vision encoder, and the settings with which it is not served."""
+"""`image_encoder`: the limits of a model's vision encoder; `encoder_bytes`: its memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.config import EncoderConfig
@@ -14,18 +13,6 @@ from pdserve.models.dtypes import TORCH_DTYPES
 _FLOAT_BYTES = 4
 _PIXEL_COPIES = 2
 """Normalized pixels are there as an image, and as patches."""
-
-
-def verify_image_model(settings: WorkerSettings, config: ModelConfig) -> None:
-    """Raises: ConfigError naming a setting with which a model with images is not served."""
-    if config.vision is None:
-        return
-    for name, is_set in (
-        ("enable_lora", settings.enable_lora),
-        ("speculative_config", settings.speculative_config is not None),
-    ):
-        if is_set:
-            raise ConfigError(f"{name} is set, and {config.architecture}, a model with images, is served without")
 
 
 def image_encoder(
