@@ -37,11 +37,12 @@ class TestNativeAttention(AttentionContract):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(14, 2, 64), (5, 1, 10), (9, 1, 48), (32, 1, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(14, 2, 64), (5, 1, 10), (9, 1, 48), (32, 1, 128), (2, 2, 33)], ids=str)
 def test_every_instruction_set(built: NativeLibrary, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Group sizes of one call and of several, heads of whole vectors and others."""
+    """Group sizes of one call and of several, heads of whole vectors and others; chunks of one task and of several."""
     assert built.levels[-1] == "baseline"
-    fields: dict[str, Any] = {"decodes": [1, 700, 0, 256, 17], "heads": heads, "dtype": dtype}
+    prefills = [(0, 66), (310, 35), (60, 5)]
+    fields: dict[str, Any] = {"decodes": [1, 700, 0, 256, 17], "prefills": prefills, "heads": heads, "dtype": dtype}
     for level in built.levels:
         for block_size, options in ((16, {}), (48, {"window": 300}), (5, {"softcap": 2.0})):
             case = make_case(block_size=block_size, **fields)
@@ -52,7 +53,8 @@ def test_every_instruction_set(built: NativeLibrary, heads: tuple[int, int, int]
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 3.0}], ids=str)
 def test_it_agrees_with_torch(built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
     heads = (14, 2, 64)
-    case = make_case(decodes=[900, 33, 512], prefills=[(40, 9)], heads=heads, block_size=16, dtype=dtype)
+    prefills = [(40, 9), (0, 200), (500, 140)]
+    case = make_case(decodes=[900, 33, 512], prefills=prefills, heads=heads, block_size=16, dtype=dtype)
     found = run_step(NativeAttentionBackend(case.kv_cache.clone(), built), case, make_spec(heads, **options))
     expected = run_step(TorchAttentionBackend(case.kv_cache.clone()), case, make_spec(heads, **options))
     torch.testing.assert_close(found, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
@@ -81,11 +83,40 @@ def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(built: Nat
         assert torch.equal(run_step(backend, alone, spec)[0], expected[row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 90}], ids=str)
+def test_a_row_of_a_chunk_has_the_same_bits_wherever_the_prompt_is_cut(
+    built: NativeLibrary, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """And whatever is beside it, with any number of threads, at every instruction set."""
+    heads, length = (6, 2, 32), 200
+    spec = make_spec(heads, **options)
+    case = make_case(decodes=[33], prefills=[(0, length), (70, 9)], heads=heads, block_size=16, dtype=dtype)
+    for level in built.levels:
+        backend = NativeAttentionBackend(case.kv_cache, built, level)
+        with num_threads(1):
+            expected = run_step(backend, case, spec)[1 : 1 + length]
+        for cut, stop, threads in ((0, length, 3), (0, 2, 1), (1, 65, 1), (64, 130, 7), (63, 66, 1), (150, length, 2)):
+            rows, size = slice(1 + cut, 1 + stop), stop - cut
+            starts, lens = torch.tensor([0, size]), torch.tensor([stop])
+            batch = replace(
+                case.batch, positions=case.batch.positions[rows], slot_mapping=case.batch.slot_mapping[rows],
+                query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens, seq_lens_cpu=lens,
+                block_tables=case.batch.block_tables[1:2], num_decodes=0, max_query_len=size, max_seq_len=stop,
+            )  # fmt: skip
+            alone = replace(case, batch=batch, q=case.q[rows], k=case.k[rows], v=case.v[rows])
+            with num_threads(threads):
+                assert torch.equal(run_step(backend, alone, spec), expected[cut:stop]), (level, cut, stop)
+
+
 @pytest.mark.parametrize("number", [-1, -(2**62), 2**40, None], ids=str)
 @pytest.mark.parametrize("column", [0, 2])
-def test_a_block_outside_the_cache_is_refused(built: NativeLibrary, number: int | None, column: int) -> None:
+@pytest.mark.parametrize(("decodes", "prefills"), [([3, 33], []), ([3], [(20, 13)])], ids=["decode", "chunk"])
+def test_a_block_outside_the_cache_is_refused(
+    built: NativeLibrary, number: int | None, column: int, decodes: list[int], prefills: list[tuple[int, int]]
+) -> None:
     heads = (4, 2, 8)
-    case = make_case(decodes=[3, 33], heads=heads, block_size=16, dtype=torch.float32)
+    case = make_case(decodes=decodes, prefills=prefills, heads=heads, block_size=16, dtype=torch.float32)
     backend, tables = NativeAttentionBackend(case.kv_cache, built), case.batch.block_tables.clone()
     batch = replace(case.batch, block_tables=tables)
     plan = backend.plan(batch, make_spec(heads))
@@ -114,13 +145,14 @@ def test_windows_read_no_block_before_them(built: NativeLibrary) -> None:
 
 def test_a_plan_has_the_room_that_grew_for_a_later_one(built: NativeLibrary) -> None:
     heads = (4, 2, 8)
-    case = make_case(decodes=[900, 700], heads=heads, block_size=16, dtype=torch.float32)
+    case = make_case(decodes=[900, 700], prefills=[(0, 9)], heads=heads, block_size=16, dtype=torch.float32)
     backend = NativeAttentionBackend(case.kv_cache, built)
     for plan in [backend.plan(case.batch, make_spec(heads, window=window)) for window in (1, None)]:
         plan.store(case.layer, case.k, case.v)
         plan.attend(case.layer, case.q, case.k, case.v)
         assert isinstance(plan, NativeAttentionPlan)
-        assert plan._call.partials == backend._partials.data_ptr()
+        assert plan._decode_call.partials == backend._partials.data_ptr()
+        assert plan._prefill_call.rooms == backend._rooms.data_ptr()
 
 
 # ---- choice

@@ -87,12 +87,15 @@ class TorchAttentionPlan:
         self._num_decodes = step.batch.num_decodes
         self._write_rows = step.write_rows
         self._plan_decodes(step)
-        self._prefills = [plan_prefill(chunk, pages, spec) for chunk in step.chunks]
+        self._plan_chunks(step)
 
     def _plan_decodes(self, step: StepPlan) -> None:
         pages = self._pages
         self._groups = plan_decode(step.batch, step.decode_lens, pages, self._spec)
         step.clear_tails(pages, is_masked=any(group.mask is not None for group in self._groups))
+
+    def _plan_chunks(self, step: StepPlan) -> None:
+        self._prefills = [plan_prefill(chunk, self._pages, self._spec) for chunk in step.chunks]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._pages.store(layer, self._write_rows, k, v)
@@ -106,7 +109,7 @@ class TorchAttentionPlan:
         sinks: Tensor | None = None,
         distance_bias: Tensor | None = None,
     ) -> Tensor:
-        pages, spec, more = self._pages, self._spec, ScoreTerms(sinks, distance_bias)
+        spec, more = self._spec, ScoreTerms(sinks, distance_bias)
         num_tokens = q.shape[0]
         queries = q.view(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
         if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries, more)) is not None:
@@ -114,13 +117,8 @@ class TorchAttentionPlan:
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         if self._num_decodes:
             self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes], more)
-        for plan in self._prefills:
-            first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
-            if plan.source is None:
-                keys, values = k[first:stop].transpose(0, 1), v[first:stop].transpose(0, 1)
-            else:
-                keys, values = (gathered[0] for gathered in pages.gather(layer, plan.source))
-            attend_prefill(queries[first:stop], keys, values, plan, spec, out[first:stop], more)
+        if self._num_decodes < num_tokens:
+            self._attend_chunks(layer, queries, k, v, out, more)
         return out.view(num_tokens, -1)
 
     def _attend_at_once(self, layer: int, queries: Tensor, more: ScoreTerms) -> Tensor | None:
@@ -131,6 +129,16 @@ class TorchAttentionPlan:
         """Write the decode rows; queries and out `[num_decodes, Hkv, G, D]`, out contiguous."""
         for group in self._groups:
             out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group, more)
+
+    def _attend_chunks(self, layer: int, queries: Tensor, k: Tensor, v: Tensor, out: Tensor, more: ScoreTerms) -> None:
+        """Write the rows behind the decode rows; queries and out `[T, Hkv, G, D]`, out contiguous, k and v those of `attend`."""
+        for plan in self._prefills:
+            first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
+            if plan.source is None:
+                keys, values = k[first:stop].transpose(0, 1), v[first:stop].transpose(0, 1)
+            else:
+                keys, values = (gathered[0] for gathered in self._pages.gather(layer, plan.source))
+            attend_prefill(queries[first:stop], keys, values, plan, self._spec, out[first:stop], more)
 
     def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup, more: ScoreTerms) -> Tensor:
         k, v = self._pages.gather(layer, group.source)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).resolve().parent
-ENTRY_SOURCES = ("paged_decode", "lora_rows", "layer_rows", "int8_rows", "expert_rows")
+ENTRY_SOURCES = ("paged_decode", "paged_prefill", "lora_rows", "layer_rows", "int8_rows", "expert_rows")
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
 _FLAGS = (
@@ -41,6 +41,7 @@ class _LevelSource(NamedTuple):
 
 _LEVEL_SOURCES = (
     _LevelSource("decode_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("prefill_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("expert_level", ("-ffp-contract=fast",), _X86_LEVELS),

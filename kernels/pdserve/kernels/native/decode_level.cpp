@@ -3,6 +3,7 @@
 // instruction set.
 #include "level_vectors.h"
 #include "paged_decode.h"
+#include "word_transpose.h"
 
 #if defined(__AVX512F__)
 #define GROUP 8
@@ -19,13 +20,6 @@ namespace {
 
 // Keys of a tile; numbers of a head are padded to multiples of PAD.
 constexpr int TILE = 16, PAD = 32, MAX_HEAD = 512, VECTORS = TILE / WIDTH;
-
-// tanh(x), to 1e-7 absolutely.
-inline Floats hyperbolic(Floats x) {
-  const Floats low = all(-40.0f), high = all(40.0f), doubled = 2.0f * x;
-  const Floats cut = -larger(-larger(doubled, low), -high) + (x - x);
-  return 1.0f - 2.0f / (exponential(cut) + 1.0f);
-}
 
 inline float largest(Floats values) {
   float found = values[0];
@@ -113,67 +107,6 @@ struct Pages {
     }
   }
 };
-
-#if defined(__AVX512F__)
-// to[word][row] = rows[row * stride + word], 16 words of 16 rows
-inline void transpose(const uint32_t* rows, int64_t stride, uint32_t* to) {
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows + i * stride);
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-    b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-    b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-    b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-    a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-    a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-    a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(to + 16 * i, a[i]);
-}
-constexpr int WORDS = 16;
-#elif defined(__AVX2__)
-// 8 words of 16 rows
-inline void transpose(const uint32_t* rows, int64_t stride, uint32_t* to) {
-  for (int half = 0; half < 16; half += 8) {
-    __m256 a[8], b[8];
-    for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows + (half + i) * stride));
-    for (int i = 0; i < 8; i += 2) {
-      b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-      b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-      a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-      a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
-      a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-      a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-    }
-    for (int i = 0; i < 4; ++i) {
-      _mm256_store_ps(reinterpret_cast<float*>(to + 16 * i + half), _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-      _mm256_store_ps(reinterpret_cast<float*>(to + 16 * (i + 4) + half), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    }
-  }
-}
-constexpr int WORDS = 8;
-#else
-inline void transpose(const uint32_t* rows, int64_t stride, uint32_t* to) {
-  for (int word = 0; word < 4; ++word)
-    for (int row = 0; row < TILE; ++row) to[TILE * word + row] = rows[row * stride + word];
-}
-constexpr int WORDS = 4;
-#endif
 
 OUTSIDE void transpose_tile(const uint32_t* rows, int64_t stride, int64_t num_words, uint32_t* to) {
   for (int64_t word = 0; word < num_words; word += WORDS) transpose(rows + word, stride, to + word * TILE);

@@ -66,10 +66,14 @@ inline void store(BFloat* to, Floats value) {
 }
 
 inline Floats all(float value) { return value - Floats{}; }
+#if defined(__AVX512F__)
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // as below: b for NaN
+#else
 inline Floats larger(Floats a, Floats b) {
   const Ints mask = a > b;
   return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
 }
+#endif
 
 // exp(x) for x <= 88; 0 below -87.
 inline Floats exponential(Floats x) {
@@ -86,6 +90,13 @@ inline Floats exponential(Floats x) {
   sum = sum * rest * rest + rest + 1.0f;
   const Ints exponent = ((Ints)shifted + 127) << 23;
   return (Floats)((Ints)(sum * (Floats)exponent) & ~tiny);
+}
+
+// tanh(x), to 1e-7 absolutely.
+inline Floats hyperbolic(Floats x) {
+  const Floats low = all(-40.0f), high = all(40.0f), doubled = 2.0f * x;
+  const Floats cut = -larger(-larger(doubled, low), -high) + (x - x);
+  return 1.0f - 2.0f / (exponential(cut) + 1.0f);
 }
 
 }  // namespace

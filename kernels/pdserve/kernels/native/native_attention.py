@@ -1,7 +1,8 @@
-"""Attention on a processor: decode rows in C++ (`paged_decode.h`), everything else in torch operations.
+"""Attention on a processor in C++: decode rows (`paged_decode.h`) and prompt chunks (`paged_prefill.h`).
 
-A KV head's keys are read once for all of its query heads, in place. The keys of a row are cut into pieces of 256 tokens by the
-row's own length, and joined in order: a row has the same bits whatever is beside it, with any number of threads.
+A KV head's keys are read once for all of its query heads, decode's in place. The keys of a decode row are cut into pieces of 256
+tokens by the row's own length, and joined in order; those of a chunk's row are taken in tiles that begin at multiples of 64 tokens.
+So a row has the same bits whatever is beside it, with any number of threads, and a chunk's row wherever the chunk begins.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import KvPages, check_spec
 from pdserve.kernels.attention.score_terms import ScoreTerms
 from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
-from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary, PrefillCall
 
 _MAX_HEAD_DIM = 512
+_CHANGED = "block_tables changed after the plan: a block number is outside the cache"
 
 
 def unsupported(kv_cache: Tensor) -> str | None:
@@ -42,7 +44,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
         super().__init__(kv_cache)
         self._native_library = library
         self._level = 0 if level is None else library.levels.index(level)
-        self._partials = torch.empty(0)
+        self._partials, self._rooms = torch.empty(0), torch.empty(0)
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
         pages = self._pages
@@ -52,26 +54,49 @@ class NativeAttentionBackend(TorchAttentionBackend):
             return TorchAttentionPlan(self._step_plan(batch), pages, spec)
         return NativeAttentionPlan(self._step_plan(batch), pages, spec, self)
 
-    def attend(self, call: DecodeCall) -> None:
+    def attend_decodes(self, call: DecodeCall) -> None:
         """Write `call.out`."""
         # the room may have grown for another plan of the step
         call.partials = self._partials.data_ptr()
         if self._native_library.paged_decode(byref(call), self._level):
-            raise ValueError("block_tables changed after the plan: a block number is outside the cache")
+            raise ValueError(_CHANGED)
 
-    def prepare(self, call: DecodeCall, partial_size: int) -> None:
+    def attend_chunks(self, call: PrefillCall) -> None:
+        """Write the rows of `call.out` that belong to its chunks."""
+        call.rooms = self._rooms.data_ptr()
+        if self._native_library.paged_prefill(byref(call), self._level):
+            raise ValueError(_CHANGED)
+
+    def prepare_decode(self, call: DecodeCall, partial_size: int) -> None:
         """Fill `call.piece_starts`, and give the call room for its pieces, shared by all plans.
 
         partial_size: numbers of one piece. Raises: ValueError for a block number outside the cache.
         """
         num_pieces = self._native_library.plan_decode(byref(call))
         if num_pieces < 0:
-            raise ValueError(
-                f"block_tables of sequence {-1 - num_pieces} names a block outside the cache of {call.num_blocks} blocks"
-            )
+            raise _outside(-1 - num_pieces, call)
         if self._partials.numel() < num_pieces * partial_size:
             self._partials = torch.empty(num_pieces * partial_size * 3 // 2)
         call.parallel = self._native_library.parallel
+
+    def prepare_prefill(self, call: PrefillCall, first: int) -> None:
+        """Fill `call.task_starts`, and give each of its threads a room, shared by all plans.
+
+        first: the sequence of the first chunk. Raises: ValueError for a block number outside the cache.
+        """
+        num_tasks = self._native_library.plan_prefill(byref(call))
+        if num_tasks < 0:
+            raise _outside(first - 1 - num_tasks, call)
+        size = call.num_threads * self._native_library.prefill_room(call.head_dim)
+        if self._rooms.numel() < size:
+            self._rooms = torch.empty(size)
+        call.parallel = self._native_library.parallel
+
+
+def _outside(sequence: int, call: DecodeCall | PrefillCall) -> ValueError:
+    return ValueError(
+        f"block_tables of sequence {sequence} names a block outside the cache of {call.num_blocks} blocks"
+    )
 
 
 class NativeAttentionPlan(TorchAttentionPlan):
@@ -79,38 +104,71 @@ class NativeAttentionPlan(TorchAttentionPlan):
 
     def __init__(self, step: StepPlan, pages: KvPages, spec: AttentionSpec, backend: NativeAttentionBackend) -> None:
         self._backend = backend
+        # held here: calls have addresses alone
+        self._tables = step.batch.block_tables
+        if self._tables.stride(-1) != 1:
+            self._tables = self._tables.contiguous()
+        self._lens = step.batch.seq_lens_cpu.contiguous()
         super().__init__(step, pages, spec)
 
     def _plan_decodes(self, step: StepPlan) -> None:
-        pages, spec, batch = self._pages, self._spec, step.batch
-        size = batch.num_decodes
-        # held here: the call has addresses alone
-        self._tables = batch.block_tables if batch.block_tables.stride(-1) == 1 else batch.block_tables.contiguous()
-        self._lens = batch.seq_lens_cpu.contiguous()
-        self._starts = torch.empty(size + 1, dtype=torch.int64)
-        group_size = spec.num_heads // spec.num_kv_heads
-        self._call = call = DecodeCall(
-            kv_cache=pages.kv_cache.data_ptr(), num_blocks=pages.num_blocks, num_kv_heads=pages.num_kv_heads,
-            num_layers=pages.num_layers, block_size=pages.block_size, head_dim=pages.head_dim,
-            dtype=NATIVE_DTYPES[pages.kv_cache.dtype], block_tables=self._tables.data_ptr(), table_stride=self._tables.stride(0),
-            table_width=self._tables.shape[1], seq_lens=self._lens.data_ptr(), num_seqs=size, group_size=group_size,
-            window=spec.window or 0, scale=spec.scale, softcap=spec.softcap or 0.0, piece_starts=self._starts.data_ptr(),
-            num_threads=torch.get_num_threads(),
+        size = self._num_decodes
+        self._piece_starts = torch.empty(size + 1, dtype=torch.int64)
+        self._decode_call = call = DecodeCall(
+            block_tables=self._tables.data_ptr(), table_stride=self._tables.stride(0), table_width=self._tables.shape[1],
+            seq_lens=self._lens.data_ptr(), num_seqs=size, piece_starts=self._piece_starts.data_ptr(),
         )  # fmt: skip
+        self._fill(call)
         if size:
-            self._backend.prepare(call, spec.num_heads * (spec.head_dim + 2))
+            self._backend.prepare_decode(call, self._spec.num_heads * (self._spec.head_dim + 2))
+
+    def _plan_chunks(self, step: StepPlan) -> None:
+        first, size = self._num_decodes, len(self._lens) - self._num_decodes
+        if not size:
+            return
+        self._query_starts = step.batch.query_start_loc_cpu.contiguous()
+        self._task_starts = torch.empty(size + 1, dtype=torch.int64)
+        tables = self._tables[first:]
+        self._prefill_call = call = PrefillCall(
+            block_tables=tables.data_ptr(), table_stride=tables.stride(0), table_width=tables.shape[1],
+            query_starts=self._query_starts[first:].data_ptr(), seq_lens=self._lens[first:].data_ptr(), num_chunks=size,
+            is_causal=self._spec.causal, task_starts=self._task_starts.data_ptr(),
+        )  # fmt: skip
+        self._fill(call)
+        self._backend.prepare_prefill(call, first)
+
+    def _fill(self, call: DecodeCall | PrefillCall) -> None:
+        """Set what is the same for decode rows and chunks."""
+        pages, spec = self._pages, self._spec
+        call.kv_cache, call.dtype = pages.kv_cache.data_ptr(), NATIVE_DTYPES[pages.kv_cache.dtype]
+        call.num_blocks, call.num_kv_heads, call.num_layers = pages.num_blocks, pages.num_kv_heads, pages.num_layers
+        call.block_size, call.head_dim = pages.block_size, pages.head_dim
+        call.group_size, call.window = spec.num_heads // spec.num_kv_heads, spec.window or 0
+        call.scale, call.softcap = spec.scale, spec.softcap or 0.0
+        call.num_threads = torch.get_num_threads()
 
     def _attend_at_once(self, layer: int, queries: Tensor, more: ScoreTerms) -> None:
         return None
 
     def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, more: ScoreTerms) -> None:
         """queries and out `[num_decodes, Hkv, G, D]`; out is contiguous."""
+        held = self._set_rows(self._decode_call, layer, queries, out)
+        self._backend.attend_decodes(self._decode_call)
+        del held
+
+    def _attend_chunks(self, layer: int, queries: Tensor, k: Tensor, v: Tensor, out: Tensor, more: ScoreTerms) -> None:
+        """Keys and values are read in the pages, where `store` wrote those of this step."""
+        held = self._set_rows(self._prefill_call, layer, queries, out)
+        self._backend.attend_chunks(self._prefill_call)
+        del held
+
+    def _set_rows(self, call: DecodeCall | PrefillCall, layer: int, queries: Tensor, out: Tensor) -> Tensor:
+        """Set the layer, queries `[n, Hkv, G, D]` and out, contiguous; the result is to be held until the call has ended."""
         if not 0 <= layer < self._pages.num_layers:
             raise IndexError(f"layer {layer} of {self._pages.num_layers}")
         queries = queries.flatten(1, 2)
         if queries.stride(2) != 1 or queries.dtype is not self._pages.kv_cache.dtype:
             queries = queries.to(self._pages.kv_cache.dtype).contiguous()
-        call = self._call
         call.layer, call.q, call.out = layer, queries.data_ptr(), out.data_ptr()
         call.q_stride, call.q_head_stride = queries.stride()[:2]
-        self._backend.attend(call)
+        return queries

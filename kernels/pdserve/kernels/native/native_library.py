@@ -32,6 +32,20 @@ class DecodeCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class PrefillCall(ctypes.Structure):
+    """`PrefillCall` of `paged_prefill.h`, field by field."""
+
+    _fields_ = (
+        ("kv_cache", c_void_p), ("num_blocks", c_int64), ("num_kv_heads", c_int64), ("num_layers", c_int64),
+        ("block_size", c_int64), ("head_dim", c_int64), ("dtype", c_int64),
+        ("block_tables", c_void_p), ("table_stride", c_int64), ("table_width", c_int64),
+        ("query_starts", c_void_p), ("seq_lens", c_void_p), ("num_chunks", c_int64),
+        ("group_size", c_int64), ("window", c_int64), ("is_causal", c_int64), ("scale", c_double), ("softcap", c_double),
+        ("q", c_void_p), ("q_stride", c_int64), ("q_head_stride", c_int64), ("out", c_void_p), ("layer", c_int64),
+        ("task_starts", c_void_p), ("rooms", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
 class LoraTokens(ctypes.Structure):
     """`LoraTokens` of `lora_rows.h`, field by field."""
 
@@ -94,6 +108,9 @@ class NativeLibrary:
             library = ctypes.CDLL(path)
             self.plan_decode = library.pdserve_plan_decode
             self.paged_decode = library.pdserve_paged_decode
+            self.plan_prefill = library.pdserve_plan_prefill
+            self.paged_prefill = library.pdserve_paged_prefill
+            self.prefill_room = library.pdserve_prefill_room
             self.add_lora = library.pdserve_add_lora
             self.layer_rows = library.pdserve_layer_rows
             self.multiply_rows = library.pdserve_multiply_rows
@@ -101,6 +118,7 @@ class NativeLibrary:
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
                 DecodeCall: library.pdserve_call_size,
+                PrefillCall: library.pdserve_prefill_call_size,
                 LoraCall: library.pdserve_lora_call_size,
                 LayerCall: library.pdserve_layer_call_size,
                 Int8Call: library.pdserve_int8_call_size,
@@ -110,6 +128,9 @@ class NativeLibrary:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
         self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeCall)], c_int64
         self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
+        self.plan_prefill.argtypes, self.plan_prefill.restype = [POINTER(PrefillCall)], c_int64
+        self.paged_prefill.argtypes, self.paged_prefill.restype = [POINTER(PrefillCall), c_int64], c_int64
+        self.prefill_room.argtypes, self.prefill_room.restype = [c_int64], c_int64
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
         self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None

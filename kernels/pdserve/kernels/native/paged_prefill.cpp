@@ -1,0 +1,75 @@
+// Entry points of attention of prompt chunks: choose the level by the processor, and spread groups of rows over threads.
+#include "levels.h"
+#include "paged_prefill.h"
+
+extern const PrefillLevel PREFILL_LEVEL_BASELINE;
+#ifdef HAS_X86_LEVELS
+extern const PrefillLevel PREFILL_LEVEL_AVX2, PREFILL_LEVEL_AVX512, PREFILL_LEVEL_AVX512_BF16;
+#endif
+
+namespace {
+
+const PrefillLevel* const LEVELS[] = ALL_LEVELS(&PREFILL_LEVEL);
+
+struct Work {
+  const PrefillCall* call;
+  const PrefillLevel* level;
+  int64_t next_task, next_room, is_bad;
+};
+
+// Tasks are taken from the last one on: with causal attention the last rows of a chunk take the longest.
+void attend_tasks(void* data) {
+  Work& work = *static_cast<Work*>(data);
+  const PrefillCall& call = *work.call;
+  float* room = call.rooms + __atomic_fetch_add(&work.next_room, 1, __ATOMIC_RELAXED) * room_size(call.head_dim);
+  int64_t chunk = call.num_chunks - 1;
+  for (;;) {
+    const int64_t task = call.task_starts[call.num_chunks] - 1 - __atomic_fetch_add(&work.next_task, 1, __ATOMIC_RELAXED);
+    if (task < 0) return;
+    while (call.task_starts[chunk] > task) --chunk;
+    const int64_t number = task - call.task_starts[chunk];
+    if (!work.level->attend_rows(call, chunk, number % call.num_kv_heads, number / call.num_kv_heads, room))
+      __atomic_store_n(&work.is_bad, 1, __ATOMIC_RELAXED);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+PUBLIC int64_t pdserve_prefill_call_size() { return sizeof(PrefillCall); }
+
+// Floats of `rooms` for one thread.
+PUBLIC int64_t pdserve_prefill_room(int64_t head_dim) { return room_size(head_dim); }
+
+// Fills `task_starts`. Returns the number of tasks, or -1 - chunk for the first chunk with keys outside its table, or with a block
+// number outside the cache.
+PUBLIC int64_t pdserve_plan_prefill(const PrefillCall* plan) {
+  const PrefillCall& call = *plan;
+  int64_t total = 0;
+  for (int64_t chunk = 0; chunk < call.num_chunks; ++chunk) {
+    call.task_starts[chunk] = total;
+    const int64_t num_tokens = chunk_tokens(call, chunk), length = call.seq_lens[chunk];
+    if (num_tokens <= 0) continue;
+    const int64_t last_block = (length - 1) / call.block_size;
+    if (num_tokens > length || last_block >= call.table_width) return -1 - chunk;
+    const int64_t* table = call.block_tables + chunk * call.table_stride;
+    for (int64_t column = first_visible(call, length - num_tokens) / call.block_size; column <= last_block; ++column)
+      if (table[column] < 0 || table[column] >= call.num_blocks) return -1 - chunk;
+    total += (num_tokens * call.group_size + TASK_ROWS - 1) / TASK_ROWS * call.num_kv_heads;
+  }
+  call.task_starts[call.num_chunks] = total;
+  return total;
+}
+
+// Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
+PUBLIC int64_t pdserve_paged_prefill(const PrefillCall* plan, int64_t level) {
+  const PrefillCall& call = *plan;
+  int found[NUM_LEVELS];
+  find_levels(found);
+  Work work = {&call, LEVELS[found[level]], 0, 0, 0};
+  const Threads threads = {call.num_threads, call.parallel};
+  threads.run(attend_tasks, &work, call.task_starts[call.num_chunks]);
+  return work.is_bad;
+}
+}
