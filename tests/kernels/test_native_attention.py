@@ -192,6 +192,14 @@ def test_without_the_library_torch_computes_and_says_why(
         AttentionBackendError, match="attention_backend is 'native', but the native library is not built"
     ):
         make_attention("native", cache)
+    # layers ask for it one by one, and the reason is logged once
+    native_library._log_reason.cache_clear()
+    caplog.clear()
+    assert [native_library.built_library() for _ in range(2)] == [None, None]
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "run `python -m pdserve.kernels.native.build_library`" in record.message
+    native_library._log_reason.cache_clear()
     (tmp_path / library_name()).write_bytes(b"no library")
     with pytest.raises(AttentionBackendError, match="cannot be loaded"):
         make_attention("native", cache)

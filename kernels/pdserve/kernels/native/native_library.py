@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int64, c_void_p
 from functools import cache
@@ -13,6 +14,8 @@ from pdserve.kernels.native.build_library import SOURCES, library_name
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that C++ reads -> their number in a call."""
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class NativeLibraryError(Exception):
@@ -173,8 +176,14 @@ def load_library() -> NativeLibrary:
 
 
 def built_library() -> NativeLibrary | None:
-    """`load_library`, or None where it is not built."""
+    """`load_library`, or None where it is not built, with the reason in the log once per process."""
     try:
         return load_library()
-    except NativeLibraryError:
+    except NativeLibraryError as error:
+        _log_reason(str(error))
         return None
+
+
+@cache
+def _log_reason(reason: str) -> None:
+    _LOGGER.warning("products of experts and int8 matrices without C++, which is slower: %s", reason)
