@@ -61,7 +61,7 @@ FLOORS = {
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},
-        {"block_hash", "image_processor_config", "worker_identity"}, {"security"},
+        {"audio_processor_config", "block_hash", "image_processor_config", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
         {"device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes", "protocol",
          "rate_limited_log", "tasks", "timeline", "transfer_order"},

@@ -167,8 +167,8 @@ def test_refusals_name_the_image(make_image_llm: Callable[..., LLM], image_folde
         ({"image": [one]}, "multi_modal_data has 1 images, and prompt has 2 places for them"),
         ({"image": []}, "multi_modal_data has 0 images"),
         ({"image": [one, "path"]}, r"multi_modal_data.image\[1\] is of type str"),
-        ({"image": [one, one], "video": []}, "multi_modal_data must be a dict with 'image', not"),
-        ([one, one], "multi_modal_data must be a dict with 'image', not list"),
+        ({"image": [one, one], "video": []}, "multi_modal_data must be a dict with 'image' or 'audio', not"),
+        ([one, one], "multi_modal_data must be a dict with 'image' or 'audio', not list"),
     ]
     for data, message in cases:
         with pytest.raises(InvalidRequest, match=message):

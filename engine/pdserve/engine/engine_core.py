@@ -306,7 +306,7 @@ class EngineCore:
                 prefill_here=True,
             )
             if prompts is not None:
-                laid_out = prompts.laid_out(request.prompt_token_ids, self.config.block_size)
+                laid_out = prompts.laid_out(request.prompt_token_ids, self.config.block_size, prompts.silence())
                 request = msgspec.structs.replace(request, **laid_out)
             self.add_request(request)
         while self.has_work:

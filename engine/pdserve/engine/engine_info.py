@@ -25,3 +25,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """How the pixels of images are made; None for a model that takes text alone."""
     encoder_decoder: EncoderDecoderPrompts | None = None
     """How prompts are laid out, of a model with an encoder; None for a decoder alone."""
+
+    @property
+    def takes_media(self) -> bool:
+        """True if prompts have images or sound, which make their messages long."""
+        return self.images is not None or (self.encoder_decoder is not None and self.encoder_decoder.audio is not None)

@@ -152,12 +152,14 @@ class Request:
 
     @property
     def num_cached_prompt_tokens(self) -> int:
-        """`num_cached_tokens` for outputs: 0 before admission, and with an encoder at most the tokens that it reads."""
-        cached, encoder_prompt = max(0, self.num_cached_tokens), self.core.encoder_prompt
-        return cached if encoder_prompt is None else min(cached, encoder_prompt.num_tokens)
+        """`num_cached_tokens` for outputs: 0 before admission, and with an encoder at most the prompt's tokens that it reads."""
+        cached, encoder = max(0, self.num_cached_tokens), self.core.encoder_prompt
+        if encoder is None:
+            return cached
+        return max(0, cached - encoder.num_slots) if encoder.is_audio else min(cached, encoder.num_tokens)
 
     def lacks_pixels(self, num_computed: int) -> bool:
-        """True if the tokens from `num_computed` on are in part an image's whose pixels are not here."""
+        """True if the tokens from `num_computed` on are in part an image's whose pixels, or sound whose samples are not here."""
         features = self.core.mm_features
         return any(not feature.data and feature.mm_position.end > num_computed for feature in features)
 

@@ -87,7 +87,9 @@ class RequestVerifier:
                 "resumable",
             )
         verify_encoder_features(request)
-        prompts.verify_lengths(request.encoder_prompt.num_tokens, request.sampling_params.output_limit)
+        num_prompt = request.num_sent_tokens - len(request.output_token_ids)
+        prompts.verify_lengths(num_prompt, request.sampling_params.output_limit)
+        prompts.verify_sound(request.mm_features, needs_samples=not request.remote_prefill)
 
     def _verify_resumed(self, request: EngineCoreRequest) -> None:
         num_output, max_tokens = len(request.output_token_ids), request.sampling_params.output_limit
@@ -123,7 +125,7 @@ class RequestVerifier:
             )
 
     def _verify_images(self, request: EngineCoreRequest) -> None:
-        if not request.mm_features:
+        if not request.mm_features or self.encoder_decoder is not None:
             return
         if self.encoder is None:
             raise InvalidRequest("multi_modal_data is given, and this model takes text alone", "multi_modal_data")

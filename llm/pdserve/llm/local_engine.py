@@ -17,6 +17,7 @@ from pdserve.engine.stats.stat_logger import StatLoggerFactory, load_stat_logger
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.llm.engine_options import EngineOptions, max_logprobs, worker_settings
 from pdserve.llm.logits_callables import CallerLogitsProcessors
+from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -43,6 +44,7 @@ class LocalEngine:
         self.log_stats = not disable_log_stats
         self.tokenizer = Tokenizer.from_folder(folder)
         self.images = ImageProcessor.from_folder(folder)
+        self.audio = AudioProcessor.from_folder(folder)
         self.hasher = local_hasher(settings.block_size)
         # loaded here too for the engine's process, since `check` is called before anything is computed
         installed = LogitsProcessors.from_entry_points(settings.logits_processors)

@@ -18,8 +18,10 @@ from pdserve.text.prompt import ChatInput, EmbedsInput, PairInput, Prompt, TextI
 
 
 class MultiModalData(TypedDict, total=False):
-    """Images of a prompt."""
+    """Images of a prompt, or its sound."""
 
+    audio: Any
+    """Samples `[n]` from -1 to 1 at the model's sampling rate, with `(samples, rate)` at another one; a list with one of these."""
     image: Any
     """A `PIL.Image.Image`, an array `[H, W, 3]` of uint8, or a list of these: one for each image token of the prompt."""
 
@@ -78,6 +80,8 @@ class PromptWithSalt(NamedTuple):
     truncation: Truncation | None = None
     images: tuple[object, ...] = ()
     """Images in the order of their places, as the caller gave them."""
+    sounds: tuple[object, ...] = ()
+    """As the caller gave them."""
 
     def tokenized_with(self, options: TokenizationKwargs | None) -> PromptWithSalt:
         """This prompt with options. Raises: InvalidRequest naming the option."""
@@ -209,29 +213,32 @@ def _from_mapping(prompt: Mapping[Any, Any]) -> PromptWithSalt:
         raise InvalidRequest(f"cache_salt must be a string, not {type(salt).__name__}", "cache_salt")
     if "prompt_token_ids" in prompt:
         token_ids = _token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
-        known = PromptWithSalt(TokenInput(token_ids), "prompt_token_ids", salt or None)
-        return known._replace(images=_images(prompt.get("multi_modal_data")))
+        return _with_data(PromptWithSalt(TokenInput(token_ids), "prompt_token_ids", salt or None), prompt)
     if "prompt_embeds" in prompt:
         if prompt.get("multi_modal_data") is not None:
             raise InvalidRequest("multi_modal_data is given, and the prompt is embeddings", FIELD)
         return PromptWithSalt(EmbedsInput(_embeds(prompt["prompt_embeds"])), "prompt_embeds", salt or None)
     if not isinstance(prompt["prompt"], str):
         raise InvalidRequest(f"prompt must be a string, not {type(prompt['prompt']).__name__}", "prompt")
-    known = PromptWithSalt(TextInput(prompt["prompt"]), "prompt", salt or None)
-    return known._replace(images=_images(prompt.get("multi_modal_data")))
+    return _with_data(PromptWithSalt(TextInput(prompt["prompt"]), "prompt", salt or None), prompt)
 
 
-def _images(data: object) -> tuple[object, ...]:
+def _with_data(known: PromptWithSalt, prompt: Mapping[Any, Any]) -> PromptWithSalt:
     """Raises: InvalidRequest."""
+    data: object = prompt.get("multi_modal_data")
     if data is None:
-        return ()
-    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        return known
+    if not isinstance(data, Mapping) or data.keys() - {"image", "audio"}:
         shown = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise InvalidRequest(f"multi_modal_data must be a dict with 'image', not {shown}", FIELD)
-    images = data.get("image")
-    if images is None:
-        return ()
-    return tuple(images) if isinstance(images, list | tuple) else (images,)
+        raise InvalidRequest(f"multi_modal_data must be a dict with 'image' or 'audio', not {shown}", FIELD)
+    images, sound = data.get("image"), data.get("audio")
+    if images is not None:
+        known = known._replace(images=tuple(images) if isinstance(images, list | tuple) else (images,))
+    if sound is not None:
+        # a tuple is samples and their rate; a list of numbers is samples
+        is_several = isinstance(sound, list) and not all(isinstance(sample, int | float) for sample in sound[:1])
+        known = known._replace(sounds=tuple(sound) if is_several else (sound,))
+    return known
 
 
 def _embeds(value: object) -> PromptEmbeds:

@@ -65,6 +65,7 @@ class RequestFactory:
         self._enable_prompt_embeds = engine.settings.enable_prompt_embeds
         self._scheduling_policy = engine.settings.scheduling_policy
         self._images = engine.images
+        self._audio = engine.audio
         self._encoder_decoder = prompts = engine.info.encoder_decoder
         self._room = PromptRoom(self._max_model_len, 0 if prompts is None else prompts.num_decoder_prompt_tokens)
         self._numbers = itertools.count()
@@ -205,7 +206,7 @@ class RequestFactory:
         truncation = prompt.truncation
         encoded = encode_prompt(
             self._tokenizer, prompt.prompt, prompt.field, length_rule, truncates=truncation is not None,
-            images=self._images, given_images=prompt.images,
+            images=self._images, given_images=prompt.images, audio=self._audio, given_sounds=prompt.sounds,
         )  # fmt: skip
         if truncation is not None:
             encoded = encoded._replace(token_ids=truncation.apply(encoded.token_ids, length_rule, max_tokens))
@@ -357,7 +358,9 @@ class RequestFactory:
         )
         carried |= {"request_id": f"{stem}.0", "hash_root": root}
         if (prompts := self._encoder_decoder) is not None:
-            carried |= prompts.hashed(carried["prompt_token_ids"], carried["output_token_ids"], root, self._hasher)
+            carried |= prompts.hashed(
+                carried["prompt_token_ids"], carried["output_token_ids"], root, self._hasher, request.mm_features
+            )
         else:
             spans = hashed_spans(request.mm_features)
             carried["block_hashes"] = self._hasher.extend(root, carried["prompt_token_ids"], spans)
@@ -366,8 +369,9 @@ class RequestFactory:
 
 def _verify_without_images(prompt: PromptWithSalt, kind: str) -> None:
     """Raises: InvalidRequest."""
-    if prompt.images:
-        raise InvalidRequest(f"multi_modal_data is given, and the prompt of {kind} has no images", "multi_modal_data")
+    if prompt.images or prompt.sounds:
+        what = "images" if prompt.images else "sound"
+        raise InvalidRequest(f"multi_modal_data is given, and the prompt of {kind} has no {what}", "multi_modal_data")
 
 
 def checked(params: object, kind: type[P], name: str) -> P:

@@ -28,6 +28,8 @@ class EncoderTokens:
     """Ts"""
     plan: AttentionPlan
     """Stores Ts keys and values. Only `store` is called."""
+    sounds: tuple[bytes, ...] = ()
+    """Float32 samples of each prompt, of a model whose encoder reads sound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import verify_token_ids
+from pdserve.text.audio.audio_processor import AudioProcessor
+from pdserve.text.audio.transcript_prompt import Task
 from pdserve.text.images.chat_images import ImageSource, without_images
 from pdserve.text.images.image_processor import FIELD as IMAGES_FIELD
 from pdserve.text.images.image_processor import ImageProcessor
@@ -52,6 +54,18 @@ class PairInput(msgspec.Struct, frozen=True):
     """Drops tokens of the longer text, then of both alike; no special token."""
 
 
+class TranscriptInput(msgspec.Struct, frozen=True):
+    """Sound of which a text is written."""
+
+    file: bytes
+    """A WAV file; empty once its samples have been made."""
+    language: str | None
+    """A code, as `TranscriptPrompt.language` returns it."""
+    task: Task = "transcribe"
+    text: str = ""
+    """Precedes the sound."""
+
+
 class ChatInput(msgspec.Struct, frozen=True):
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
@@ -77,7 +91,7 @@ class EmbedsInput(msgspec.Struct, frozen=True):
     embeds: PromptEmbeds
 
 
-Prompt = TextInput | PairInput | ChatInput | TokenInput | EmbedsInput
+Prompt = TextInput | PairInput | ChatInput | TokenInput | EmbedsInput | TranscriptInput
 
 
 class Truncation(msgspec.Struct, frozen=True):
@@ -135,7 +149,7 @@ class EncodedPrompt(NamedTuple):
     """The tokenized text: a text prompt, or the output of the chat template; None for token ids, embeddings and a pair."""
     token_ids: list[int]
     features: tuple[MultiModalFeatureSpec, ...] = ()
-    """Images of the prompt."""
+    """Images of the prompt, or its sound."""
 
 
 class LengthRule(msgspec.Struct, frozen=True):
@@ -170,6 +184,8 @@ def encode_prompt(
     images: ImageProcessor | None = None,
     given_images: Sequence[object] = (),
     fetched_images: Mapping[str, bytes] | None = None,
+    audio: AudioProcessor | None = None,
+    given_sounds: Sequence[object] = (),
 ) -> EncodedPrompt:
     """Tokenize a prompt; the result has at least one token. Given ids are not checked. Safe from any thread.
 
@@ -177,8 +193,19 @@ def encode_prompt(
     many tokens are known, since the rest could take many seconds and gigabytes; the caller checks the final number of tokens.
     truncates: the caller drops tokens, so that only the bytes of the text are limited. images: of a model with images, whose tokens
     then have room for those of the prompt. given_images: beside the prompt; a chat has its own. fetched_images: files of URLs
-    in the chat. Raises: InvalidRequest.
+    in the chat. audio: of a model whose encoder reads sound; the prompt is then the decoder's, and given_sounds has one.
+    Raises: InvalidRequest.
     """
+    if isinstance(prompt, TranscriptInput):
+        return _transcript(tokenizer, prompt, length_rule, audio, field)
+    sound: tuple[MultiModalFeatureSpec, ...] = ()
+    if audio is not None:
+        sound = audio.features(given_sounds)
+        if isinstance(prompt, TextInput):
+            # the tokenizer of such a model ends a text with EOS
+            prompt = msgspec.structs.replace(prompt, add_special_tokens=False)
+    elif given_sounds:
+        raise InvalidRequest(f"{IMAGES_FIELD} has 'audio', and this model reads none", IMAGES_FIELD)
     sources = [ImageSource(f"{IMAGES_FIELD}.image[{place}]", None, image) for place, image in enumerate(given_images)]
     if images is not None and isinstance(prompt, ChatInput):
         messages, sources = without_images(prompt.messages)
@@ -243,11 +270,29 @@ def encode_prompt(
     if not token_ids:
         raise InvalidRequest(f"{field} is empty, at least one token is needed", field)
     if images is None:
-        return EncodedPrompt(text, token_ids)
+        return EncodedPrompt(text, token_ids, sound)
     images_field = field if isinstance(prompt, ChatInput) else IMAGES_FIELD
     processed = images.process_all(sources, images_field, fetched_images or {})
     token_ids, features = with_images(token_ids, processed, images.image_token_id, field, images_field)
     return EncodedPrompt(text, token_ids, tuple(features))
+
+
+def _transcript(
+    tokenizer: Tokenizer, prompt: TranscriptInput, rule: LengthRule | None, audio: AudioProcessor | None, field: str
+) -> EncodedPrompt:
+    """field: the client's name of the file. Raises: InvalidRequest."""
+    if audio is None or audio.transcript is None:
+        raise InvalidRequest(f"{field} is given, and this model reads no sound", field)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, field="prompt", count=lambda num_tokens: None)
+
+    most = _MIN_TEXT_BYTES
+    if rule is not None:
+        verify_text_bytes(prompt.text, max_text_bytes(rule.max_model_len), "prompt")
+        most = max(1, rule.max_model_len // 2 - 1)
+    token_ids = audio.transcript.token_ids(prompt.language, prompt.task, prompt.text, encode, most)
+    return EncodedPrompt(None, token_ids, (audio.process_wav(prompt.file, field),))
 
 
 def verify_prompt_tokens(
@@ -289,7 +334,8 @@ def resolve_max_tokens(
     LengthRule(max_model_len).verify(num_tokens, field)
     left = max_model_len - num_tokens
     if max_tokens is None:
-        return left if takes_rest or isinstance(prompt, ChatInput) else min(left, DEFAULT_MAX_TOKENS)
+        is_whole = takes_rest or isinstance(prompt, ChatInput | TranscriptInput)
+        return left if is_whole else min(left, DEFAULT_MAX_TOKENS)
     if max_tokens > left:
         raise InvalidRequest(
             f"{max_tokens_field} is {max_tokens} and {field} has {num_tokens} tokens; together "

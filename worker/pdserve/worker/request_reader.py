@@ -42,7 +42,8 @@ class RequestReader:
         self._encoder_decoder = encoder_decoder
         self._hasher = hasher
         # prompt and output each have this length, where an encoder reads the prompt
-        self._max_model_len = max_model_len if encoder_decoder is None else 2 * max_model_len
+        reads_prompt = encoder_decoder is not None and encoder_decoder.audio is None
+        self._max_model_len = 2 * max_model_len if reads_prompt else max_model_len
         self._vocab_size = vocab_size
 
     def request(self, message: RequestMessage, attempt: int = 0, **fields: Any) -> EngineCoreRequest:
@@ -53,13 +54,19 @@ class RequestReader:
         """
         request = request_from_wire(message, self._max_model_len, self._vocab_size)
         request.verify_received(self._max_model_len)
-        self._verify_images(request)
+        if (prompts := self._encoder_decoder) is not None:
+            self._verify_sound(request, prompts)
+        else:
+            self._verify_images(request)
         carried = request.carried() | {"request_id": engine_request_id(request.request_id, attempt, request.index)}
         carried["block_hashes"] = self._block_hashes(request)
-        if (prompts := self._encoder_decoder) is not None:
-            prompts.verify(request)
+        if prompts is not None:
             carried |= prompts.hashed(
-                request.prompt_token_ids, request.output_token_ids, request.hash_root, self._hasher
+                request.prompt_token_ids,
+                request.output_token_ids,
+                request.hash_root,
+                self._hasher,
+                request.mm_features,
             )
         return EngineCoreRequest(
             **carried,
@@ -76,6 +83,21 @@ class RequestReader:
             if feature.data and self._images.identifier(feature.data, feature.grid_thw) != feature.identifier:
                 raise InvalidRequest(
                     f"request.mm_features[{place}].identifier is {feature.identifier[:40]!r}, which is not that of its pixels",
+                    "mm_features",
+                )
+
+    def _verify_sound(self, request: GenerationRequest, prompts: EncoderDecoderPrompts) -> None:
+        """Raises: InvalidRequest for what a model with an encoder does not serve, and samples that are not those of the
+        identifier; PromptTooLong."""
+        prompts.verify(request)
+        for feature in request.mm_features:
+            if (
+                prompts.audio is not None
+                and feature.data
+                and prompts.audio.identifier(feature.data) != feature.identifier
+            ):
+                raise InvalidRequest(
+                    f"request.mm_features[0].identifier is {feature.identifier!r}, which is not that of its samples",
                     "mm_features",
                 )
 

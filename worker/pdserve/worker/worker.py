@@ -84,7 +84,7 @@ class Worker:
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
             max_received_bytes=MAX_MESSAGE_BYTES
-            if settings.enable_prompt_embeds or info.engine.images is not None
+            if settings.enable_prompt_embeds or info.engine.takes_media
             else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)

@@ -60,7 +60,9 @@ class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_d
     @property
     def num_sent_tokens(self) -> int:
         """Tokens of prompt and earlier output, as the router sent them: without what an encoder's layout adds."""
-        num_prompt = len(self.prompt_token_ids) if self.encoder_prompt is None else self.encoder_prompt.num_tokens
+        num_prompt, encoder = len(self.prompt_token_ids), self.encoder_prompt
+        if encoder is not None:
+            num_prompt = num_prompt - encoder.num_slots if encoder.is_audio else encoder.num_tokens
         return num_prompt + len(self.output_token_ids)
 
     def sequence_id(self, index: int) -> str:

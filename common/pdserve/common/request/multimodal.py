@@ -1,4 +1,4 @@
-"""`MultiModalFeatureSpec`: an image of a prompt, by vLLM's names."""
+"""`MultiModalFeatureSpec`: an image or the sound of a prompt, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class PlaceholderRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MultiModalFeatureSpec(msgspec.Struct, kw_only=True, frozen=True, array_like=True, gc=False):
-    """One image."""
+    """One image, or the sound that an encoder reads in place of tokens."""
 
     identifier: str
-    """32 hex digits of the pixels and of how they were made: equal images have equal ones."""
+    """32 hex digits of the pixels and of how they were made: equal images have equal ones. Of sound: of its samples."""
     mm_position: PlaceholderRange
     grid_thw: tuple[int, int, int]
-    """Patches in time (1), height and width."""
+    """Patches in time (1), height and width; of sound 1, 1 and its samples."""
     data: bytes = b""
-    """The resized image: `[H, W, 3]` bytes of red, green and blue."""
+    """The resized image: `[H, W, 3]` bytes of red, green and blue; of sound its samples, float32."""
     modality: str = "image"
 
 
@@ -55,9 +55,9 @@ def hashed_spans(features: Sequence[MultiModalFeatureSpec], first_token: int = 0
 
 
 def images_extras(features: Sequence[MultiModalFeatureSpec]) -> bytes:
-    """The part of the request digest's `extras` for images, of which some may be behind the last full block."""
+    """The part of the request digest's `extras` for images and sound, of which some may be behind the last full block."""
     return b"".join(
-        b"image" + msgspec.msgpack.encode((feature.identifier, feature.mm_position, feature.grid_thw))
+        feature.modality.encode() + msgspec.msgpack.encode((feature.identifier, feature.mm_position, feature.grid_thw))
         for feature in features
     )
 

@@ -67,7 +67,9 @@ class InputBatch:
         self.lora_slots = np.full(rows, -1, dtype=np.int64)
         """Slot of the row's adapter; -1: none."""
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
-        self._token_rules = TokenRuleTable(rows, vocab_size)
+        prompts = config.encoder_decoder
+        suppressed = () if prompts is None else (prompts.suppressed_token_ids, prompts.begin_suppressed_token_ids)
+        self._token_rules = TokenRuleTable(rows, vocab_size, *suppressed)
         self._penalties = PenaltyTable(rows)
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)
@@ -75,7 +77,7 @@ class InputBatch:
         self.prompt_logprobs = PromptLogprobsTable()
         self._merge_size = 1 if config.encoder is None else config.encoder.merge_size
         self.mm_features: dict[int, list[MultiModalFeatureSpec]] = {}
-        """Row -> images of its prompt; without rows that have none."""
+        """Row -> images or sound of its prompt; without rows that have none."""
         self.mrope = MropePositions(rows)
         self.encoder_tokens = np.zeros(rows, dtype=np.int64)
         """Tokens that the encoder reads, at the beginning of the sequence; 0: the model has no encoder."""
@@ -100,7 +102,8 @@ class InputBatch:
         self.add_blocks(request.req_id, request.block_ids)
         if request.mm_features:
             self.mm_features[row] = request.mm_features
-            self.mrope.add(row, request.num_prompt_tokens, request.mm_features, self._merge_size)
+            if request.encoder_prompt is None:
+                self.mrope.add(row, request.num_prompt_tokens, request.mm_features, self._merge_size)
         if request.pooling_params is not None:
             self.pooler.add(row, request.pooling_params)
             return

@@ -93,6 +93,9 @@ class _RowRules:
     biases: FloatArray
 
 
+_NO_RULES = _RowRules(None, None, 0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+
+
 def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> _RowRules | None:
     """The rules of a sequence; None if it has none."""
     if not (params.min_tokens or params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids):
@@ -111,13 +114,25 @@ def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size:
 class TokenRuleTable:
     """The rules of the sequences in the batch, by row."""
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        suppressed: Sequence[int] = (),
+        begin_suppressed: Sequence[int] = (),
+    ) -> None:
+        """suppressed: tokens that the model never samples. begin_suppressed: those that it does not sample first."""
         self._vocab_size = vocab_size
         self._rules: dict[int, _RowRules] = {}
         self._has_rules = np.zeros(num_rows, dtype=np.bool_)
+        self._suppressed = np.array(suppressed, dtype=np.int64)
+        self._begin_suppressed = np.array(begin_suppressed, dtype=np.int64)
 
     def add(self, row: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-        if (rules := _row_rules(params, eos_token_ids, self._vocab_size)) is not None:
+        rules = _row_rules(params, eos_token_ids, self._vocab_size)
+        if rules is None and (len(self._suppressed) or len(self._begin_suppressed)):
+            rules = _NO_RULES
+        if rules is not None:
             self._rules[row] = rules
             self._has_rules[row] = True
 
@@ -142,6 +157,10 @@ class TokenRuleTable:
                 allowed.append((place, rules.allowed))
             if rules.bad_words is not None:
                 forbidden.append((place, rules.bad_words.forbidden_after(output)))
+            if len(self._suppressed):
+                forbidden.append((place, self._suppressed))
+            if not len(output) and len(self._begin_suppressed):
+                forbidden.append((place, self._begin_suppressed))
             if len(output) < rules.min_tokens:
                 forbidden.append((place, rules.ends))
             if len(rules.biased):

@@ -43,11 +43,12 @@ class EncoderScheduling:
     def plan(self, request: Request, num_computed: int, num_tokens: int) -> EncoderPlan:
         """The chunk of at most `num_tokens` tokens from `num_computed` on."""
         encoder_prompt = request.core.encoder_prompt
-        if encoder_prompt is not None and num_computed < encoder_prompt.num_slots:
+        if encoder_prompt is not None:
             # each token of an encoder's prompt depends on all others: they are computed in one step
             is_whole = num_computed == 0 and num_tokens >= encoder_prompt.num_slots
-            self.has_refused |= not is_whole
-            return EncoderPlan(num_tokens if is_whole else 0)
+            is_refused = num_computed < encoder_prompt.num_slots and not is_whole
+            self.has_refused |= is_refused
+            return EncoderPlan(0 if is_refused else num_tokens)
         if not request.core.mm_features:
             return EncoderPlan(num_tokens)
         budget, room = self._budget, self.cache.num_freeable_slots

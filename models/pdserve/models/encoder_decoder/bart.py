@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.layer_norm import LayerNorm
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.linear import Linear, make_linear
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer
-from pdserve.models.encoder_decoder.encoder import Encoder, EncoderLayer
+from pdserve.models.encoder_decoder.encoder import Encoder, EncoderLayer, PromptEmbed
 from pdserve.models.encoder_decoder.encoder_decoder import EncoderDecoder
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.encoder_decoder.encoder_decoder_family import (
@@ -119,7 +119,7 @@ class Bart(EncoderDecoderFamily):
         if _LOGITS_BIAS in source.names:
             bias = weights.tensor(_LOGITS_BIAS, 1, config.vocab_size)[0]
         encoder = Encoder(
-            self._embed(weights, "model.encoder", embedding, config),
+            PromptEmbed(self._embed(weights, "model.encoder", embedding, config)),
             [self._encoder_layer(weights, index, config) for index in range(config.encoder_layers)],
             self._final_norm(weights, "model.encoder", config),
         )
@@ -150,11 +150,15 @@ class Bart(EncoderDecoderFamily):
         second = weights.row_parallel(f"{prefix}.fc2", hidden_size, inner_size, bias=True)
         return InnerMlp(first, second, ACTIVATIONS[self.activation])
 
+    def _projections(self, weights: WeightLoader, name: str, parts: str, hidden: int) -> Linear:
+        """Projections of an attention, side by side. parts: letters of `q`, `k` and `v`."""
+        return weights.column_parallel([f"{name}.{part}_proj" for part in parts], hidden, hidden, bias=True)
+
     def _encoder_layer(self, weights: WeightLoader, index: int, config: EncoderDecoderConfig) -> EncoderLayer:
         prefix, hidden = f"model.encoder.layers.{index}", config.hidden_size
         head_dim = hidden // config.encoder_heads
         return EncoderLayer(
-            qkv=weights.column_parallel([f"{prefix}.self_attn.{p}_proj" for p in "qkv"], hidden, hidden, bias=True),
+            qkv=self._projections(weights, f"{prefix}.self_attn", "qkv", hidden),
             output=weights.row_parallel(f"{prefix}.self_attn.out_proj", hidden, hidden, bias=True),
             attention_norm=self._residual_norm(weights, f"{prefix}.self_attn_layer_norm", config),
             mlp=self._mlp(weights, prefix, hidden, config.encoder_intermediate_size),
@@ -171,11 +175,11 @@ class Bart(EncoderDecoderFamily):
             index=index,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
-            qkv=weights.column_parallel([f"{own}.{p}_proj" for p in "qkv"], hidden, hidden, bias=True),
+            qkv=self._projections(weights, own, "qkv", hidden),
             self_output=weights.row_parallel(f"{own}.out_proj", hidden, hidden, bias=True),
             self_norm=self._residual_norm(weights, f"{prefix}.self_attn_layer_norm", config),
-            cross_q=weights.column_parallel([f"{cross}.q_proj"], hidden, hidden, bias=True),
-            cross_kv=weights.column_parallel([f"{cross}.{p}_proj" for p in "kv"], hidden, hidden, bias=True),
+            cross_q=self._projections(weights, cross, "q", hidden),
+            cross_kv=self._projections(weights, cross, "kv", hidden),
             cross_output=weights.row_parallel(f"{cross}.out_proj", hidden, hidden, bias=True),
             cross_norm=self._residual_norm(weights, f"{prefix}.encoder_attn_layer_norm", config),
             mlp=self._mlp(weights, prefix, hidden, config.intermediate_size),

@@ -1,4 +1,4 @@
-"""`Encoder`: whole prompts to hidden states; each token attends to all tokens of its prompt."""
+"""`Encoder`: whole prompts or sounds to hidden states; each token attends to all tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from torch import Tensor
 
 from pdserve.kernels.linear import Linear
 from pdserve.models.encoder_decoder.residual_norm import Norm, ResidualNorm
+from pdserve.models.encoder_decoder_step import EncoderTokens
 
 PositionBias = Callable[[int], Tensor]
 """Number of tokens n -> `[Hq, n, n]`, added to the scores."""
+EncoderEmbed = Callable[[Tensor, EncoderTokens], Tensor]
+"""Token ids `[Te]` int64 -> `[Te, H]`, the input of the first layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbed:
+    """Embeds the tokens of prompts, each with its place in its prompt."""
+
+    embed: Callable[[Tensor, Tensor], Tensor]
+    """Token ids and positions `[T]` int64 -> `[T, H]`."""
+
+    def __call__(self, token_ids: Tensor, tokens: EncoderTokens) -> Tensor:
+        """As `EncoderEmbed`."""
+        return self.embed(token_ids, torch.cat([torch.arange(n, device=token_ids.device) for n in tokens.lengths]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +69,22 @@ class Encoder:
 
     def __init__(
         self,
-        embed: Callable[[Tensor, Tensor], Tensor],
+        embed: EncoderEmbed,
         layers: Sequence[EncoderLayer],
         final_norm: Norm | None,
         position_bias: PositionBias | None = None,
     ) -> None:
-        """embed: token ids and positions `[T]` int64 -> `[T, H]`. final_norm: None: the last layer's output is normalised."""
+        """final_norm: None: the last layer's output is normalised."""
         self._embed = embed
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._position_bias = position_bias
 
     def forward(
-        self, token_ids: Tensor, lengths: Sequence[int], before_layer: Callable[[], None] | None = None
+        self, token_ids: Tensor, tokens: EncoderTokens, before_layer: Callable[[], None] | None = None
     ) -> Tensor:
-        """token_ids `[T]` int64, of prompts of `lengths` tokens -> `[T, H]`. before_layer: as of `ModelInputs`."""
-        positions = torch.cat([torch.arange(length, device=token_ids.device) for length in lengths])
-        x = self._embed(token_ids, positions)
+        """token_ids `[Te]` int64 -> `[Te, H]`. before_layer: as of `ModelInputs`."""
+        lengths, x = tokens.lengths, self._embed(token_ids, tokens)
         biases = None
         if self._position_bias is not None:
             of_length = {length: self._position_bias(length) for length in dict.fromkeys(lengths)}

@@ -96,7 +96,7 @@ class EncoderDecoder:
         return x.new_zeros(len(token_ids), self.hidden_size).index_copy_(0, tokens.rows, x)
 
     def _encode(self, token_ids: Tensor, tokens: EncoderTokens, before_layer: Callable[[], None] | None) -> None:
-        hidden = self._encoder.forward(token_ids, tokens.lengths, before_layer)
+        hidden = self._encoder.forward(token_ids, tokens, before_layer)
         for layer in self._layers:
             layer.store_encoded(hidden, tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.models.config.model_config import ModelConfig
@@ -26,6 +27,13 @@ class EncoderDecoderConfig(ModelConfig):
     """Factor of `q k^T`."""
     has_distance_bias: bool
     """True: positions are a bias of the self attention."""
+    audio: AudioProcessorConfig | None = None
+    """How sound becomes the encoder's input; `max_position_embeddings` is then the decoder's alone. None: the encoder reads
+    tokens."""
+    suppressed_token_ids: tuple[int, ...] = ()
+    """Tokens that are never sampled."""
+    begin_suppressed_token_ids: tuple[int, ...] = ()
+    """Tokens that are not sampled first."""
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The decoder's attention to its own tokens, equal in all layers."""

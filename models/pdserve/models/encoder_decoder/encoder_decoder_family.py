@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.models.config.model_config import FamilyLayers
@@ -28,6 +28,9 @@ MAX_HEADS = 1 << 16
 @dataclass(frozen=True)
 class EncoderDecoderFamily(FamilyLayers, ABC):
     """A subclass is a file of this folder. Its fields are the family's own options; those of `FamilyLayers` are not used."""
+
+    reads_audio: ClassVar[bool] = False
+    """True: the encoder reads sound, and a request's prompt is the decoder's."""
 
     @classmethod
     @abstractmethod

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.config_fields import Dimensions, check_fields
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
@@ -21,6 +22,7 @@ from pdserve.models.encoder_decoder.encoder_decoder import EncoderDecoder
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.encoder_decoder.encoder_decoder_family import MAX_VOCAB, EncoderDecoderFamily
 from pdserve.models.encoder_decoder.t5 import T5
+from pdserve.models.encoder_decoder.whisper import Whisper
 from pdserve.models.json_object import JsonObject
 from pdserve.models.weights.body_weights import BodyWeights
 from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
@@ -33,6 +35,7 @@ ENCODER_DECODERS: Mapping[str, type[EncoderDecoderFamily]] = {
     "BartForConditionalGeneration": Bart,
     "MBartForConditionalGeneration": MBart,
     "T5ForConditionalGeneration": T5,
+    "WhisperForConditionalGeneration": Whisper,
 }
 """The single entry of `architectures` in config.json -> its family."""
 _OTHER_NAMES: Mapping[str, str] = {
@@ -78,10 +81,12 @@ def read_encoder_decoder_config(folder: Path, dtype: str = "auto") -> EncoderDec
         "eos_token_ids": eos_token_ids,
         "bos_token_id": bos_token_id,
         "is_body": _is_body(config),
-        "decoder_prompt_token_ids": _decoder_prompt(folder, config, vocab_size),
+        "decoder_prompt_token_ids": () if family.reads_audio else _decoder_prompt(folder, config, vocab_size),
         "pad_token_id": _pad(config, vocab_size),
         "unknown_fields": (),
     }
+    if family.reads_audio:
+        common |= {"audio": AudioProcessorConfig.read(folder)} | _suppressed(folder, config, vocab_size)
     made = family.read_fields(config, common)
     own = Dimensions(
         made.hidden_size, made.intermediate_size, made.encoder_layers, made.num_heads, made.num_kv_heads, made.head_dim,
@@ -106,9 +111,7 @@ def _is_body(config: JsonObject) -> bool:
 
 def _decoder_prompt(folder: Path, config: JsonObject, vocab_size: int) -> tuple[int, ...]:
     """`decoder_start_token_id`, or `bos_token_id` without one, as in transformers; then `forced_bos_token_id`."""
-    sources = [config]
-    if (folder / "generation_config.json").exists():
-        sources.insert(0, JsonObject.read(folder / "generation_config.json"))
+    sources = _sources(folder, config)
 
     def found(name: str) -> tuple[int, ...]:
         ids = next((ids for source in sources if (ids := source.token_ids(name))), ())
@@ -120,6 +123,23 @@ def _decoder_prompt(folder: Path, config: JsonObject, vocab_size: int) -> tuple[
     if not start:
         raise ConfigError(f"{config.where}: decoder_start_token_id is missing, with which the decoder begins")
     return start + found("forced_bos_token_id")
+
+
+def _suppressed(folder: Path, config: JsonObject, vocab_size: int) -> dict[str, Any]:
+    """Fields of `EncoderDecoderConfig`: `suppress_tokens` and `begin_suppress_tokens`, which `generate` of transformers applies."""
+    found: dict[str, Any] = {}
+    for name, field in (("suppress_tokens", "suppressed"), ("begin_suppress_tokens", "begin_suppressed")):
+        ids = next((ids for source in _sources(folder, config) if (ids := source.token_ids(name))), ())
+        found[f"{field}_token_ids"] = tuple(sorted({token_id for token_id in ids if token_id < vocab_size}))
+    if len({token_id for ids in found.values() for token_id in ids}) >= vocab_size:
+        raise config.error("suppress_tokens", "less than the vocabulary: no token is left")
+    return found
+
+
+def _sources(folder: Path, config: JsonObject) -> list[JsonObject]:
+    """The files that say how text is generated, the first one that has a field counts."""
+    path = folder / "generation_config.json"
+    return [JsonObject.read(path), config] if path.exists() else [config]
 
 
 def _pad(config: JsonObject, vocab_size: int) -> int:

@@ -14,7 +14,7 @@ from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer
 from pdserve.models.encoder_decoder.distance_buckets import DistanceBuckets
-from pdserve.models.encoder_decoder.encoder import Encoder, EncoderLayer
+from pdserve.models.encoder_decoder.encoder import Encoder, EncoderLayer, PromptEmbed
 from pdserve.models.encoder_decoder.encoder_decoder import EncoderDecoder
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.encoder_decoder.encoder_decoder_family import (
@@ -115,7 +115,7 @@ class T5(EncoderDecoderFamily):
         )
         embed = _Embed(embedding)
         encoder = Encoder(
-            embed,
+            PromptEmbed(embed),
             [self._encoder_layer(weights, f"encoder.block.{index}", config) for index in range(config.encoder_layers)],
             weights.norm("encoder.final_layer_norm.weight", config.hidden_size, config.rms_norm_eps),
             partial(self.buckets.table, of_encoder),

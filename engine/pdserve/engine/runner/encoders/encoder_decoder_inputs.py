@@ -72,8 +72,11 @@ class EncoderDecoderInputs:
         )
         _, among_slots = _runs(places, np.cumsum(slots) - slots, lengths)
         plan = self._storing.plan(batch, self._cross_spec)
+        sounds = tuple(
+            feature.data for row in step.rows[places].tolist() for feature in self._batch.mm_features.get(row, ())
+        )
         return EncoderTokens(
-            self._placed(token_rows), tuple(lengths.tolist()), self._placed(among_slots), len(slot_places), plan
+            self._placed(token_rows), tuple(lengths.tolist()), self._placed(among_slots), len(slot_places), plan, sounds
         )
 
     def _decoded(self, step: _StepRows, new_tails: Tensor | None) -> DecoderTokens | None:

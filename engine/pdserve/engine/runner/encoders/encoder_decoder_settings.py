@@ -8,6 +8,9 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 
+_MIN_AUDIO_LEN = 8
+"""Tokens: those with which a transcript begins, and some of its own."""
+
 
 def verify_encoder_decoder(settings: WorkerSettings, config: ModelConfig) -> None:
     """Raises: ConfigError naming a setting with which a model with an encoder is not served."""
@@ -38,9 +41,18 @@ def encoder_decoder_prompts(config: ModelConfig, max_model_len: int) -> EncoderD
     """None for a decoder alone. Raises: ConfigError for a length without room for a token."""
     if not isinstance(config, EncoderDecoderConfig):
         return None
+    if config.audio is not None and max_model_len < _MIN_AUDIO_LEN:
+        raise ConfigError(f"max_model_len is {max_model_len}, at least {_MIN_AUDIO_LEN} tokens are needed")
     num_first = len(config.decoder_prompt_token_ids)
     if max_model_len <= num_first:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the decoder of {config.architecture} begins with {num_first} tokens"
         )
-    return EncoderDecoderPrompts(config.decoder_prompt_token_ids, config.pad_token_id, max_model_len)
+    return EncoderDecoderPrompts(
+        config.decoder_prompt_token_ids,
+        config.pad_token_id,
+        max_model_len,
+        config.audio,
+        config.suppressed_token_ids,
+        config.begin_suppressed_token_ids,
+    )

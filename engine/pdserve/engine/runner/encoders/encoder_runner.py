@@ -85,7 +85,7 @@ class EncoderRunner:
     ) -> StepImages | None:
         """Begin a step: the outputs for its tokens; None if none is an image's. rows, counts, num_computed `[S]`."""
         self._step = rows, counts
-        if not features_of_row:
+        if not features_of_row or self._parts is not None:
             return None
         places: list[Tensor] = []
         parts: list[Tensor] = []

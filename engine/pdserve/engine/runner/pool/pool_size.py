@@ -56,7 +56,15 @@ def pool_size(
     specs = [group.spec for group in groups]
     pool_tokens = max_sequence_tokens(specs, num_blocks, settings.block_size, step_tokens)
     if isinstance(model, EncoderDecoderConfig):
-        pool_tokens = num_blocks // 2 * settings.block_size  # for each of the two parts of a sequence
+        of_encoder = num_blocks - num_blocks // 2  # for each of the two parts of a sequence
+        if model.audio is not None:
+            of_encoder = -(-model.audio.num_positions // settings.block_size)
+            if num_blocks <= of_encoder:
+                raise ConfigError(
+                    f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes, and the "
+                    f"{model.audio.num_positions} positions of the encoder of {model.architecture} alone need {of_encoder}"
+                )
+        pool_tokens = (num_blocks - of_encoder) * settings.block_size
     if pool_tokens < settings.block_size:
         raise ConfigError(
             f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes, and a token needs one in each "

@@ -146,7 +146,7 @@ class WaitingQueues:
                 refusal.uncached_tokens = uncached
                 return refusal
             if lacks_pixels:
-                return Evicted("images of the prompt would have to be encoded again, and their pixels are not here")
+                return Evicted("images or sound of the prompt would have to be encoded again, and are not here")
             cap = self._config.max_local_prefill_tokens
             return Evicted(f"{uncached} tokens would have to be recomputed here, at most {cap} are")
         encoded = running.encoder.plan(request, cached, self._config.chunk(uncached, budget))
