@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from PIL import Image
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+from pdserve.worker.engine_host import proc_host
 from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
 from tests.support.image_checkpoints import (
     FAMILIES,
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 FLAGS = ("--set", "dtype=float32", "--set", "max_num_batched_tokens=48", "--set", "max_model_len=1024")
 REMOTE = ("--local-prefill", "never")
+OWN_PROCESS = ("--set", "engine_process=true")
 
 
 def body(*parts: str | Image.Image, max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
@@ -63,8 +66,8 @@ class Expected:
         return self._oracle.greedy(self._tokenizer.encode(chat_text(*parts)), images, max_tokens)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "engine_process"), [*((family, False) for family in FAMILIES), (FAMILIES[1], True)])
+async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str, engine_process: bool) -> None:
     folder = make_image_checkpoint(tmp_path / "model", family)
     expected = Expected(folder, family)
     first: list[str | Image.Image] = ["Compare ", picture(1), " with ", picture(2, 64, 48), "!"]
@@ -76,7 +79,7 @@ async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str) -> 
         pd_cluster(
             tmp_path,
             folder,
-            both=FLAGS,
+            both=(*FLAGS, *OWN_PROCESS) if engine_process else FLAGS,
             decode=small,
             router=(*REMOTE, "--set", f"allowed_media_domains={web.address}"),
         ) as cluster,
@@ -156,13 +159,14 @@ async def over_grpc(cluster: Cluster, expected: Expected) -> None:
     assert tokens == expected("What is ", image)
 
 
-async def test_a_death_after_the_first_tokens(tmp_path: Path) -> None:
-    """The router still has the images for the second attempt."""
+@pytest.mark.parametrize("engine_process", [False, True])
+async def test_a_death_after_the_first_tokens(tmp_path: Path, engine_process: bool) -> None:
+    """The router still has the images for the second attempt. engine_process: that of the engine is killed alone."""
     folder = make_image_checkpoint(tmp_path / "model")
     expected = Expected(folder, "qwen2_5_vl")
     parts: list[str | Image.Image] = ["A long answer about ", picture(1, 64, 64)]
     with running_cluster(tmp_path) as cluster:
-        common = ("--model", str(folder), *FLAGS)
+        common = ("--model", str(folder), *FLAGS, *(OWN_PROCESS if engine_process else ()))
         source = cluster.start_worker("prefill", *common)
         sinks = [cluster.start_worker("decode", *common, name=name) for name in ("first", "second")]
         cluster.start_router(
@@ -178,13 +182,13 @@ async def test_a_death_after_the_first_tokens(tmp_path: Path) -> None:
                         chunk = httpx.Response(200, content=line[6:]).json()
                         tokens += chunk["choices"][0].get("token_ids") or [] if chunk["choices"] else []
                         if len(tokens) > 3 and sinks:
-                            await kill_busy(cluster, sinks)
+                            await kill_busy(cluster, sinks, only_engine=engine_process)
                             sinks = []
             assert tokens == expected(*parts, max_tokens=400)
 
 
-async def kill_busy(cluster: Cluster, sinks: list[Any]) -> None:
-    """Kill the decode worker that serves the request."""
+async def kill_busy(cluster: Cluster, sinks: list[Any], *, only_engine: bool) -> None:
+    """Kill the decode worker that serves the request, or the process of its engine."""
     for sink in sinks:
         async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as http:
             text = (await http.get(f"{cluster.metrics_url(sink)}/metrics")).text
@@ -192,6 +196,11 @@ async def kill_busy(cluster: Cluster, sinks: list[Any]) -> None:
             line for line in text.splitlines() if line.startswith("pdserve_engine_requests") and "running" in line
         ]
         if any(float(line.rsplit(" ", 1)[1]) for line in running):
-            sink.signal(signal.SIGKILL)
+            if only_engine:
+                children = psutil.Process(sink.process.pid).children()
+                [engine] = [child for child in children if proc_host._MODULE in child.cmdline()]
+                engine.kill()
+            else:
+                sink.signal(signal.SIGKILL)
             return
     raise AssertionError("no decode worker runs the request")

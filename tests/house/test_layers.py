@@ -38,8 +38,8 @@ FLOORS = {
     "engine": (
         {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
         {"ranks", "sampling", "scheduler", "speculation"}, {"kv_cache", "lora", "stats", "structured_outputs"},
-        {"request_messages"},
-        {"arrays", "child_process", "config", "engine_info", "heartbeat", "output_stream", "prompt_embeds_values",
+        {"engine_info", "request_messages"},
+        {"arrays", "child_process", "config", "heartbeat", "output_stream", "prompt_embeds_values",
          "request", "scheduler_output", "socket_frames"},
         {"sequence_blocks"},
     ),

@@ -18,6 +18,7 @@ import pytest
 
 from pdserve.common.errors import Cancelled, ConfigError, InternalError, InvalidRequest, PeerError, WorkerLost
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve.common.request.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine import socket_frames
@@ -29,7 +30,7 @@ from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.clients.process_client import ProcessClient
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.output_stream import engine_error
-from pdserve.engine.request_messages import encode
+from pdserve.engine.request_messages import encode, unsendable
 from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
 from tests.support.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.llm_requests import prompts_of
@@ -328,6 +329,19 @@ def test_what_cannot_be_sent_is_refused_by_name(make_client: MakeClient) -> None
     with pytest.raises(TypeError):
         client.utility("get_stats", object())
     assert client.utility("get_stats")["num_added_reqs"] == 0
+
+
+def test_the_longest_part_of_a_prompt_that_cannot_be_sent_is_named() -> None:
+    with_image = request("r", [5])
+    with_image.mm_features = [
+        MultiModalFeatureSpec(
+            identifier=32 * "0", mm_position=PlaceholderRange(0, 1), grid_thw=(1, 2, 2), data=bytes(48)
+        )
+    ]
+    for given, field in ((with_image, "multi_modal_data"), (request("r", 20 * [5]), "prompt_token_ids")):
+        error = unsendable(given, PeerError("a message is too long"))
+        assert error.field == field
+        assert str(error) == f"{field} cannot be sent to the engine's process: a message is too long"
 
 
 def test_frames_are_bounded_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import msgspec
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import GENERATE, PREFILL, ServiceChannel
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.multimodal import without_pixels
 from pdserve.common.request.protocol_3 import request_to_version_3
+from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
@@ -141,14 +144,27 @@ class PairAnswer:
 
 async def ask(pair: Pair, prompt: list[int], **changes: Any) -> PairAnswer:
     """A greedy request of 4 tokens, prefilled and decoded. changes: fields of `GenerationRequest`. Raises: AioRpcError."""
-    message, transfer_id = prepared(pair.p, prompt, **changes), secrets.token_bytes(16)
+    message = prepared(pair.p, prompt, **changes)
+    return await _answer(pair, {"request": message}, {"request": message})
+
+
+async def ask_with_images(pair: Pair, request: GenerationRequest) -> PairAnswer:
+    """As `ask`; decode gets no pixels, as from a router."""
+    without = msgspec.structs.replace(request, mm_features=without_pixels(request.mm_features))
+    of_p, of_d = ({"generation_request": encode_request(each)} for each in (request, without))
+    return await _answer(pair, of_p, of_d)
+
+
+async def _answer(pair: Pair, of_p: dict[str, Any], of_d: dict[str, Any]) -> PairAnswer:
+    """of_p, of_d: fields of the calls' messages that hold the request."""
+    transfer_id = secrets.token_bytes(16)
     p, d = pair.p.identity, pair.d.identity
     receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
     prefill: Any = pair.service(pair.p).unary_stream(
-        PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
+        PREFILL, prefill_pb2.PrefillRequest(**of_p, transfer_id=transfer_id, receiver=receiver)
     )
     source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
-    decode: Any = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
+    decode: Any = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(**of_d, source=source))
     first, rest, num_landed = list[int](), list[int](), 0
     try:
         async with asyncio.timeout(HANG_S):

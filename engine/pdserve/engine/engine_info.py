@@ -6,6 +6,7 @@ import msgspec
 
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
+from pdserve.engine.config import EncoderConfig
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -23,6 +24,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     """Labels of the classification head; 0: the model generates."""
     images: ImageProcessorConfig | None = None
     """How the pixels of images are made; None for a model that takes text alone."""
+    encoder: EncoderConfig | None = None
+    """The encoder of images; None as `images`."""
     encoder_decoder: EncoderDecoderPrompts | None = None
     """How prompts are laid out, of a model with an encoder; None for a decoder alone."""
 

@@ -15,6 +15,8 @@ from pdserve.engine.socket_frames import MAX_FRAME_BYTES
 encode = msgspec.msgpack.Encoder().encode
 ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, PeerError, msgspec.MsgspecError)
 """Errors with which a value is not encoded, or is longer than a message may be."""
+_TOKEN_BYTES = 5
+"""Of a token id that the vocabulary may have, at most."""
 _decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 
 
@@ -25,13 +27,18 @@ def unsendable(request: EngineCoreRequest, error: Exception) -> InvalidRequest:
 
 
 def _field_at_fault(request: EngineCoreRequest) -> str:
-    """The first sampling parameter that cannot be encoded; without any, the prompt is too long."""
+    """The first sampling parameter that cannot be encoded; without any, the longest part of the prompt."""
     for field in msgspec.structs.fields(request.sampling_params):
         try:
             encode(getattr(request.sampling_params, field.name))
         except ENCODING_ERRORS:
             return field.name
-    return "prompt_token_ids"
+    num_bytes = {
+        "prompt_token_ids": _TOKEN_BYTES * len(request.prompt_token_ids),
+        "prompt_embeds": 0 if request.prompt_embeds is None else len(request.prompt_embeds.data),
+        "multi_modal_data": sum(len(feature.data) for feature in request.mm_features),
+    }
+    return max(num_bytes, key=num_bytes.__getitem__)
 
 
 def decode_request(encoded: msgspec.Raw) -> EngineCoreRequest:

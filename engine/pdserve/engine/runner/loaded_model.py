@@ -116,6 +116,7 @@ class LoadedModel:
             max_num_seqs=settings.max_num_seqs,
             num_labels=self.num_labels,
             images=None if self.encoder is None else ImageProcessorConfig.read(self.folder),
+            encoder=self.encoder,
             encoder_decoder=self.encoder_decoder,
         )
 

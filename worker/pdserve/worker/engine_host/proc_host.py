@@ -153,6 +153,7 @@ class ProcHost:
         prompts = engine.encoder_decoder
         self.verifier = RequestVerifier(
             max_model_len=engine.max_model_len if prompts is None else prompts.max_sequence_len(engine.block_size),
+            encoder=engine.encoder,
             encoder_decoder=prompts,
             max_num_seqs=engine.max_num_seqs,
             max_sequences=settings.max_n_sequences,

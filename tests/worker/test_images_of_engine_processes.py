@@ -1,0 +1,149 @@
+"""Images through workers whose engine has a process of its own: pixels reach it, and the answers are those of `transformers`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import msgspec
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.image_processor_config import ImageProcessorConfig
+from pdserve.common.net.service_channel import GENERATE
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.multimodal import PlaceholderRange, hashed_spans, images_extras
+from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.engine.request_verifier import RequestVerifier
+from pdserve.text.images.image_processor import ImageProcessor
+from pdserve.text.images.placeholders import PromptWithImages, with_images
+from pdserve.v1 import decode_pb2
+from pdserve.worker.engine_host import proc_host
+from pdserve.worker.engine_host.make_host import make_host
+from pdserve.worker.worker import Worker
+from tests.support.forked_engine import start_host
+from tests.support.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
+from tests.support.random_prompts import prompt_of
+from tests.support.waiting import HANG_S, eventually
+from tests.support.worker_pair import (
+    BLOCK_SIZE,
+    KEY,
+    Pair,
+    PairAnswer,
+    ask_with_images,
+    generation_request,
+    running_pair,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+COUNT = 10
+PROMPTS: list[tuple[list[int], list[Image.Image]]] = [
+    ([*prompt_of(5), IMAGE_TOKEN_ID, *prompt_of(3), IMAGE_TOKEN_ID, 9], [picture(1), picture(2, 64, 48)]),
+    ([IMAGE_TOKEN_ID, *prompt_of(40)], [picture(1)]),
+    (prompt_of(21), []),
+    ([*prompt_of(9), IMAGE_TOKEN_ID, 7], [picture(3, 8, 120)]),
+]
+# chunks end within images
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "num_blocks": 64, "max_model_len": 256, "max_num_batched_tokens": 32, "engine_process": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def image_folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_checkpoint(tmp_path_factory.mktemp(family), family)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(image_folder: Path) -> AsyncIterator[Pair]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(proc_host, "start_program", start_host)
+        async with running_pair(image_folder, KEY, **SETTINGS) as made:
+            yield made
+            await eventually(lambda: is_at_rest(made.p) and is_at_rest(made.d))
+
+
+def is_at_rest(worker: Worker) -> bool:
+    """Whole pool, no transfer open."""
+    stats, counts = worker.engine.stats, worker.engine.transfer_counts
+    assert stats.num_blocks_free + stats.num_blocks_cached + stats.num_blocks_in_use == stats.num_blocks_total
+    return not (stats.num_blocks_in_use or counts.num_open or worker.engine.num_streams)
+
+
+def request_of(worker: Worker, prompt: PromptWithImages) -> GenerationRequest:
+    """Greedy."""
+    hasher = BlockHasher(KEY, BLOCK_SIZE)
+    root = hasher.root(worker.identity.layout.model_fingerprint)
+    hashes = hasher.extend(root, prompt.token_ids, hashed_spans(prompt.features))
+    digest = hasher.request_digest(root, hashes, prompt.token_ids, images_extras(prompt.features))
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    return generation_request(
+        worker, prompt.token_ids, mm_features=prompt.features, request_digest=digest, sampling_params=params
+    )
+
+
+async def prefilled_at_decode(pair: Pair, request: GenerationRequest) -> list[int]:
+    """The answer without a prefill worker. Raises: AioRpcError."""
+    message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
+    message.attempt.prefill_here = True
+    call = pair.service(pair.d).unary_stream(GENERATE, message)
+    async with asyncio.timeout(HANG_S):
+        return [token async for event in call for token in event.outputs.token_ids]
+
+
+async def test_i1_images_reach_both_engines(pair: Pair, image_folder: Path, family: str) -> None:
+    oracle = ImageOracle(image_folder, family)
+    processor = ImageProcessor(ImageProcessorConfig.read(image_folder), IMAGE_TOKEN_ID)
+    for tokens, images in PROMPTS:
+        prompt = with_images(tokens, [processor.process(image, "image") for image in images], IMAGE_TOKEN_ID, "prompt")
+        expected = oracle.greedy(tokens, images, COUNT)
+        # cold, from both caches, and from decode's alone
+        cold = await ask_with_images(pair, request_of(pair.p, prompt))
+        assert cold == PairAnswer(expected, -(-len(prompt.token_ids) // BLOCK_SIZE))
+        cached = await ask_with_images(pair, request_of(pair.p, prompt))
+        assert cached.token_ids == expected
+        assert cached.num_landed < cold.num_landed
+        assert await prefilled_at_decode(pair, request_of(pair.d, prompt)) == expected
+    # an image that only decode encodes
+    tokens, images = [IMAGE_TOKEN_ID, *prompt_of(6)], [picture(7)]
+    prompt = with_images(tokens, [processor.process(images[0], "image")], IMAGE_TOKEN_ID, "prompt")
+    assert await prefilled_at_decode(pair, request_of(pair.d, prompt)) == oracle.greedy(tokens, images, COUNT)
+
+
+async def test_an_image_that_does_not_fit_is_refused_by_name(pair: Pair, image_folder: Path) -> None:
+    processor = ImageProcessor(ImageProcessorConfig.read(image_folder), IMAGE_TOKEN_ID)
+    prompt = with_images([IMAGE_TOKEN_ID, 5], [processor.process(picture(1), "image")], IMAGE_TOKEN_ID, "prompt")
+    [feature] = prompt.features
+    moved = msgspec.structs.replace(feature, mm_position=PlaceholderRange(1, feature.mm_position.length))
+    cut = msgspec.structs.replace(feature, data=b"")
+    for wrong, message in ((moved, r"mm_features\[0\]: prompt_token_ids has other tokens"), (cut, r"data has 0 bytes")):
+        with pytest.raises(grpc.aio.AioRpcError, match=message):
+            await prefilled_at_decode(pair, request_of(pair.d, PromptWithImages(prompt.token_ids, [wrong])))
+
+
+async def test_the_worker_checks_as_an_engine_in_its_process_does(pair: Pair, image_folder: Path) -> None:
+    host = await make_host(PrefillSettings(**SETTINGS | {"engine_process": False}), image_folder, KEY)
+    try:
+        assert values_of(pair.p.host.verifier) == values_of(host.verifier)
+        assert host.verifier.encoder is not None
+    finally:
+        await host.close()
+
+
+def values_of(verifier: RequestVerifier) -> dict[str, Any]:
+    """All but the plug-ins, which are made in each process."""
+    names = set(RequestVerifier.__slots__) - {"logits_processors"}
+    return {name: getattr(verifier, name) for name in names}
