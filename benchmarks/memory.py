@@ -1,10 +1,13 @@
 """Memory of each service: loading, a worker that serves, a router with its index, and both over many requests.
 
 Goals: the peak of loading below 1.2 times the weights; a worker weights, pool and 600 MB; a router 300 MB with 200,000 blocks in
-its index; no growth over requests. Memory is what the kernel counts as in RAM (VmRSS, VmHWM); each part runs in processes of its
-own. The model is the bundled one's configuration with larger layers and random weights, in bfloat16.
+its index; no growth over requests. Memory is what the kernel counts as in RAM (VmRSS, VmHWM), and over requests also the part of it
+that is no file's (RssAnon); each part runs in processes of its own. The model is the bundled one's configuration with larger layers
+and random weights, in bfloat16, or with --model another one: `demo` is the bundled one, with which 100,000 requests take minutes.
+A request that fails is counted and sent again, so the run may be stopped (SIGSTOP) and continued.
 
 Usage: python benchmarks/memory.py [--layers 16] [--requests 3000] [--parts load worker router requests]
+       python benchmarks/memory.py --parts requests --model demo --requests 100000 --reports 20 --at-once 64 --output 2
 """
 
 from __future__ import annotations
@@ -19,8 +22,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
 import psutil
 import torch
 from cluster_of_processes import free_port, serving
@@ -37,9 +45,20 @@ from pdserve.router.placement.prefix_index import PrefixIndex
 MB = 1e6
 POOL_MIB = 256
 NUM_BLOCKS, NUM_WORKERS = 200_000, 8
-AT_ONCE = 16
 WARM_UP = 200
-REPORTS = 10
+AGAIN_S = 1.0
+"""After a request that failed."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of 32 random tokens each, no two of which are equal."""
+
+    num_requests: int
+    num_reports: int
+    at_once: int
+    output: int
+    """Tokens."""
 
 
 def status(name: str, pid: int | str = "self") -> float:
@@ -128,19 +147,53 @@ def processes(port: int) -> dict[str, psutil.Process]:
     return found
 
 
-async def load(address: str, num: int, vocabulary: int, seed: int) -> None:
-    """Requests of 32 tokens with 8 of output, `AT_ONCE` at a time."""
-    prober, numbers = Prober(address), iter(range(num))
+async def send(prober: Prober, seeds: Iterator[int], vocabulary: int, load: Load, failed: Counter[str]) -> None:
+    """A request per seed. failed: counts requests that failed, by status; each is sent again."""
 
     async def client() -> None:
-        for number in numbers:
-            await prober.ask(prompt_of(32, seed + number, vocabulary), 8)
+        for seed in seeds:
+            prompt = prompt_of(32, seed, vocabulary)
+            while True:
+                try:
+                    await prober.ask(prompt, load.output)
+                    break
+                except grpc.aio.AioRpcError as error:
+                    failed[error.code().name] += 1
+                    await asyncio.sleep(AGAIN_S)
 
-    await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(client() for _ in range(load.at_once)))
+
+
+def report(done: int, seconds: float, found: dict[str, psutil.Process]) -> None:
+    """One line: requests, and of each process VmRSS and RssAnon in MB."""
+    sizes = "  ".join(
+        f"{status('VmRSS', each.pid):8.1f} ({status('RssAnon', each.pid):6.1f})" for each in found.values()
+    )
+    print(f"{done:9d}  {sizes}  {seconds:6.0f} s", flush=True)
+
+
+async def send_and_report(address: str, found: dict[str, psutil.Process], vocabulary: int, load: Load) -> None:
+    """All requests, over one connection, with a report at the start and after each part of them."""
+    prober, failed, began = Prober(address), Counter[str](), time.monotonic()
+    print(f"{'requests':>9}  " + "  ".join(f"{role:>17}" for role in found))
+    done = 0
+    report(done, 0.0, found)
+    for number in range(1, load.num_reports + 1):
+        first, done = done, load.num_requests * number // load.num_reports
+        await send(prober, iter(range(WARM_UP + first, WARM_UP + done)), vocabulary, load, failed)
+        report(done, time.monotonic() - began, found)
+    print(f"failed and sent again: {dict(failed) or 0}")
     await prober.close()
 
 
-def measure_services(model: Path, num_requests: int, parts: set[str]) -> None:
+async def warm_up(address: str, vocabulary: int, load: Load) -> None:
+    """`WARM_UP` requests."""
+    prober = Prober(address)
+    await send(prober, iter(range(WARM_UP)), vocabulary, load, Counter())
+    await prober.close()
+
+
+def measure_services(model: Path, parts: set[str], load: Load) -> None:
     """A cluster's processes when they are ready, and over requests."""
     port = free_port()
     weights, pool = size_of(model), POOL_MIB * (1 << 20) / MB
@@ -148,7 +201,7 @@ def measure_services(model: Path, num_requests: int, parts: set[str]) -> None:
     with serving(model, ["--set", f"kv_cache_mib={POOL_MIB}"], grpc_port=port) as url:
         found = processes(int(url.rpartition(":")[2]))
         address = f"127.0.0.1:{port}"
-        asyncio.run(load(address, WARM_UP, vocabulary, 0))
+        asyncio.run(warm_up(address, vocabulary, load))
         if "worker" in parts:
             for role in ("prefill", "decode"):
                 rss = status("VmRSS", found[role].pid)
@@ -162,18 +215,17 @@ def measure_services(model: Path, num_requests: int, parts: set[str]) -> None:
                 f"router   {rss:7.0f} MB   with an index of {NUM_BLOCKS:,} blocks ({index:.0f} MB): {rss + index:6.0f} MB"
             )
         if "requests" in parts:
-            print(f"{'requests':>9}  " + "  ".join(f"{role:>8}" for role in found))
-            for report in range(REPORTS + 1):
-                sizes = "  ".join(f"{status('VmRSS', each.pid):8.1f}" for each in found.values())
-                print(f"{report * num_requests // REPORTS:9d}  {sizes}", flush=True)
-                if report < REPORTS:
-                    asyncio.run(load(address, num_requests // REPORTS, vocabulary, 10_000 * (report + 1)))
+            asyncio.run(send_and_report(address, found, vocabulary, load))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--model", help="folder or name of a model; default: one with --layers layers is made")
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--reports", type=int, default=10, help="number of reports over the requests")
+    parser.add_argument("--at-once", type=int, default=16, help="requests under way")
+    parser.add_argument("--output", type=int, default=8, help="tokens of an answer")
     parser.add_argument("--parts", nargs="+", default=["load", "worker", "router", "requests"])
     parser.add_argument("--child", nargs="+")
     options = parser.parse_args()
@@ -186,7 +238,7 @@ def main() -> None:
         return
     print_conditions()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), options.layers)
+        model = model_folder(options.model) if options.model else make_model(Path(folder), options.layers)
         if "load" in options.parts:
             for impl in ("native", "transformers"):
                 values, weights = in_a_process("load", str(model), impl), size_of(model)
@@ -196,7 +248,8 @@ def main() -> None:
                     flush=True,
                 )
         if set(options.parts) - {"load"}:
-            measure_services(model, options.requests, set(options.parts))
+            load = Load(options.requests, options.reports, options.at_once, options.output)
+            measure_services(model, set(options.parts), load)
 
 
 if __name__ == "__main__":
