@@ -114,6 +114,27 @@ class AttentionContract(abc.ABC):
                 options={"sinks": True, "window": window, "softcap": softcap},
             )
 
+    @pytest.mark.parametrize(
+        ("dtype", "heads", "decodes"),
+        [
+            (torch.float32, (6, 2, 16), [1, 37, 16, 5]),
+            (torch.bfloat16, (3, 3, 6), [0, 300]),
+            pytest.param(torch.bfloat16, (6, 2, 16), [40, 40], marks=pytest.mark.slow),
+            pytest.param(torch.float16, (7, 1, 10), [600, 3, 1], marks=pytest.mark.slow),
+        ],
+        ids=str,
+    )
+    def test_a_distance_bias(self, dtype: torch.dtype, heads: tuple[int, int, int], decodes: list[int]) -> None:
+        """Queries and keys of a tile are nearer than the table's end, and further away."""
+        self.check(
+            decodes=decodes,
+            prefills=[(0, 40), (37, 33), (9, 1)],
+            heads=heads,
+            block_size=16,
+            dtype=dtype,
+            options={"distance_bias": True},
+        )
+
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     def test_without_causality_a_token_sees_its_whole_sequence(self, dtype: torch.dtype) -> None:
         for softcap in (None, 2.0):

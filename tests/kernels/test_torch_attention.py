@@ -25,14 +25,6 @@ class TestTorchAttention(AttentionContract):
         return TorchAttentionBackend(kv_cache)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("decodes", [[40, 40], [1, 37, 16, 5], [0, 300]], ids=str)
-def test_a_distance_bias(dtype: torch.dtype, decodes: list[int]) -> None:
-    heads = (6, 2, 16)
-    case = make_case(decodes=decodes, prefills=[(0, 40), (37, 33), (9, 1)], heads=heads, block_size=16, dtype=dtype)
-    check_step(TorchAttentionBackend(case.kv_cache), case, make_spec(heads, distance_bias=True))
-
-
 def test_a_distance_bias_comes_alone() -> None:
     for options in ({"window": 5}, {"softcap": 2.0}, {"causal": False}):
         with pytest.raises(ValueError, match="a distance bias comes with causal attention"):

@@ -169,10 +169,3 @@ def test_refused_requests(bart: LLM) -> None:
 def test_refused_settings(option: dict[str, Any], message: str, folders: dict[str, tuple[Path, GreedyAnswers]]) -> None:
     with pytest.raises((ConfigError, UnsupportedModel), match=message):
         LLM(str(folders["bart"][0]), num_blocks=64, **option)
-
-
-def test_triton_does_not_compute_the_bias_of_t5(folders: dict[str, tuple[Path, GreedyAnswers]]) -> None:
-    with pytest.raises(
-        ConfigError, match="attention_backend is 'triton', whose kernels do not compute the relative position"
-    ):
-        LLM(str(folders["t5"][0]), num_blocks=64, attention_backend="triton")

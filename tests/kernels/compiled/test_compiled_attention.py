@@ -32,6 +32,7 @@ CASES: dict[str, tuple[tuple[int, int, int], torch.dtype, int, dict[str, Any]]] 
     "float32": ((32, 8, 128), torch.float32, 16, {}),
     "20b with sinks": ((64, 8, 64), BF16, 16, {"window": 128, "sinks": True}),
     "an encoder": ((12, 12, 64), torch.float16, 16, {"causal": False}),
+    "a distance bias": ((12, 12, 64), BF16, 16, {"distance_bias": True}),
 }
 """(Hq, Hkv, D), dtype, bs, and options of the spec."""
 FAST = {("sm_90", "8b", "attend_pieces"), ("sm_90", "8b", "attend_tiles"), ("sm_90", "8b", "join_pieces")}
@@ -50,9 +51,16 @@ SINKS = {(architecture, "20b with sinks", "attend_tiles") for architecture in ("
     ("sm_90", "20b with sinks", "join_pieces")
 }
 """Likewise: the kernels that compute sinks; on sm_100 windows over heads of 64 are the first to spill."""
+BIASES = {
+    (architecture, "a distance bias", name)
+    for architecture in ("sm_90", "gfx942")
+    for name in ("attend_pieces", "attend_tiles")
+}
+"""Likewise: the kernels that add it."""
 COMPILED = (
     FLOAT32
     | SINKS
+    | BIASES
     | {
         (architecture, case, name)
         for architecture, cases in SELECTED.items()
@@ -81,11 +89,12 @@ def launch_of(name: str, architecture: str, case: str) -> Launch:
         made(1, dtype=torch.float32),
     )
     sinks = made(num_heads, dtype=dtype) if spec.sinks else None
+    bias, seq_lens = (made(num_heads, 129, dtype=dtype), made(64)) if spec.distance_bias else (None, None)
     with recorded_launches() as launches:
         decode_attention(
-            q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs, sinks
-        )
-        prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs, sinks)
+            q, kv_cache, 3, made(64, 1024), made(4096), made(1), made(65), part, lse, spec, out, configs, sinks, bias, seq_lens
+        )  # fmt: skip
+        prefill_attention(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, configs, sinks, bias)
         # as the fused kernels of CUDA lay it out
         lse = made(num_heads, 64, dtype=torch.float32).t()
         add_context(q, kv_cache, 3, made(64, 1024), made(16, 5), spec, out, lse, configs)

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 
 import torch
 
+from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.kernels.triton.attention.attention_configs import Prefill
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
@@ -19,6 +20,7 @@ from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from tests.support.attention_batches import model_inputs, packed_batch
 from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.encoder_decoder_checkpoints import PAD, START, GreedyAnswers, make_encoder_decoder
 from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
 from tests.support.engine_pair import Pair
 from tests.support.family_checkpoints import OPTIONS, cases, make_family
@@ -130,3 +132,30 @@ def test_families_of_odd_layers_equal_transformers(
     answers = engine.run()
     for name, prompt in zip(names, prompts, strict=True):
         oracle.check(prompt, answers[name].token_ids)
+
+
+@pytest.mark.slow
+def test_the_position_bias_of_t5_through_prefill_and_decode(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The answers are longer than the table of distances; the first tokens of one are given, and computed in a chunk."""
+    theirs = GreedyAnswers(make_encoder_decoder(tmp_path, "t5"))
+    layout = EncoderDecoderPrompts((START,), PAD, 96)
+    options = {
+        "block_size": 8, "num_blocks": 64, "max_model_len": layout.max_sequence_len(8), "max_num_batched_tokens": 128,
+        "max_num_seqs": 8, "enable_prompt_embeds": False, "encoder_decoder": layout, "attention_backend": "triton",
+    }  # fmt: skip
+    pair = Pair(make_real_engine(tmp_path, DEVICE, **options), make_real_engine(tmp_path, DEVICE, **options))
+    prompts = {f"r{size}": [3 + token for token in prompt_of(size)] for size in (1, 17)}
+    for request_id, prompt in prompts.items():
+        pair.add(prompt, request_id, params={"max_tokens": 30})
+    pair.run()
+    whole = {request_id: theirs.answer(prompt, 30) for request_id, prompt in prompts.items()}
+    assert max(map(len, whole.values())) > 20
+    for request_id, expected in whole.items():
+        assert pair.answer(request_id).token_ids == expected
+    longest = max(whole, key=lambda name: len(whole[name]))
+    resumed = make_real_engine(tmp_path, DEVICE, **options)
+    answer = resumed.ask(prompts[longest], output=whole[longest][:24], params={"max_tokens": 30})
+    assert answer.token_ids == whole[longest][24:]

@@ -87,6 +87,7 @@ CHUNKS = attention(prefills=[(17, 30), (0, 21)])
 WINDOWS = attention(decodes=[60], prefills=[(17, 30)], window=13)
 CAPPED = attention(prefills=[(17, 30)], softcap=2.0)
 SUNK = attention(decodes=[1, 300], prefills=[(17, 30)], sinks=True)
+BIASED = attention(decodes=[1, 300], prefills=[(17, 30)], distance_bias=True)
 SEVEN = attention(heads=(7, 1, 8), prefills=[(3, 11)])
 TWO_PARTS = attention(prefill="sdpa", prefills=[(17, 30), (0, 21), (4, 9)])
 HALF = attention(prefills=[(17, 30)], dtype=torch.bfloat16)
@@ -98,7 +99,7 @@ MOVED = layer_ops(lambda contract: contract.test_blocks_are_moved_whole(torch.bf
 DIGESTED = layer_ops(lambda contract: contract.test_digests_are_those_of_a_processor(1016))
 ADAPTED = lora(lambda contract: contract.test_sizes(torch.float32, 100, (70, 33), (9, 16)))
 CHECKS = {
-    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "sunk": SUNK, "seven": SEVEN,
+    "decodes": DECODES, "chunks": CHUNKS, "windows": WINDOWS, "capped": CAPPED, "sunk": SUNK, "biased": BIASED, "seven": SEVEN,
     "two parts": TWO_PARTS, "half": HALF, "normed": NORMED, "normed after a product": NORMED_AFTER_PRODUCT, "rotated": ROTATED,
     "multiplied": MULTIPLIED, "moved": MOVED, "digested": DIGESTED, "in a large pool": large_pool,
     "adapted": ADAPTED,
@@ -174,6 +175,14 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
         SeededError(PREFILL, "(sinks + heads).to(tl.float32) * LOG2E", "(sinks + heads).to(tl.float32)"), SUNK, WRONG),
     "a sink that a decode row lacks": (
         SeededError(DECODE, "total += tl.exp2(sink - highest)", "total += 0.0"), SUNK, WRONG),
+    "a bias of another base": (
+        SeededError(TILE, "bias.to(tl.float32) * LOG2E", "bias.to(tl.float32)"), BIASED, WRONG),
+    "a bias of the next distance": (
+        SeededError(PREFILL, "of_row, position[:, None] - at", "of_row, position[:, None] + 1 - at"), BIASED, WRONG),
+    "a bias that counts from a row's end": (
+        SeededError(DECODE, "tl.load(seq_lens + row) - 1 - at", "tl.load(seq_lens + row) - at"), BIASED, WRONG),
+    "a bias behind the table's end": (
+        SeededError(TILE, "num_columns - 1)", "num_columns)"), BIASED, (OutOfBounds, WRONG)),
     "a soft cap of a base too small": (
         SeededError(TILE, "1.0 - 2.0 / (tl.exp2(scores) + 1.0)", "1.0 - 2.0 / (tl.exp(scores) + 1.0)"), CAPPED, WRONG),
     "products of float32 in tf32": (

@@ -127,18 +127,6 @@ def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None
     return backend
 
 
-def make_biased_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
-    """A back end that computes a distance bias: torch's in place of Triton's. Arguments: as of `make_attention`.
-
-    Raises: AttentionBackendError, also for a name of Triton's kernels, which do not compute it.
-    """
-    if name in ("triton", "sdpa"):
-        raise AttentionBackendError(
-            f"attention_backend is {name!r}, whose kernels do not compute the relative position bias of this model; torch does"
-        )
-    return make_attention("torch" if name == AUTO and kv_cache.device.type == "cuda" else name, kv_cache, dtype)
-
-
 def make_cross_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
     """A back end that attends to pages alone, and never to the `k` and `v` of `attend`: over the encoder's keys of a cache.
 

@@ -15,7 +15,7 @@ from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.kernels.attention.attention_batch import AttentionBatch
-from pdserve.kernels.attention.make_attention import make_attention, make_biased_attention, make_cross_attention
+from pdserve.kernels.attention.make_attention import make_attention, make_cross_attention
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.encoder_decoder_step import DecoderTokens, EncoderDecoderStep, EncoderTokens
 from pdserve.models.model_inputs import ModelInputs
@@ -32,8 +32,7 @@ class EncoderDecoderInputs:
         self._block_size = kv_cache.shape[4]
         self._device = kv_cache.device
         self._self_spec, self._cross_spec = config.self_attention_spec, config.cross_attention_spec
-        make_self_attention = make_biased_attention if config.has_distance_bias else make_attention
-        self._self_attention = make_self_attention(backend, kv_cache, dtype)
+        self._self_attention = make_attention(backend, kv_cache, dtype)
         self._cross_attention = make_cross_attention(backend, kv_cache, dtype)
         self._storing = make_cross_attention(backend, kv_cache, dtype)
 

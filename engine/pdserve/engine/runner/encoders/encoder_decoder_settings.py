@@ -16,11 +16,6 @@ def verify_encoder_decoder(settings: WorkerSettings, config: ModelConfig) -> Non
     """Raises: ConfigError naming a setting with which a model with an encoder is not served."""
     if not isinstance(config, EncoderDecoderConfig):
         return
-    if config.has_distance_bias and settings.attention_backend in ("triton", "sdpa"):
-        raise ConfigError(
-            f"attention_backend is {settings.attention_backend!r}, whose kernels do not compute the relative position bias of "
-            f"{config.architecture}; torch does"
-        )
     takes_rest = settings.num_blocks is None and settings.pool_mib is None
     for name, is_set, reason in (
         ("speculative_config", settings.speculative_config is not None, "its tokens are not drafted"),

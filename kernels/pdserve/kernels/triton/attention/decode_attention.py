@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,24 +10,24 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
 from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES
-from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_tile
 from pdserve.kernels.triton.launch_configs import register_limit
-
-LOG2E = tl.constexpr(math.log2(math.e))
 
 
 # a specialised layer number would be compiled once for 0, once for 1 and once for multiples of 16
 @triton.jit(do_not_specialize=["layer"])
 def attend_pieces(
-    q, pages, tables, pieces, count, part, lse, layer, scale, softcap,
+    q, pages, tables, pieces, count, part, lse, distance_bias, num_columns, seq_lens, layer, scale, softcap,
     q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`softmax(cap(scale q k^T)) v` over the keys of each piece, and the log2 of its denominator.
+    """`softmax(cap(scale q k^T) + bias) v` over the keys of each piece, and the log2 of its denominator.
 
     Programs take (piece, KV head) in turn; the G query heads of a KV head are the rows of one tile. pieces `[n, 4]` and count `[1]`
-    are of `cut_into_pieces` -> part `[n, Hq, D]`, lse `[n, Hq]`, float32, by place. Reference: `attend_decode`.
+    are of `cut_into_pieces` -> part `[n, Hq, D]`, lse `[n, Hq]`, float32, by place. With BIAS distance_bias is
+    `[Hq, num_columns]`, and seq_lens `[B]` the rows' lengths. Reference: `attend_decode`.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -55,7 +53,13 @@ def attend_pieces(
             at = start + n
             k, v = load_tile(keys, table, at, first, end, block_stride, D, BS, BLOCK_D, True)
             seen = ((at >= first) & (at < end))[None, :]
-            best, total, acc = add_tile(queries, k, v, seen, best, total, acc, scale, softcap, True, SOFTCAP, PRECISION)
+            bias = 0.0
+            if BIAS:
+                distances = tl.load(seq_lens + row) - 1 - at
+                bias = load_bias(distance_bias, num_columns, heads, is_head, distances[None, :])
+            best, total, acc = add_tile(
+                queries, k, v, seen, bias, best, total, acc, scale, softcap, True, SOFTCAP, BIAS, PRECISION
+            )
         at_head = place.to(tl.int64) * (HKV * G) + heads
         tl.store(lse + at_head, best + tl.log2(total), mask=is_head)
         tl.store(part + at_head[:, None] * D + d[None, :], acc / total[:, None], mask=here)
@@ -107,22 +111,27 @@ def decode_attention(
     out: Tensor,
     configs: AttentionConfigs,
     sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    seq_lens: Tensor | None = None,
 ) -> None:
     """Two launches that depend on B alone.
 
     q `[B, Hq, D]`, rows may be strided; tables `[B, N]` int32; pieces `[>= n, 4]`, count `[1]` and first_piece `[B + 1]` int32, of
     `cut_into_pieces`; part `[>= n * Hq * D]` and lse `[>= n * Hq]` float32, overwritten; sinks `[Hq]`, contiguous, of a spec that
-    has them -> out `[B, Hq, D]`, contiguous.
+    has them; distance_bias `[Hq, columns]`, contiguous, of a spec that has it, with seq_lens `[B]` int32 -> out `[B, Hq, D]`,
+    contiguous.
     """
     num_rows, num_heads, head_dim = q.shape
     tile = head_tile(spec, kv_cache, configs)
     scale, softcap = softmax_scales(spec)
     attend_pieces[(configs.decode_programs,)](
-        q, kv_cache, tables, pieces, count, part, lse, layer, scale, softcap,
+        q, kv_cache, tables, pieces, count, part, lse,
+        lse if distance_bias is None else distance_bias, 0 if distance_bias is None else distance_bias.shape[1],
+        count if seq_lens is None else seq_lens, layer, scale, softcap,
         q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0),
         HKV=spec.num_kv_heads, G=tile.group, D=head_dim, BS=kv_cache.shape[4],
         BLOCK_G=tile.group_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.decode_keys,
-        SOFTCAP=spec.softcap is not None, PRECISION=tile.precision,
+        SOFTCAP=spec.softcap is not None, BIAS=distance_bias is not None, PRECISION=tile.precision,
         num_warps=tile.decode_warps, num_stages=configs.decode_stages, enable_fp_fusion=True,
         **register_limit(configs.max_registers),
     )  # fmt: skip

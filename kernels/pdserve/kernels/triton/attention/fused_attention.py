@@ -55,7 +55,7 @@ def fused_attention(spec: AttentionSpec, kv_cache: Tensor, names: Sequence[str])
     names: of `cudnn` and `flash`; a processor has one of its own. `torch.backends.cuda.enable_cudnn_sdp(False)` and the like
     exclude one.
     """
-    if spec.softcap is not None or spec.sinks:
+    if spec.softcap is not None or spec.sinks or spec.distance_bias:
         return None
     if kv_cache.is_cpu:
         return _of_cpu

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,20 +9,19 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 from pdserve.kernels.triton.attention.attention_launch import head_tile, layer_strides, softmax_scales
-from pdserve.kernels.triton.attention.softmax_tile import add_tile, load_tile
+from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_tile
 from pdserve.kernels.triton.launch_configs import register_limit
-
-LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
 def add_tiles(
     q, keys, tables, position, begin, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
+    distance_bias, num_columns, heads, of_row,
     D: tl.constexpr, BS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`(best, total, acc)` with tiles `begin..end-1` of the sequence's keys. Without MASKED every row sees all of them. Keys before
-    `first_key`, which no row sees, are not read: their blocks may be others'."""
+    `first_key`, which no row sees, are not read: their blocks may be others'. With BIAS the rows are of these heads."""
     n = tl.arange(0, BLOCK_N)
     for tile in range(begin, end):
         at = tile * BLOCK_N + n
@@ -34,24 +31,30 @@ def add_tiles(
             seen = seen & (at[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, softcap, MASKED, SOFTCAP, PRECISION)
+        bias = 0.0
+        if BIAS:
+            bias = load_bias(distance_bias, num_columns, heads, of_row, position[:, None] - at[None, :])
+        best, total, acc = add_tile(
+            q, k, v, seen, bias, best, total, acc, scale, softcap, MASKED, SOFTCAP, BIAS, PRECISION
+        )
     return best, total, acc
 
 
 @triton.jit(do_not_specialize=["layer"])
 def attend_tiles(
-    q, pages, tables, tiles, out, lse, sinks, layer, scale, softcap,
+    q, pages, tables, tiles, out, lse, sinks, distance_bias, num_columns, layer, scale, softcap,
     q_token_stride, q_head_stride, block_stride, head_stride, layer_stride, table_stride, lse_token_stride, lse_head_stride,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`softmax(cap(scale q k^T) + mask) v` of one tile: BLOCK_M // G tokens with the G query heads of one KV head each.
+    """`softmax(cap(scale q k^T) + bias + mask) v` of one tile: BLOCK_M // G tokens with the G query heads of one KV head each.
 
     So keys are read once for G heads. tiles `[n, 5]` are of `cut_into_tiles`. Keys are visited in order; only the tiles at the
     edges of what the rows see need a mask. WINDOW 0: none. With JOIN, out `[T, Hq, D]` already has the result over other keys,
     with the natural logarithm of its denominators in lse, and becomes the result over both. With SINKS and without JOIN, a head's
-    number in sinks `[Hq]` is one more score, whose weight goes to no value. Reference: `attend_prefill`.
+    number in sinks `[Hq]` is one more score, whose weight goes to no value. distance_bias: `[Hq, num_columns]`, with BIAS.
+    Reference: `attend_prefill`.
     """
     tile = tiles + tl.program_id(0) * 5
     head = tl.program_id(1)
@@ -103,15 +106,18 @@ def attend_tiles(
     if WINDOW > 0:
         best, total, acc = add_tiles(
             queries, keys, table, position, begin, full_begin, first_key, last_key, best, total, acc, scale, softcap, block_stride,
-            D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, PRECISION,
+            distance_bias, num_columns, heads, of_row,
+            D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
         )  # fmt: skip
     best, total, acc = add_tiles(
         queries, keys, table, position, full_begin, full_end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
-        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, PRECISION,
+        distance_bias, num_columns, heads, of_row,
+        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, False, SOFTCAP, BIAS, PRECISION,
     )  # fmt: skip
     best, total, acc = add_tiles(
         queries, keys, table, position, full_end, end, first_key, last_key, best, total, acc, scale, softcap, block_stride,
-        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, PRECISION,
+        distance_bias, num_columns, heads, of_row,
+        D, BS, BLOCK_D, BLOCK_N, WINDOW, CAUSAL, True, SOFTCAP, BIAS, PRECISION,
     )  # fmt: skip
     # rows of no token may have seen no key
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -128,13 +134,14 @@ def prefill_attention(
     out: Tensor,
     configs: AttentionConfigs,
     sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> None:
     """One launch. q `[T, Hq, D]`, rows may be strided; tables `[B, N]` int32; tiles `[n, 5]` int32, of `cut_into_tiles` with
-    `head_tile(...).prefill_tokens`; sinks `[Hq]`, contiguous, of a spec that has them -> rows of these tiles in out `[T, Hq, D]`,
-    contiguous."""
+    `head_tile(...).prefill_tokens`; sinks `[Hq]` and distance_bias `[Hq, n]`, contiguous, of a spec that has them -> rows of these
+    tiles in out `[T, Hq, D]`, contiguous."""
     _launch(
         q, kv_cache, layer, tables, tiles, spec, out, configs,
-        window=spec.window or 0, causal=spec.causal, lse=None, sinks=sinks,
+        window=spec.window or 0, causal=spec.causal, lse=None, sinks=sinks, distance_bias=distance_bias,
     )  # fmt: skip
 
 
@@ -153,9 +160,12 @@ def add_context(
 
     As `prefill_attention`, but tiles list the sequences' keys before the chunk as all their tokens; out `[T, Hq, D]`, contiguous,
     has the result over other keys and becomes the one over both; lse `[T, Hq]` float32, strided: the natural logarithm of its
-    denominators. No spec with sinks comes here.
+    denominators. No spec with sinks or a distance bias comes here.
     """
-    _launch(q, kv_cache, layer, tables, tiles, spec, out, configs, window=0, causal=False, lse=lse, sinks=None)
+    _launch(
+        q, kv_cache, layer, tables, tiles, spec, out, configs,
+        window=0, causal=False, lse=lse, sinks=None, distance_bias=None,
+    )  # fmt: skip
 
 
 def _launch(
@@ -172,15 +182,18 @@ def _launch(
     causal: bool,
     lse: Tensor | None,
     sinks: Tensor | None,
+    distance_bias: Tensor | None,
 ) -> None:
     tile = head_tile(spec, kv_cache, configs)
     scale, softcap = softmax_scales(spec)
     attend_tiles[(tiles.shape[0], spec.num_kv_heads)](
-        q, kv_cache, tables, tiles, out, out if lse is None else lse, out if sinks is None else sinks, layer, scale, softcap,
+        q, kv_cache, tables, tiles, out, out if lse is None else lse, out if sinks is None else sinks,
+        *((out, 0) if distance_bias is None else (distance_bias, distance_bias.shape[1])), layer, scale, softcap,
         q.stride(0), q.stride(1), *layer_strides(kv_cache), tables.stride(0), *((0, 0) if lse is None else lse.stride()),
         HKV=spec.num_kv_heads, G=tile.group, D=spec.head_dim, BS=kv_cache.shape[4],
         BLOCK_M=tile.prefill_rows, BLOCK_D=tile.head_dim, BLOCK_N=tile.prefill_keys, WINDOW=window,
-        CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, SINKS=sinks is not None, PRECISION=tile.precision,
+        CAUSAL=causal, SOFTCAP=spec.softcap is not None, JOIN=lse is not None, SINKS=sinks is not None,
+        BIAS=distance_bias is not None, PRECISION=tile.precision,
         num_warps=configs.prefill_warps, num_stages=configs.prefill_stages, enable_fp_fusion=True,
         **register_limit(tile.prefill_registers),
     )  # fmt: skip

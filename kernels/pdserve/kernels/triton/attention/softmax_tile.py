@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def load_bias(distance_bias, num_columns, heads, is_head, distances):
+    """`[rows, keys]` float32, of base 2: what the distance bias adds to scores; 0 where `is_head` is False.
+
+    distance_bias: `[Hq, num_columns]`. heads and is_head: `[rows]`. distances: `[rows or 1, keys]`, from the key to the query, or
+    below 0 where the query does not see the key.
+    """
+    columns = tl.minimum(tl.maximum(distances, 0), num_columns - 1)
+    bias = tl.load(distance_bias + heads[:, None] * num_columns + columns, mask=is_head[:, None], other=0.0)
+    return bias.to(tl.float32) * LOG2E
 
 
 @triton.jit
@@ -40,18 +56,20 @@ def load_tile(
 
 @triton.jit
 def add_tile(
-    q, k, v, seen, best, total, acc,
-    scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, seen, bias, best, total, acc,
+    scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`(best, total, acc)` with this tile: the highest score of each row, `sum 2^(score - best)`, and that sum weighted by values.
 
     Scores have base 2: `scale` is the spec's times log2(e). With SOFTCAP c a score is `c tanh(s / c)` with
     `tanh(x) = 1 - 2 / (e^2x + 1)`: `scale` is then the spec's times 2 log2(e) / c, and `softcap` is `c log2(e)`. With MASKED a row
-    has no score where `seen` is False, and may have none at all.
+    has no score where `seen` is False, and may have none at all. With BIAS `bias` of `load_bias` is added to the scores.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    if BIAS:
+        scores += bias
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))

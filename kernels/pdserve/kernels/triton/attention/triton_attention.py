@@ -53,8 +53,6 @@ class TritonAttentionBackend:
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TritonAttentionPlan:
         check_spec(self.kv_cache, spec)
-        if spec.distance_bias:
-            raise ValueError(f"a distance bias is not computed by Triton's kernels: {spec}")
         if self._step is None or self._step.batch is not batch:
             batch.verify(self.kv_cache.shape[4])
             self._step = _Step(batch, self._buffers)
@@ -97,6 +95,12 @@ class _Step:
             numbers = torch.from_numpy(self.lists.arrays[name]) if staged is None else staged.there
             self._placed[name] = self.buffers.put(name, numbers)
         return self._placed[name]
+
+    def seq_lens(self) -> Tensor:
+        """`[>= B]` int32: a buffer that begins with the sequences' lengths."""
+        if "seq_lens" not in self._placed:
+            self._placed["seq_lens"] = self.buffers.put("seq_lens", self.batch.seq_lens.to(torch.int32))
+        return self._placed["seq_lens"]
 
     def tiles(self, name: str | None) -> Tensor | None:
         """`[n, 5]`"""
@@ -144,6 +148,7 @@ class TritonAttentionPlan:
             num_heads = int(step.lists.arrays[lists.pieces][places.count]) * spec.num_heads
             self._part = step.buffers.room("part", num_heads * spec.head_dim, torch.float32)
             self._lse = step.buffers.room("lse", num_heads, torch.float32)
+            self._seq_lens = step.seq_lens() if spec.distance_bias else None
         self._full_chunks = [
             _FullChunk(chunk.start, chunk.stop, step.tiles(chunk.tiles)) for chunk in lists.full_chunks
         ]
@@ -168,10 +173,12 @@ class TritonAttentionPlan:
         if num_rows:
             decode_attention(
                 q[:num_rows], self.kv_cache, layer, self._tables, self._pieces, self._count, self._first_piece,
-                self._part, self._lse, self._spec, out, self._configs, sinks,
+                self._part, self._lse, self._spec, out, self._configs, sinks, distance_bias, self._seq_lens,
             )  # fmt: skip
         if self._tiles is not None:
-            prefill_attention(q, self.kv_cache, layer, self._tables, self._tiles, self._spec, out, self._configs, sinks)
+            prefill_attention(
+                q, self.kv_cache, layer, self._tables, self._tiles, self._spec, out, self._configs, sinks, distance_bias
+            )
         for chunk in self._full_chunks:
             self._attend_full_chunk(chunk, layer, q, k, v, out[chunk.start : chunk.stop])
         return out.view(len(q), -1)
