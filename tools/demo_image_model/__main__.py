@@ -58,6 +58,7 @@ def main() -> int:
         print(f"\nevaluated in {dtype}\n{table}", flush=True)
     values = {"PARAMETERS": f"{parameters:,}", "MINUTES": f"{seconds / 60:.0f}", "TABLE": table, "BATCH": str(BATCH)}
     values |= {"STEPS": f"{schedule.steps:,}", "THREADS": threads_text(arguments.threads)}
+    values["START"] = "fresh weights" if arguments.start is None else "the weights of an earlier run"
     fill_card(CARD, arguments.out, values)
     size = folder_bytes(arguments.out)
     print(f"\n{arguments.out}: {size:,} bytes; trained in {seconds / 60:.1f} minutes; {'ok' if passed else 'MISSED'}")
