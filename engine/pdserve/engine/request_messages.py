@@ -16,7 +16,7 @@ encode = msgspec.msgpack.Encoder().encode
 ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, PeerError, msgspec.MsgspecError)
 """Errors with which a value is not encoded, or is longer than a message may be."""
 _TOKEN_BYTES = 5
-"""Of a token id that the vocabulary may have, at most."""
+"""Largest encoding of a token id."""
 _decode_request = msgspec.msgpack.Decoder(EngineCoreRequest).decode
 
 
