@@ -6,6 +6,7 @@ clients that stop for a moment, and their messages are larger.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -146,11 +147,13 @@ class _PublicInterceptor(HandlerInterceptor):
             async for response in answer(asked, context):
                 yield response
 
-        async def unary(requests: AsyncIterator[bytes], context: Context) -> Any:
+        async def coroutine(requests: AsyncIterator[bytes], context: Context) -> Any:
             await self._authenticate(context)
             return await answer(each(requests) if handler.request_streaming else await first(requests), context)
 
-        guarded = stream if handler.response_streaming else unary
+        # a coroutine returns its answer, or writes the messages of a stream itself
+        generates = handler.response_streaming and not inspect.iscoroutinefunction(answer)
+        guarded: Callable[..., Any] = stream if generates else coroutine
         return remade(handler, guarded, reads_stream=True, serialize=_serializer(handler))
 
     async def _message(self, raw: bytes | None, parse: Callable[[bytes], Any]) -> Any:

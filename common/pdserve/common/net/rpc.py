@@ -8,6 +8,7 @@ A process that ends closes its sockets, which its peers notice at once.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, cast
@@ -225,8 +226,11 @@ class ErrorInterceptor(HandlerInterceptor):
         # health and reflection come with grpc and keep their own handlers
         if not details.method.startswith("/pdserve."):
             return handler
-        translate = _translate_stream if handler.response_streaming else _translate_unary
-        return remade(handler, translate(behaviour_of(handler)), parse=handler.request_deserializer)
+        behaviour = behaviour_of(handler)
+        # a coroutine returns its answer, or writes the messages of a stream itself
+        generates = handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
+        translate: Callable[..., Any] = _translate_generator if generates else _translate_coroutine
+        return remade(handler, translate(behaviour), parse=handler.request_deserializer)
 
 
 async def _abort_for(context: Context, error: Exception) -> NoReturn:
@@ -239,7 +243,9 @@ async def _abort_for(context: Context, error: Exception) -> NoReturn:
     await abort_with(context, error)
 
 
-def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any], AsyncIterator[Any]]:
+def _translate_generator(
+    behaviour: Callable[[Any, Any], AsyncIterator[Any]],
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async for response in behaviour(request, context):
@@ -250,7 +256,7 @@ def _translate_stream(behaviour: Callable[[Any, Any], AsyncIterator[Any]]) -> Ca
     return call
 
 
-def _translate_unary(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _translate_coroutine(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Context) -> Any:
         try:
             return await behaviour(request, context)

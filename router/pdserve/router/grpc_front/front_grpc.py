@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.address.peer_address import peer_host
-from pdserve.common.errors import DeadlineExceeded, InvalidRequest, PdServeError
+from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest, PdServeError
 from pdserve.common.method_handler import Context
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.public_server import make_public_server
@@ -40,6 +40,7 @@ from pdserve.router.requests.fields.prompt_embeds_field import read_embeds
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
+from pdserve.router.requests.pushed_outputs import PushedOutputs
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
@@ -72,23 +73,21 @@ class InferenceServicer(PoolingServicer):
             caller()
             return await self.inference.bodies.message(data, parse)
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        # it writes to `context` itself: a generator, and each one around it, would be resumed for each token
         with self.inference.telemetry.count_rejections():
             client = caller()
             client_request = await self._read(request, context)
             generation = self.inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
-        # a cancelled call ends the worker calls at once, even if this generator is suspended
+        # a cancelled call ends the worker calls at once
         context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
-            async for response in self._answer(generation, client_request, request, context):
-                yield response
+            await self._answer(generation, client_request, request, context)
 
-    async def Session(
+    async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> None:
         refusals = self.inference.telemetry.count_rejections
         with refusals():
             client = caller()
@@ -110,8 +109,7 @@ class InferenceServicer(PoolingServicer):
                 generation.on_stalled = lambda error: self._hang_up(context, error)
                 is_first, turns[:] = not turns, [generation]
                 async with generation:
-                    async for response in self._answer(generation, turn, request, context, headers=is_first):
-                        yield response
+                    await self._answer(generation, turn, request, context, headers=is_first)
         finally:
             session.close()
             await session.closed()
@@ -152,38 +150,44 @@ class InferenceServicer(PoolingServicer):
         context: Context,
         *,
         headers: bool = True,
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Yield the answer's messages. headers: True if response headers have not been sent."""
-        kind = _output_kind(request)
-        take = generation.stream.take_all if kind is RequestOutputKind.FINAL_ONLY else generation.stream.take
-        so_far: list[CompletionOutput] = []
+    ) -> None:
+        """Write the answer's messages. headers: True if response headers have not been sent."""
+        stream, kind = generation.stream, _output_kind(request)
         metadata = tuple(generation.answer_headers.items())
         context.set_trailing_metadata(metadata)
-        reader = self._reader(asked, request)
-        outputs = await take()
+        whole = kind is RequestOutputKind.FINAL_ONLY
+        outputs = await (stream.take_all() if whole else stream.take())
         if headers:
             # not before the first token, since a proxy may retry a call that fails without headers
             await context.send_initial_metadata(metadata)
-        num_open = generation.num_choices
-        while outputs:
+        so_far: list[CompletionOutput] = []
+        reader = self._reader(asked, request)
+
+        async def write(outputs: list[CompletionOutput], last: CompletionOutput | None = None) -> None:
+            nonlocal so_far, reader
             if kind is RequestOutputKind.CUMULATIVE:
                 new = {output.index for output in outputs}
                 so_far = merged([*so_far, *outputs])
                 outputs = [output for output in so_far if output.index in new]
+                last = None if last is None else outputs[-1]
                 # each message has the whole answer
                 reader = self._reader(asked, request)
             for output in outputs:
-                num_open -= output.finish_reason is not None
-                last = not num_open
                 num_tokens = len(output.token_ids) + len(output.prompt_logprobs or ())
                 if num_tokens <= _TOKENS_ON_LOOP:
-                    yield generate_response(generation, output, request.sampling, reader, last=last)
-                    continue
-                make = partial(generate_response, generation, output, request.sampling, reader, last=last)
-                yield await self.inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
-            if not num_open:
-                return
-            outputs = await take()
+                    response = generate_response(generation, output, request.sampling, reader, last=output is last)
+                else:
+                    make = partial(generate_response, generation, output, request.sampling, reader, last=output is last)
+                    response = await self.inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
+                try:
+                    await context.write(response)
+                except grpc.aio.InternalError:
+                    raise Cancelled("the client left") from None
+
+        if not whole:
+            outputs = await PushedOutputs(stream, generation.num_choices, write).run(outputs)
+        if outputs:
+            await write(outputs, outputs[-1])
 
     def _reader(self, asked: ClientRequest, request: inference_pb2.GenerateRequest) -> AnswerReader | None:
         """A reader of the answer; None if the client wants its text as it is."""

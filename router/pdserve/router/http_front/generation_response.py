@@ -22,10 +22,10 @@ from pdserve.common.request.generation_request import (
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
-from pdserve.router.http_front.pushed_events import PushedEvents
 from pdserve.router.openai.response_writer import error_body, error_headers
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import CallFields
+from pdserve.router.requests.pushed_outputs import PushedOutputs
 from pdserve.router.requests.request_scope import REQUEST_ID_HEADER, RequestScope
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput
@@ -124,7 +124,6 @@ class GenerationResponse(Response):
         self._bodies = bodies
         self._generation = generation
         self._answer = answer
-        self._num_open = generation.num_choices
         self._stream = stream
         self._started = False
 
@@ -161,33 +160,26 @@ class GenerationResponse(Response):
         outputs = await generation.stream.take()
         await self._start(send, _SSE_HEADERS)
 
-        async def write(outputs: list[CompletionOutput]) -> bool:
-            body = b"".join([self._event(generation, output) for output in outputs])
-            if not self._num_open and self._before_end is not None:
-                # from here on in a task, which its timeouts need
-                await asyncio.sleep(0)
-                await self._before_end()
-            await send({"type": "http.response.body", "body": body, "more_body": self._num_open > 0})
-            return not self._num_open
+        def events(outputs: list[CompletionOutput]) -> bytes:
+            return b"".join([self._answer.chunk(output, generation.usage) for output in outputs])
+
+        async def write(outputs: list[CompletionOutput]) -> None:
+            await send({"type": "http.response.body", "body": events(outputs), "more_body": True})
 
         def write_now(outputs: list[CompletionOutput]) -> bool:
             if chunks is None or not chunks.is_ready:
                 return False
-            for output in outputs:
-                if output.finish_reason is not None:
-                    return False
-            chunks.write(b"".join([self._answer.chunk(output, generation.usage) for output in outputs]))
+            chunks.write(events(outputs))
             return True
 
-        if outputs:
-            await PushedEvents(generation.stream, write, write_now).run(outputs)
-
-    def _event(self, generation: Generation, output: CompletionOutput) -> bytes:
-        if output.finish_reason is not None:
-            self._num_open -= 1
-            if not self._num_open:
-                return self._answer.last_chunk(output, generation.usage, generation.timeline)
-        return self._answer.chunk(output, generation.usage)
+        outputs = await PushedOutputs(generation.stream, generation.num_choices, write, write_now).run(outputs)
+        if not outputs:
+            return
+        *others, last = outputs
+        body = events(others) + self._answer.last_chunk(last, generation.usage, generation.timeline)
+        if self._before_end is not None:
+            await self._before_end()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _start(self, send: Send, headers: Mapping[str, str]) -> None:
         self._started = True

@@ -74,8 +74,8 @@ class ClientStream:
         if len(self._unread) - self._num_merged >= _MERGED_AT_ONCE:
             self._unread[self._num_merged :] = merged(self._unread[self._num_merged :])
             self._num_merged = len(self._unread)
-        if not self._whole:
-            self._wake()
+        if not self._whole and self._timer is None:
+            self.wake()
 
     def expect_prompt_logprobs(self, num_entries: int) -> None:
         """Announce a prompt's log-probabilities. Raises: InvalidRequest if they exceed the limit, before they are computed."""
@@ -105,13 +105,13 @@ class ClientStream:
         """Note that one task has pushed all outputs of its choices."""
         self._open_runs -= 1
         if not self._open_runs:
-            self._wake()
+            self.wake()
 
     def fail(self, error: PdServeError) -> None:
         """End the whole request with an error, after the outputs so far; the first error counts."""
         if self.error is None and self._open_runs:
             self.error = error
-            self._wake()
+            self.wake()
 
     @property
     def ended(self) -> bool:
@@ -136,7 +136,7 @@ class ClientStream:
         Raises: the request's PdServeError, after all earlier output was taken.
         """
         while not self._may_take:
-            self._wake()
+            self.wake()
             await self._wait()
         return self.take_now()
 
@@ -172,8 +172,8 @@ class ClientStream:
         """Seconds until the next reading."""
         return max(0.0, self._flushed_at + self._flush_s - time.monotonic()) if self._flush_s else 0.0
 
-    def _wake(self) -> None:
-        """Wake the reader, or call the subscriber, when it may take."""
+    def wake(self) -> None:
+        """Wake the reader, or call the subscriber, when it may take, if there is output or the end."""
         if not self._unread and not self.ended:
             return
         if self._timer is not None:

@@ -1,4 +1,4 @@
-"""Events are written where outputs arrive; only a client that does not read takes a task, and delays no one else."""
+"""Outputs are written where they arrive, without a task; a client that does not read delays no one else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 from pdserve.common.errors import ConfigError, InternalError, InvalidRequest
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.tasks.started_coroutine import start
-from pdserve.router.http_front.pushed_events import PushedEvents
 from pdserve.router.requests.client_stream import ClientStream
+from pdserve.router.requests.pushed_outputs import PushedOutputs
 from pdserve.text.outputs.request_output import CompletionOutput
 from tests.support.waiting import HANG_S, eventually
 
@@ -27,7 +26,7 @@ class Client:
         self.written = []
         self.reads = asyncio.Event()
         self.reads.set()
-        self.pushed = PushedEvents(stream, self.write)
+        self.pushed = PushedOutputs(stream, 1, self.write)
 
     async def write(self, outputs):
         if not self.reads.is_set():
@@ -35,7 +34,6 @@ class Client:
         self.written.append("".join(each.text for each in outputs))
         if "!" in self.written[-1]:
             raise InvalidRequest("no such text")
-        return any(each.finish_reason for each in outputs)
 
     async def run(self, first="a"):
         self.running = asyncio.create_task(self.pushed.run([output(first)]))
@@ -43,7 +41,8 @@ class Client:
         return self
 
     async def ended(self):
-        await asyncio.wait_for(self.running, HANG_S)
+        """The text that is left to write."""
+        return "".join(each.text for each in await asyncio.wait_for(self.running, HANG_S))
 
 
 async def test_outputs_of_one_turn_of_the_loop_are_written_at_once_without_a_task():
@@ -58,8 +57,8 @@ async def test_outputs_of_one_turn_of_the_loop_are_written_at_once_without_a_tas
     assert (client.written, len(asyncio.all_tasks())) == (["a", "bcd", "e"], num_tasks)
     client.stream.push(output("f", finish="stop"))
     client.stream.end_run()
-    await client.ended()
-    assert client.written[-1] == "f"
+    assert await client.ended() == "f"
+    assert client.written[-1] == "e"
 
 
 async def test_what_a_client_does_not_read_is_merged_bounded_and_written_later():
@@ -74,8 +73,8 @@ async def test_what_a_client_does_not_read_is_merged_bounded_and_written_later()
     client.reads.set()
     await eventually(lambda: client.written == ["a", "b", "cd"])
     assert not client.stream.is_blocked
-    client.stream.push(output("", finish="stop"))
-    await client.ended()
+    client.stream.push(output("e", finish="stop"))
+    assert await client.ended() == "e"
 
 
 async def test_an_error_ends_after_what_was_pushed():
@@ -99,11 +98,11 @@ async def test_what_came_before_it_ran_is_not_lost():
     stream.push(output("b", finish="stop"))
     stream.end_run()
     client = await Client(stream).run()
-    await client.ended()
-    assert client.written == ["a", "b"]
+    assert await client.ended() == "b"
+    assert client.written == ["a"]
 
 
-async def test_a_cancelled_writer_leaves_no_task():
+async def test_a_cancelled_writer_writes_no_more():
     client = await Client(ClientStream(1, 1000)).run()
     client.reads.clear()
     client.stream.push(output("b"))
@@ -111,10 +110,41 @@ async def test_a_cancelled_writer_leaves_no_task():
     client.running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await client.running
-    assert client.pushed._waiting.done()
+    client.reads.set()
     client.stream.push(output("c"))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert client.written == ["a"]
+
+
+async def test_an_error_of_a_writer_that_has_waited_ends_it():
+    client = await Client(ClientStream(1, 1000)).run()
+    client.reads.clear()
+    client.stream.push(output("!"))
+    await asyncio.sleep(0.01)
+    client.reads.set()
+    with pytest.raises(InvalidRequest, match="no such text"):
+        await client.ended()
+
+
+async def test_a_write_that_ends_keeps_the_interval():
+    client = await Client(ClientStream(1, 1000, flush_s=1000.0)).run()
+    client.reads.clear()
+    client.stream.push(output("b"))
+    await asyncio.sleep(0.01)
+    client.stream.push(output("c"))
+    client.reads.set()
+    await eventually(lambda: client.written == ["a", "b"])
+    await asyncio.sleep(0.01)
+    assert client.written == ["a", "b"]
+    client.stream.push(output("d", finish="stop"))
+    client.stream.end_run()
+    assert await client.ended() == "cd"
+
+
+async def test_a_request_that_ends_without_more_output_leaves_nothing_to_write():
+    client = await Client(ClientStream(1, 1000)).run()
+    client.stream.end_run()
+    assert await client.ended() == ""
 
 
 @pytest.mark.parametrize("subscribed", [True, False])
@@ -153,43 +183,3 @@ def test_the_interval_has_limits():
         with pytest.raises(ConfigError, match="stream_flush_ms"):
             RouterSettings(stream_flush_ms=value).verify()
     RouterSettings(stream_flush_ms=1000).verify()
-
-
-async def test_a_coroutine_without_a_wait_needs_no_task_and_another_goes_on_in_one():
-    steps = []
-
-    async def write(event):
-        steps.append(1)
-        if event is not None:
-            await event.wait()
-            async with asyncio.timeout(HANG_S):
-                await asyncio.sleep(0)
-        steps.append(2)
-
-    assert start(write(None)) is None
-    assert steps == [1, 2]
-    event = asyncio.Event()
-    rest = start(write(event))
-    assert rest is not None
-    assert steps == [1, 2, 1]
-    event.set()
-    await rest
-    assert steps == [1, 2, 1, 2]
-
-    blocked = start(write(asyncio.Event()))
-    assert blocked is not None
-
-    async def run():
-        await blocked
-
-    task = asyncio.create_task(run())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-    async def fail():
-        raise InternalError("no")
-
-    with pytest.raises(InternalError):
-        start(fail())
