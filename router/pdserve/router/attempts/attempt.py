@@ -114,6 +114,7 @@ class Attempt:
         self._early: list[Outputs] = []
         """Outputs of the decode call from before the first token was known."""
         self._ended_sequences: set[int] = set()
+        self._only_index = request.index if request.is_resumed else None
         self._ended: asyncio.Future[None] | None = None
         self._prefill_call: PrefillCall | None = None
         self._decode_call: DecodeCall | None = None
@@ -314,11 +315,11 @@ class Attempt:
             return
         if outputs.moments:
             self._timeline.merge(outputs.moments)
-        if outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if outputs.finish_reason is not None and outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
-        if self.request.is_resumed and outputs.index != self.request.index:
+        if self._only_index is not None and outputs.index != self._only_index:
             raise PositionConflict(
-                f"outputs of sequence {outputs.index} arrived, but sequence {self.request.index} was requested"
+                f"outputs of sequence {outputs.index} arrived, but sequence {self._only_index} was requested"
             )
         if not self._relay(outputs) or outputs.index in self._ended_sequences:
             return

@@ -83,6 +83,19 @@ class RequestState:
         """See `OutputProcessor.process`."""
         if self.finish_reason is not None:
             return None
+        ledger = self.output_token_ids
+        if (
+            finish_reason is None
+            and self._matcher is None
+            and self._ledger is None
+            and first_position == len(ledger)
+            and token_ids
+        ):
+            # new tokens alone, as most outputs
+            if text := self._detokenizer.add(token_ids):
+                self._texts.append(text)
+            ledger.extend(token_ids)
+            return CompletionOutput(index=self.index, text=text, token_ids=list(token_ids))
         num_given = len(token_ids)
         token_ids = self._unseen(first_position, token_ids, finish_reason)
         if not token_ids and finish_reason is None:

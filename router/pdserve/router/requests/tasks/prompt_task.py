@@ -295,15 +295,15 @@ class PromptTask:
             outputs.stop_token_id,
             outputs.logprobs,
         )
-        has_ended = processor.states[outputs.index].finished
         if delta is None:
-            return has_ended
+            return processor.states[outputs.index].finished
+        has_ended, num_tokens = delta.finish_reason is not None, len(delta.token_ids)
         if not self.usage.completion_tokens:
             self._begin(outputs.num_cached_tokens)
         if self._holds is not None:
-            self._holds.produced(len(delta.token_ids))
-        self.usage.completion_tokens += len(delta.token_ids)
-        self._record.relayed(delta.index, len(delta.token_ids), outputs.num_cached_tokens)
+            self._holds.produced(num_tokens)
+        self.usage.completion_tokens += num_tokens
+        self._record.relayed(delta.index, num_tokens, outputs.num_cached_tokens)
         if has_finished := has_ended and processor.finished:
             self.timeline.mark(moments.FINISHED)
             self._record.finish_reason = str(delta.finish_reason)
