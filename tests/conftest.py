@@ -26,11 +26,11 @@ hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
+def pytest_collection_finish() -> None:
     """Leave what is loaded out of garbage collection, as a service does at its start.
 
-    A full collection of a million objects takes 0.3 s, and some tests make one each.
+    A full collection of a million objects takes 0.3 s, and some tests make one each. No test's object is there yet: in a cycle it
+    would stay for good.
     """
     gc.collect()
     gc.freeze()

@@ -56,17 +56,17 @@ async def started(folder: Path, kind: str) -> EngineHost:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def client(request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[EngineClient]:
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "freeze", lambda: None)  # the objects of a test go with it
         patched.setattr(proc_host, "start_program", start_host)
         host = await started(tiny_checkpoints("llama"), request.param)
-    made = EngineClient(host)
-    host.begin_transfers(PeerId("prefill-1", 3))
-    await host.start()
+        made = EngineClient(host)
+        host.begin_transfers(PeerId("prefill-1", 3))
+        await host.start()
     yield made
     await eventually(lambda: not (made.stats.num_blocks_in_use or made.transfer_counts.num_open))
     assert (made.num_waiting, made.num_streams) == (0, 0)
     await made.close()
     await made.close()
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

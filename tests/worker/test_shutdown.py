@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
@@ -21,9 +21,9 @@ from tests.support.waiting import HANG_S, eventually
 
 
 @pytest.fixture(autouse=True)
-def _unfrozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
+def _unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objects of a test go with it."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
 
 
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
