@@ -52,7 +52,7 @@ class NoArithmetic:
         return ((),)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        return torch.zeros(len(inputs.positions), self.hidden_size)
+        return inputs.read_rows(torch.zeros(len(inputs.positions), self.hidden_size))
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         return self._model.embed_input_ids(token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ class BadToken:
         self.classifier = decoder.classifier
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        hidden: Tensor = self._decoder.forward(inputs).clone()
+        hidden: Tensor = self._decoder.forward(replace(inputs, output_rows=None)).clone()
         hidden[inputs.token_ids == BAD] = self._value
-        return hidden
+        return inputs.read_rows(hidden)
 
 
 @pytest.fixture(params=[torch.nan, torch.inf, -torch.inf])

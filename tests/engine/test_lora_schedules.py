@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class ShiftedModel(HashModel):
     def forward(self, inputs: ModelInputs) -> Tensor:
         assert inputs.token_ids is not None
         shifted = inputs.token_ids + torch.from_numpy(self.shifts)
-        return super().forward(ModelInputs(inputs.batch, inputs.plans, token_ids=shifted))
+        return super().forward(replace(inputs, token_ids=shifted))
 
 
 def expected(prompt: Sequence[int], count: int, fingerprint: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from tests.support.attention_batches import model_inputs, packed_batch
+from tests.support.family_checkpoints import cases, make_family
 
 TOKENS = [5, 300, 17, 42, 42, 8, 101, 250, 3, 77, 12, 13, 14, 200, 201, 202, 203, 9, 8, 7]
 
@@ -82,6 +85,40 @@ def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None
     with torch.inference_mode():
         decoder.forward(model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, [4], before_layer))
     assert written == [0, 1, 2]
+
+
+@pytest.mark.parametrize("output_rows", [[19], [4, 5, 19], []])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "granite", "gpt_oss", "olmo2"])
+def test_hidden_states_of_the_rows_that_are_read(family: str, output_rows: list[int], tmp_path: Path) -> None:
+    """Keys and values of all tokens are written, to the last bit as without."""
+    make_family(tmp_path, family, cases(family)[0])
+    decoder = load_decoder(tmp_path, dtype="float32")
+    batch = packed_batch(range(20), range(16, 36), [20], [20], [[1, 2]])
+    found = []
+    for rows in (None, torch.tensor(output_rows, dtype=torch.int64)):
+        kv_cache = make_kv_cache(decoder.config.kv_layout(16, "test"), 3)
+        with torch.inference_mode():
+            inputs = model_inputs(decoder, TorchAttentionBackend(kv_cache), batch, TOKENS)
+            found.append((decoder.forward(replace(inputs, output_rows=rows)), kv_cache))
+    (expected, written), (hidden, also_written) = found
+    # another number of rows is another order of sums
+    torch.testing.assert_close(hidden, expected[output_rows], atol=1e-4, rtol=1e-4)
+    assert torch.equal(written, also_written)
+
+
+def test_embeddings_that_are_added_to_the_last_layer_count_for_the_rows_that_are_read(tiny_checkpoints: Any) -> None:
+    decoder = load_decoder(tiny_checkpoints("llama", num_hidden_layers=1))
+    batch = packed_batch(range(20), range(20), [20], [20], [[0, 1]])
+    attention = TorchAttentionBackend(make_kv_cache(decoder.config.kv_layout(16, "test"), 2))
+    added, added_rows = [torch.ones(2, decoder.hidden_size)], torch.tensor([3, 19])
+    with torch.inference_mode():
+        without_added = model_inputs(decoder, attention, batch, TOKENS)
+        inputs = replace(without_added, deepstack=added, deepstack_rows=added_rows)
+        expected = decoder.forward(inputs)
+        found = decoder.forward(replace(inputs, output_rows=torch.tensor([2, 19])))
+        without = decoder.forward(without_added)
+    torch.testing.assert_close(found, expected[[2, 19]])
+    assert not torch.allclose(found[1], without[19])
 
 
 def test_embeddings_take_the_place_of_token_ids(tiny_checkpoints: Any) -> None:

@@ -228,7 +228,7 @@ class HashModel:
             stored = torch.from_numpy(values).view(-1, 1, 1)
             plan.store(0, stored, stored)
             found = _joined(found, plan.attend(0, stored, stored, stored).numpy(), group)
-        return torch.from_numpy(found)
+        return inputs.read_rows(torch.from_numpy(found))
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         raise AssertionError("a prompt of this model is never embeddings")

@@ -125,7 +125,7 @@ class Decoder:
         return self._embedding(token_ids)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Write this step's keys and values into the cache and return the last hidden states `[T, H]`.
+        """Write this step's keys and values into the cache and return the last hidden states `[N, H]` of `inputs.output_rows`.
 
         Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither.
         """
@@ -136,16 +136,22 @@ class Decoder:
         x = residual if first_norm is None else first_norm(residual)
         kinds = zip(self._spec_indices, self._rope_indices, strict=True)
         deepstack = iter(inputs.deepstack)
+        last = self._layers[-1]
         for layer, next_norm, (spec, rope) in zip(self._layers, self._norms[1:], kinds, strict=True):
             if inputs.before_layer is not None:
                 inputs.before_layer()
             added = next(deepstack, None)
             norm = next_norm if added is None else None
-            residual, x = layer.forward(residual, x, norm, phases[rope], plans[spec], inputs.ops)
+            rows = inputs.output_rows if layer is last and added is None else None
+            if rows is not None and len(rows) == 0:
+                layer.attention.store(x, phases[rope], plans[spec], inputs.ops)
+                return x[:0]
+            residual, x = layer.forward(residual, x, norm, phases[rope], plans[spec], inputs.ops, rows)
             if added is not None and inputs.deepstack_rows is not None:
                 residual = residual.index_add(0, inputs.deepstack_rows, added)
                 x = residual if next_norm is None else next_norm(residual)
-        return x
+        # a deepstack that reaches the last layer is added to all rows before
+        return x if added is None else inputs.read_rows(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -37,8 +37,14 @@ class ModelInputs:
     """`[I, H]` each: added to the rows `deepstack_rows` of the residual stream after the first layers."""
     deepstack_rows: Tensor | None = None
     """`[I]` int64."""
+    output_rows: Tensor | None = None
+    """`[N]` int64: the tokens whose hidden states are read; None: all. The last layer leaves out what the others need of it."""
     encoder_decoder: EncoderDecoderStep | None = None
     """The step's two parts, of a model with an encoder; None for a decoder alone."""
+
+    def read_rows(self, hidden: Tensor) -> Tensor:
+        """`[T, H]` -> `[N, H]`"""
+        return hidden if self.output_rows is None else hidden.index_select(0, self.output_rows)
 
     @property
     def positions(self) -> Tensor:

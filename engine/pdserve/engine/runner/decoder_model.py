@@ -33,7 +33,7 @@ class DecoderModel(Protocol):
         """Different specs of the layers, per KV cache group; `ModelInputs.plans` has a plan for each."""
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Last hidden states `[T, H]`; writes K and V of all T tokens into the cache."""
+        """Last hidden states `[N, H]` of `inputs.output_rows`; writes K and V of all T tokens into the cache."""
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`, a copy."""

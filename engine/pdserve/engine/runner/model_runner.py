@@ -27,7 +27,7 @@ from pdserve.engine.runner.input_batch import InputBatch
 from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.engine.runner.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
 from pdserve.engine.runner.step_graphs import StepGraphs, can_capture
-from pdserve.engine.runner.step_inputs import StepInputBuilder, StepInputs, attention_plans
+from pdserve.engine.runner.step_inputs import StepInputBuilder, attention_plans
 from pdserve.engine.runner.step_times import LayerTimes, StepTimes
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
@@ -45,7 +45,8 @@ class _Step:
     """A step between `execute_model` and `sample_tokens`."""
 
     hidden: Tensor
-    """`[T, H]`"""
+    """`[N, H]` of `output_rows`."""
+    output_rows: Tensor | None
     rows: IntArray
     """`[S]`, rows of the batch."""
     counts: IntArray
@@ -197,26 +198,36 @@ class ModelRunner:
         graphs = self._graphs if counts[-1] == 1 and not reads_embeds and images is None else None
         if graphs is not None and has_adapters and not graphs.has_adapters:
             graphs = None
-        size = len(rows) if graphs is None else graphs.size_for(len(rows))
-        inputs = self._inputs.build(rows, counts, complete, size)
+        inputs = self._inputs.build(rows, counts, complete, graphs.size_for(len(rows)) if graphs else len(rows))
         times = StepTimes(started, len(rows), int(counts.sum()))
         times.prepared = self._runtime.event()
+        embedded = output_rows = None
         if graphs is not None:
             if self._before_layer is not None:
                 self._before_layer()
             hidden = graphs.run(inputs, has_adapters)
         else:
-            embedded = None
             if reads_embeds or images is not None:
                 embedded = self._model.embed_input_ids(inputs.token_ids)
                 batch.prompt_embeds.put(embedded, rows, counts, batch.num_computed)
-            hidden = self._model.forward(self.encoder.placed(self._model_inputs(inputs, embedded), images))
+            if not (has_adapters or len(batch.prompt_logprobs) or len(batch.pooler)):
+                output_rows = inputs.output_rows()
+            given = ModelInputs(
+                batch=inputs.batches[0],
+                plans=attention_plans(self._attention, inputs.batches, self._model.attention_specs),
+                token_ids=inputs.token_ids if embedded is None else None,
+                inputs_embeds=embedded,
+                before_layer=self._layer_times or self._before_layer,
+                ops=self._ops,
+                output_rows=output_rows,
+            )
+            hidden = self._model.forward(self.encoder.placed(given, images))
         batch.num_computed[rows] += counts
         times.forwarded = times.sampling = self._runtime.event()
         if self._layer_times is not None:
             times.add_layers(self._layer_times.take())
         self.kv_written = None if self._runtime.is_synchronous else times.forwarded
-        self._step = _Step(hidden, rows, counts, pooled, inputs.sampled, times, failed_loras)
+        self._step = _Step(hidden, output_rows, rows, counts, pooled, inputs.sampled, times, failed_loras)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
@@ -250,7 +261,7 @@ class ModelRunner:
         self, step: _Step, inputs: SampledInputs, grammar: GrammarOutput | None, result: ModelRunnerOutput
     ) -> PendingOutput:
         plan = inputs.plan
-        logits = self._model.compute_logits(step.hidden[inputs.ends])
+        logits = self._model.compute_logits(step.hidden[inputs.ends] if step.output_rows is None else step.hidden)
         is_finite = finite_rows(logits)  # the sampler changes the logits
         if inputs.places is not None:
             logits = logits[inputs.places]
@@ -387,14 +398,3 @@ class ModelRunner:
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
         order = np.argsort(counts > 1, kind="stable")
         return rows[order], counts[order]
-
-    def _model_inputs(self, inputs: StepInputs, embedded: Tensor | None) -> ModelInputs:
-        """With an attention plan for each spec of the model. embedded: the step's embeddings; None: those of its token ids."""
-        return ModelInputs(
-            batch=inputs.batches[0],
-            plans=attention_plans(self._attention, inputs.batches, self._model.attention_specs),
-            token_ids=inputs.token_ids if embedded is None else None,
-            inputs_embeds=embedded,
-            before_layer=self._layer_times or self._before_layer,
-            ops=self._ops,
-        )

@@ -39,6 +39,13 @@ class StepInputs:
     sampled: SampledInputs | None
     """None if no row is sampled."""
 
+    def output_rows(self) -> Tensor | None:
+        """`[N]`: the tokens behind which the step samples; None: behind each."""
+        if self.sampled is None:
+            return self.token_ids.new_empty(0)
+        ends = self.sampled.ends
+        return None if len(ends) == len(self.token_ids) else ends
+
 
 def attention_plans(
     attention: Sequence[AttentionBackend], batches: Sequence[AttentionBatch], specs: Sequence[Sequence[AttentionSpec]]

@@ -72,7 +72,9 @@ class EncoderDecoder:
         return self._embedding.index_select(0, token_ids)
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Write this step's keys and values, and return the decoder's last hidden states `[T, H]`: zeros for the encoder's tokens.
+        """Write this step's keys and values, and return the decoder's last hidden states `[N, H]` of `inputs.output_rows`.
+
+        Those of the encoder's tokens are zeros.
 
         Raises: ValueError when `inputs` lacks token ids, or the step's two parts.
         """
@@ -83,7 +85,7 @@ class EncoderDecoder:
             self._encode(token_ids[step.encoded.rows], step.encoded, inputs.before_layer)
         tokens = step.decoded
         if tokens is None:
-            return self._embedding.new_zeros(len(token_ids), self.hidden_size)
+            return inputs.read_rows(self._embedding.new_zeros(len(token_ids), self.hidden_size))
         x = self._embed(token_ids if tokens.rows is None else token_ids[tokens.rows], tokens.positions)
         for layer in self._layers:
             if inputs.before_layer is not None:
@@ -91,9 +93,9 @@ class EncoderDecoder:
             x = layer.forward(x, tokens, self._distance_bias)
         if self._final_norm is not None:
             x = self._final_norm(x)
-        if tokens.rows is None:
-            return x
-        return x.new_zeros(len(token_ids), self.hidden_size).index_copy_(0, tokens.rows, x)
+        if tokens.rows is not None:
+            x = x.new_zeros(len(token_ids), self.hidden_size).index_copy_(0, tokens.rows, x)
+        return inputs.read_rows(x)
 
     def _encode(self, token_ids: Tensor, tokens: EncoderTokens, before_layer: Callable[[], None] | None) -> None:
         hidden = self._encoder.forward(token_ids, tokens, before_layer)

@@ -53,16 +53,21 @@ class DecoderLayer:
         phases: Tensor,
         plan: AttentionPlan,
         ops: LayerOps,
+        output_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after this layer, and its `next_norm`.
 
         residual `[T, H]`, may be overwritten; x `[T, H]`: `input_norm(residual)`, or residual itself without the norm; phases
-        `[T, 1, D / 2]`; plan: the step's plan for `attention.spec` -> `[T, H]` twice.
+        `[T, 1, D / 2]`; plan: the step's plan for `attention.spec`; output_rows `[N]`: tokens whose result is needed, None: all T
+        -> `[N, H]` twice.
         """
+        attended = self.attention.attend(x, phases, plan, ops)
+        if output_rows is not None:
+            residual, attended = residual.index_select(0, output_rows), attended.index_select(0, output_rows)
         if self.attention_post_norm is None and self.mlp_norm is not None and self.residual_multiplier == 1.0:
-            residual, x = self.attention.add_norm(residual, x, self.mlp_norm, phases, plan, ops)
+            residual, x = ops.add_norm(residual, attended, self.attention.output, self.mlp_norm)
         else:
-            added = self.attention(x, phases, plan, ops)
+            added = self.attention.output(attended)
             residual, x = self._add_norm(residual, added, self.attention_post_norm, self.mlp_norm, ops)
         if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
             return self.mlp.add_norm(residual, x, next_norm, ops)

@@ -12,7 +12,7 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.int8_linear import Int8Matrix, Matrix
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.linear import Linear, make_linear
-from pdserve.kernels.rms_norm import HeadNorm, ProjectionNorm, RmsNorm
+from pdserve.kernels.rms_norm import HeadNorm, ProjectionNorm
 from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -84,23 +84,17 @@ class SelfAttention:
             sinks=_load_sinks(weights, prefix, spec.num_heads) if spec.sinks else None,
         )
 
-    def __call__(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
-        """x `[T, H]`, phases `[T, 1, D / 2]` -> `[T, H]`."""
-        return self.output(self._attend(x, phases, plan, ops))
+    def attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
+        """x `[T, H]`, phases `[T, 1, D / 2]` -> `[T, Hq * D]`, the input of `output`. Writes keys and values into the cache."""
+        q, k, v = self.store(x, phases, plan, ops)
+        return plan.attend(self.index, q, k, v) if self.sinks is None else plan.attend(self.index, q, k, v, self.sinks)
 
-    def add_norm(
-        self, residual: Tensor, x: Tensor, norm: RmsNorm, phases: Tensor, plan: AttentionPlan, ops: LayerOps
-    ) -> tuple[Tensor, Tensor]:
-        """`s = residual + attention(x)` -> s and `norm(s)`; all `[T, H]`, phases `[T, 1, D / 2]`. May overwrite the residual."""
-        return ops.add_norm(residual, self._attend(x, phases, plan, ops), self.output, norm)
-
-    def _attend(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> Tensor:
-        """`[T, H]` -> `[T, Hq * D]`"""
+    def store(self, x: Tensor, phases: Tensor, plan: AttentionPlan, ops: LayerOps) -> tuple[Tensor, Tensor, Tensor]:
+        """Write keys and values into the cache. Arguments of `attend` -> q `[T, Hq, D]`, k and v `[T, Hkv, D]`."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
         if self.projection_norm is not None:
             self.projection_norm(qkv)
-        q, k, v = ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
-        return plan.attend(self.index, q, k, v) if self.sinks is None else plan.attend(self.index, q, k, v, self.sinks)
+        return ops.rotate_and_store(qkv, self.spec, self.qk_norm, phases, plan, self.index)
 
 
 def _load_qk_norm(

@@ -105,7 +105,8 @@ class TransformersDecoder:
         return self._device
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Write this step's keys and values into the cache and return the last hidden states `[T, H]`.
+        """Write this step's keys and values into the cache and return the last hidden states `[N, H]` of
+        `inputs.output_rows`.
 
         Raises: KeyError when a plan is missing, ValueError when `inputs` has token ids and embeddings, or neither; RuntimeError
         when the model's code does not attend as in its trace.
@@ -124,7 +125,7 @@ class TransformersDecoder:
             )
         step.verify_end()
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden.to(self.dtype)
+        return inputs.read_rows(hidden).to(self.dtype)
 
     def embed_input_ids(self, token_ids: Tensor) -> Tensor:
         """`[T]` int64 -> `[T, H]`, a copy: what the model's code takes in place of token ids."""

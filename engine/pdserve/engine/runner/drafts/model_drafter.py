@@ -81,7 +81,6 @@ class ModelDrafter:
         hidden = self._forward(rows, counts, torch.from_numpy(np.concatenate(known)).to(self._device))
         # a row of which not all tokens are computed yet has no drafts in this step
         goes_on = np.flatnonzero(self._num_computed[rows] == wanted.num_tokens[rows])
-        hidden = hidden[torch.from_numpy(np.cumsum(counts) - 1).to(self._device)]
         limits = np.minimum(wanted.limits[places], self._max_model_len - wanted.num_tokens[rows])
         sampled: list[tuple[IntArray, Tensor]] = []
         while len(goes_on):
@@ -127,9 +126,10 @@ class ModelDrafter:
         return int(differs.argmax()) if differs.any() else most
 
     def _forward(self, rows: IntArray, counts: IntArray, token_ids: Tensor) -> Tensor:
-        """Hidden states `[T, H]` of the rows' next tokens, `[T]`; `[R]` of each row, single ones first."""
+        """Hidden states `[R, H]` of the last of each row's next tokens, `[T]`; counts `[R]`, single ones first."""
         computed = self._num_computed[rows]
-        starts = np.cumsum(counts) - counts
+        ends = np.cumsum(counts)
+        starts = ends - counts
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(len(row_of_token)) - np.repeat(starts - computed, counts)
         seq_lens = computed + counts
@@ -143,7 +143,14 @@ class ModelDrafter:
         )
         batches = [batch] * len(self._attention)  # the same blocks in the cache of each group
         plans = attention_plans(self._attention, batches, self._model.attention_specs)
-        inputs = ModelInputs(batch, plans, token_ids=token_ids, before_layer=self._before_layer, ops=self._ops)
+        inputs = ModelInputs(
+            batch,
+            plans,
+            token_ids=token_ids,
+            before_layer=self._before_layer,
+            ops=self._ops,
+            output_rows=None if len(rows) == len(token_ids) else torch.from_numpy(ends - 1).to(self._device),
+        )
         hidden = self._model.forward(inputs)
         self._num_computed[rows] += counts
         return hidden
