@@ -14,12 +14,13 @@ from starlette.routing import Route
 
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.http_front.front_http import HttpFront
-from pdserve.router.http_front.openapi import BODIES, openapi
+from pdserve.router.http_front.openapi import BODIES, FORMS, openapi
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_NO_OP
 from pdserve.router.openai.pooling_bodies import ClassifyBody, RerankBody, ScoreBody
 from pdserve.router.openai.protocol import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from pdserve.router.openai.transcription_body import TranscriptionBody
 from pdserve.router.responses.input_items import KINDS
 from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.router.responses.responses_body import ResponsesBody
@@ -36,6 +37,7 @@ SECTIONS = {
     "Classify": set(ClassifyBody.__struct_fields__),
     "Score": set(ScoreBody.__struct_fields__),
     "Rerank": set(RerankBody.__struct_fields__),
+    "Transcriptions": set(TranscriptionBody.__struct_fields__),
     "Tokenize": set(TokenizeBody.__struct_fields__),
     "Detokenize": set(DetokenizeBody.__struct_fields__),
 }
@@ -76,7 +78,11 @@ def test_openapi_has_every_endpoint_and_every_field_that_is_parsed() -> None:
     description = described()
     served = {(method.upper(), path) for path, operations in description["paths"].items() for method in operations}
     assert {(m, path.strip("`").replace("models/{id}", "models/{model}")) for m, path, _ in rows("Endpoints")} == served
-    assert {path for path, operations in description["paths"].items() if "post" in operations} == {*BODIES, "/ping"}
+    assert {path for path, operations in description["paths"].items() if "post" in operations} == {
+        *BODIES,
+        *FORMS,
+        "/ping",
+    }
     names = [one["operationId"] for operations in description["paths"].values() for one in operations.values()]
     assert len(set(names)) == len(names)
     for path, kind in BODIES.items():

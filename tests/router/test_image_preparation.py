@@ -141,7 +141,7 @@ def test_requests_to_a_model_with_images_may_be_photos() -> None:
         (RouterSettings(), True, 16 << 20),
         (RouterSettings(max_request_bytes=5000), True, 5000),
     ):
-        bodies = ClientBodies(given, 4096, has_images=has_images)
+        bodies = ClientBodies(given, 4096, has_media=has_images)
         try:
             assert bodies.max_request_bytes == expected
             assert bodies.budget.max_bytes >= 16 * expected

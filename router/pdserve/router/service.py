@@ -42,6 +42,7 @@ from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Directory, Fleet
 from pdserve.router.workers.redis_discovery import make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
+from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -96,13 +97,14 @@ async def serve_process(
     model_len = model_len_of(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
     images = ImageProcessor.from_folder(model_folder, settings.image_limits())
-    bodies = ClientBodies(settings, model_len, has_images=images is not None)
+    audio = AudioProcessor.from_folder(model_folder)
+    bodies = ClientBodies(settings, model_len, has_media=images is not None or audio is not None)
     remote_images = None
     if images is not None and (domains := settings.media_domains()):
         remote_images = RemoteImages(
             domains, settings.image_fetch_timeout_s, bodies.max_request_bytes, bodies.budget.max_bytes
         )
-    preparation = Preparation(tokenizer, key, model_len, images, settings.max_held_image_bytes, remote_images)
+    preparation = Preparation(tokenizer, key, model_len, images, settings.max_held_image_bytes, remote_images, audio)
     expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()

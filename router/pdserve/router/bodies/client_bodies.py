@@ -30,12 +30,12 @@ _MIN_BODIES = 16
 class ClientBodies:
     """Limits, the budget of bytes being read, and the thread for large bodies. `close` it."""
 
-    def __init__(self, settings: RouterSettings, model_len: int, *, has_images: bool = False) -> None:
-        """model_len: the model's length in tokens, which determines limits that are not in `settings`. has_images: of the
-        model."""
+    def __init__(self, settings: RouterSettings, model_len: int, *, has_media: bool = False) -> None:
+        """model_len: the model's length in tokens, which determines limits that are not in `settings`. has_media: its prompts
+        have images or sound."""
         self.model_len = model_len
         of_tokens = min(MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len)
-        default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds or has_images else of_tokens
+        default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds or has_media else of_tokens
         self.max_request_bytes = settings.max_request_bytes or default
         self.embeds_len = model_len if settings.enable_prompt_embeds else 0
         """Tokens of a prompt that is embeddings, at most; 0: these are refused."""
@@ -88,7 +88,10 @@ def model_len_of(model_folder: Path) -> int:
     except (OSError, msgspec.MsgspecError):
         return _UNKNOWN_MODEL_LEN
     config = config.get("text_config") or config
-    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    positions = None
+    if isinstance(config, dict):
+        # the second name is Whisper's
+        positions = config.get("max_position_embeddings") or config.get("max_target_positions")
     if not isinstance(positions, int) or not 0 < positions < 1 << 31:
         return _UNKNOWN_MODEL_LEN
     scaling = config.get("rope_scaling") or config.get("rope_parameters")

@@ -28,6 +28,7 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 _AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json")
+FORM_DATA = re.compile("multipart/form-data")
 _MAX_SHOWN = 80
 _MAX_MESSAGE_CHARS = 400
 
@@ -44,15 +45,18 @@ async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build
 
 
 @contextlib.asynccontextmanager
-async def body_bytes(request: Request, bodies: ClientBodies) -> AsyncIterator[bytes]:
-    """The body, which has its room in the budget of bodies inside this context.
+async def body_bytes(
+    request: Request, bodies: ClientBodies, media_type: re.Pattern[str] = _JSON_TYPE
+) -> AsyncIterator[bytes]:
+    """The body, which has its room in the budget of bodies inside this context. media_type: a full match of its type.
 
     Raises: BodyTooLarge, UnsupportedMediaType; Overloaded if too many bodies are being read; DeadlineExceeded if the body did not
     arrive within `request_timeout_s`; Cancelled if the client disconnected.
     """
     declared = request.headers.get("content-type", "")
-    if declared and not _JSON_TYPE.fullmatch(declared.partition(";")[0].strip().lower()):
-        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only application/json is understood")
+    if declared and not media_type.fullmatch(declared.partition(";")[0].strip().lower()):
+        understood = "application/json" if media_type is _JSON_TYPE else media_type.pattern
+        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only {understood} is understood")
     max_bytes = bodies.max_request_bytes
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isascii() and length.isdigit() and len(length) < 19 else max_bytes

@@ -33,6 +33,7 @@ from pdserve.router.http_front.openapi import OpenApi
 from pdserve.router.http_front.pooling_http import PoolingHttp
 from pdserve.router.http_front.responses_http import ResponsesHttp
 from pdserve.router.http_front.tokenization_http import TokenizationHttp, authenticated
+from pdserve.router.http_front.transcription_http import TranscriptionHttp
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
@@ -82,6 +83,7 @@ class HttpFront:
             *PoolingHttp(inference, self._keys).routes,
             *ResponsesHttp(inference, responses).routes,
             *TokenizationHttp(inference, self._keys).routes,
+            *TranscriptionHttp(inference).routes,
         ]
         described.describe(routes)
         self.app = Starlette(

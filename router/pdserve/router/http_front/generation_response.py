@@ -117,9 +117,11 @@ class GenerationResponse(Response):
         *,
         stream: bool,
         before_end: Callable[[], Awaitable[None]] | None = None,
+        content_type: str = JSON,
     ) -> None:
-        """before_end: called once before the client can know that its answer is complete."""
+        """before_end: called once before the client can know that its answer is complete. content_type: of a whole answer."""
         super().__init__()
+        self._content_type = content_type
         self._before_end = before_end
         self._bodies = bodies
         self._generation = generation
@@ -153,7 +155,7 @@ class GenerationResponse(Response):
         )
         if self._before_end is not None:
             await self._before_end()
-        await self._start(send, {"content-type": JSON, "content-length": str(len(body))})
+        await self._start(send, {"content-type": self._content_type, "content-length": str(len(body))})
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, generation: Generation, send: Send, chunks: ChunkWriter | None) -> None:

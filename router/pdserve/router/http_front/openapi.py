@@ -23,6 +23,7 @@ from pdserve.router.openai.embeddings import EmbeddingBody
 from pdserve.router.openai.no_op_fields import IGNORED, NO_OP, RESPONSES_IGNORED, RESPONSES_NO_OP
 from pdserve.router.openai.pooling_bodies import RERANK_PATHS, SCORE_PATHS, ClassifyBody, RerankBody, ScoreBody
 from pdserve.router.openai.protocol import ChatBody, CompletionBody
+from pdserve.router.openai.transcription_body import TranscriptionBody
 from pdserve.router.responses.responses_body import ResponsesBody
 
 BODIES: Mapping[str, type[msgspec.Struct]] = {
@@ -37,9 +38,11 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/detokenize": DetokenizeBody,
 }
 """Path -> type that decodes its body."""
+FORMS: Mapping[str, type[msgspec.Struct]] = {"/v1/audio/transcriptions": TranscriptionBody}
+"""Path -> type with the fields of its `multipart/form-data` body."""
 OPEN_PATHS = ("/", "/health", "/ping", "/ready", "/live", "/openapi.json", "/docs")
 """Paths that need no API key."""
-STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/audio/transcriptions")
 """Paths that answer with server-sent events if the body asks for them."""
 PROBE_PATHS = ("/health", "/ping", "/ready")
 """Paths whose answer has the same form with status 503."""
@@ -61,6 +64,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(RERANK_PATHS, ("id", "model", "results", "usage")),
     "/v1/models": ("object", "data"),
     "/v1/models/{model}": ("id", "object", "created", "owned_by", "max_model_len"),
+    "/v1/audio/transcriptions": ("text", "usage"),
     "/tokenize": ("count", "max_model_len", "tokens", "token_strs"),
     "/detokenize": ("prompt",),
     "/health": ("status", "requests", "workers"),
@@ -105,7 +109,7 @@ _STYLE = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{text-al
 
 def openapi(routes: Iterable[Route]) -> dict[str, Any]:
     """The description of these routes."""
-    _, schemas = msgspec.json.schema_components(BODIES.values(), ref_template=_REF + "{name}")
+    _, schemas = msgspec.json.schema_components([*BODIES.values(), *FORMS.values()], ref_template=_REF + "{name}")
     for title, schema in schemas.items():
         own = title == ResponsesBody.__name__
         ignored, neutral = (RESPONSES_IGNORED, RESPONSES_NO_OP) if own else (IGNORED, NO_OP)
@@ -114,6 +118,8 @@ def openapi(routes: Iterable[Route]) -> dict[str, Any]:
                 field["description"] = "accepted, without effect"
             elif name in neutral:
                 field["description"] = "accepted only with a value that changes nothing"
+    for kind in FORMS.values():
+        schemas[kind.__name__]["properties"]["file"] = {"type": "string", "format": "binary"}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = route.path.replace(":path}", "}")
@@ -140,6 +146,9 @@ def _operation(path: str, route: Route) -> dict[str, Any]:
     if (kind := BODIES.get(path)) is not None:
         content = {"application/json": {"schema": {"$ref": _REF + kind.__name__}, "example": EXAMPLES[path]}}
         operation["requestBody"] = {"required": True, "content": content}
+    if (form := FORMS.get(path)) is not None:
+        content = {"multipart/form-data": {"schema": {"$ref": _REF + form.__name__}}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
@@ -163,7 +172,8 @@ def page(description: Mapping[str, Any]) -> str:
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
             if "requestBody" in operation:
-                parts.append(_table(description, operation["requestBody"]["content"]["application/json"]["schema"]))
+                [content] = operation["requestBody"]["content"].values()
+                parts.append(_table(description, content["schema"]))
     return "\n".join(parts)
 
 

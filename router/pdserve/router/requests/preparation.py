@@ -24,6 +24,7 @@ from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
 from pdserve.router.workers.worker import Worker
+from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
@@ -37,6 +38,7 @@ from pdserve.text.prompt import (
     Prompt,
     TextInput,
     TokenInput,
+    TranscriptInput,
     Truncation,
     encode_prompt,
     verify_cache_salt,
@@ -168,14 +170,17 @@ class Preparation:
         images: ImageProcessor | None = None,
         max_held_image_bytes: int = 0,
         remote_images: RemoteImages | None = None,
+        audio: AudioProcessor | None = None,
     ) -> None:
         """model_len: the model's length in tokens, which bounds texts before a worker is known. images: of a model with images;
-        max_held_image_bytes: see `RouterSettings`. remote_images: None if images are data URLs alone; the caller closes it."""
+        max_held_image_bytes: see `RouterSettings`. remote_images: None if images are data URLs alone; the caller closes it. audio:
+        of a model that writes what is said."""
         self._images = images
+        self.audio = audio
         self._remote_images = remote_images
         self._held_images = HeldBytes(
             max_held_image_bytes,
-            "images of {asked} bytes, and those of other requests have {held} of {limit} bytes (max_held_image_bytes)",
+            "images or sound of {asked} bytes, and those of other requests have {held} of {limit} bytes (max_held_image_bytes)",
         )
         self.tokenizer = tokenizer
         self._model_len = model_len
@@ -204,11 +209,16 @@ class Preparation:
         return await self._aside.run(client.tenant, call)
 
     async def tokenize(self, request: ClientRequest, limits: Limits | None = None, num_before: int = 0) -> list[int]:
-        """The prompt's token ids; its images become the request's `mm_features`, within `holding_images`.
+        """The prompt's token ids; its images or sound become the request's `mm_features`, within `holding_images`.
 
         num_before: as in `complete`. Raises: InvalidRequest, at once for a text that cannot fit into `limits`; Overloaded when
         images of other requests have the room.
         """
+        if self.audio is not None and not isinstance(request.prompt, TranscriptInput):
+            raise InvalidRequest(
+                f"{request.field} is given without sound, and this model writes what is said: /v1/audio/transcriptions takes it",
+                request.field,
+            )
         if isinstance(request.prompt, TokenInput | EmbedsInput):
             return encode_prompt(self.tokenizer, request.prompt, request.field, images=self._images).token_ids
         room = limits.room if limits is not None else PromptRoom(self._model_len)
@@ -230,8 +240,9 @@ class Preparation:
 
             def encode() -> EncodedPrompt:
                 return encode_prompt(
-                    self.tokenizer, prompt, field, rule, truncates=truncates, images=images, fetched_images=files
-                )
+                    self.tokenizer, prompt, field, rule, truncates=truncates, images=images, fetched_images=files,
+                    audio=self.audio,
+                )  # fmt: skip
 
             if not is_own and images is None and not threads.num_waiting and _is_short(prompt):
                 # the way to a thread and back costs more
@@ -241,6 +252,9 @@ class Preparation:
         if encoded.features:
             self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)
+        if isinstance(prompt, TranscriptInput):
+            # the samples are there: the file's bytes are not kept beside them
+            request.prompt = msgspec.structs.replace(prompt, file=b"")
         return encoded.token_ids
 
     @contextmanager

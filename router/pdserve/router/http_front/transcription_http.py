@@ -1,0 +1,70 @@
+"""`/v1/audio/transcriptions`: OpenAI's endpoint for what is said in a sound."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.router.bodies.form_data import FormData
+from pdserve.router.bodies.request_body import FORM_DATA, body_bytes
+from pdserve.router.http_front.generation_response import GenerationResponse, call_fields
+from pdserve.router.http_front.tokenization_http import authenticated
+from pdserve.router.openai.transcription_body import TranscriptionBody
+from pdserve.router.openai.transcription_writer import TranscriptionWriter
+from pdserve.router.requests.inference import Inference
+from pdserve.router.requests.preparation import CallFields, ClientRequest
+from pdserve.router.tenants.client import Client
+from pdserve.text.audio.wav_file import WavFile
+from pdserve.text.prompt import TranscriptInput
+
+
+class _Prepared(NamedTuple):
+    """A body and what is made of it once."""
+
+    body: TranscriptionBody
+    request: ClientRequest
+    seconds: float
+    """Length of the sound."""
+
+
+class TranscriptionHttp:
+    """The endpoint over one `Inference`."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self.routes = [Route("/v1/audio/transcriptions", self.transcribe, methods=["POST"])]
+
+    async def transcribe(self, request: Request) -> Response:
+        inference = self._inference
+        with inference.telemetry.count_rejections():
+            client = await authenticated(inference.keys, request)
+            call = call_fields(request, inference.settings.request_timeout_s)
+            content_type = request.headers.get("content-type", "")
+            async with body_bytes(request, inference.bodies, FORM_DATA) as data:
+                prepared = await inference.bodies.in_background_pool(
+                    len(data), lambda: self._prepared(data, content_type, call, client)
+                )
+            body = prepared.body
+            generation = inference.generation([prepared.request], stream=body.stream, client=client)
+        prompt = prepared.request.prompt
+        language = prompt.language if isinstance(prompt, TranscriptInput) else None
+        answer = TranscriptionWriter(body.response_format, language, prepared.seconds)
+        return GenerationResponse(
+            generation, answer, inference.bodies, stream=body.stream, content_type=answer.content_type
+        )
+
+    def _prepared(self, data: bytes, content_type: str, call: CallFields, client: Client) -> _Prepared:
+        """Raises: InvalidRequest, NotFound, UnsupportedMediaType."""
+        inference = self._inference
+        body = TranscriptionBody.of(FormData.parse(data, content_type), inference.bodies.ignored)
+        body.verify()
+        adapted = call._replace(lora_name=inference.models.lora_name(body.model, client))
+        audio = inference.preparation.audio
+        request = body.request(None if audio is None else audio.transcript, adapted)
+        wav = WavFile.read(body.file, "file")
+        if audio is not None:
+            audio.verify_length(wav.num_frames, wav.rate, "file", "file")
+        return _Prepared(body, request, wav.num_frames / wav.rate)

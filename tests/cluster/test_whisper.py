@@ -1,0 +1,104 @@
+"""Whisper through real router, prefill and decode processes, against `transformers`."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from pdserve.text.tokenization.tokenizer import Tokenizer
+from tests.support.cluster_processes import Cluster, pd_cluster
+from tests.support.waiting import HANG_S
+from tests.support.wav_files import wav_file
+from tests.support.whisper_checkpoints import RATE, make_whisper, sound
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=80")
+REMOTE = ("--local-prefill", "never")
+PATH = "/v1/audio/transcriptions"
+
+
+def client(cluster: Cluster) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=HANG_S, trust_env=False)
+
+
+def file_of(seed: int) -> bytes:
+    """Floats: the samples of `sound` as they are."""
+    return wav_file(sound(seed), RATE, kind=3, bits=32)
+
+
+async def ask(http: httpx.AsyncClient, file: bytes, **fields: str) -> httpx.Response:
+    return await http.post(PATH, files={"file": ("a.wav", file)}, data={"language": "en"} | fields)
+
+
+async def test_transcripts_through_prefill_and_decode(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    theirs = make_whisper(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    # few blocks at decode: sequences are preempted there, evicted and placed again
+    small = ("--set", "num_blocks=14")
+    with pd_cluster(tmp_path, folder, both=FLAGS, decode=small, router=REMOTE) as cluster:
+
+        def expected(seed: int, **given: Any) -> str:
+            return tokenizer.decode(theirs.answer(sound(seed), 60, **given), skip_special_tokens=True).strip()
+
+        async with client(cluster) as http:
+            for again in (False, True):
+                answer = await ask(http, file_of(1))
+                assert answer.status_code == 200, answer.text
+                assert answer.json() == {"text": expected(1), "usage": {"type": "duration", "seconds": 0.8}}, again
+            answers = await asyncio.gather(*(ask(http, file_of(seed)) for seed in range(6)))
+            assert [answer.json()["text"] for answer in answers] == [expected(seed) for seed in range(6)]
+            plain = await ask(http, file_of(2), response_format="text", language="de")
+            assert plain.headers["content-type"].startswith("text/plain")
+            assert plain.text == expected(2, language="de") + "\n"
+            verbose = (await ask(http, file_of(2), response_format="verbose_json")).json()
+            assert (verbose["text"], verbose["language"], verbose["duration"]) == (expected(2), "en", 0.8)
+            await stream(http, expected(3))
+            await refusals(http)
+        cluster.check_pools()
+        cluster.check_logs()
+
+
+async def stream(http: httpx.AsyncClient, expected: str) -> None:
+    answer = await ask(http, file_of(3), stream="true")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [msgspec.json.decode(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    *deltas, done = events
+    assert {event["type"] for event in deltas} == {"transcript.text.delta"}
+    assert (done["type"], done["text"].strip()) == ("transcript.text.done", expected)
+    assert "".join(event["delta"] for event in deltas) == done["text"]
+
+
+async def refusals(http: httpx.AsyncClient) -> None:
+    good = file_of(0)
+    at = good.index(b"data") + 4
+    for file, fields, message, param in (
+        (b"ID3 mp3", {}, "file is no WAV file", "file"),
+        (good[:-10], {}, "file is cut: its header says", "file"),
+        (good[:at] + struct.pack("<I", 2**32 - 1) + good[at + 4 :], {}, "says 4294967295 bytes of data", "file"),
+        (wav_file(sound(0, 1.5), RATE), {}, "file has 1.50 seconds, at most 1 are read at once", "file"),
+        (good, {"language": "xx"}, "language is 'xx', one of de, en is needed", "language"),
+        (good, {"language": ""}, "language is needed, it is not detected: one of de, en", "language"),
+        (good, {"temperature": "200"}, "temperature must be from 0 to 100", "temperature"),
+    ):
+        answer = await ask(http, file, **fields)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert message in error["message"]
+        assert error["param"] == param
+    answer = await http.post(PATH, json={"file": "a.wav"})
+    assert answer.status_code == 415
+    answer = await http.post("/v1/completions", json={"prompt": "hello"})
+    assert answer.status_code == 400
+    assert "prompt is given without sound" in answer.json()["error"]["message"]
+    answer = await http.post(
+        PATH, content=b"x" * (17 << 20), headers={"content-type": "multipart/form-data; boundary=x"}
+    )
+    assert answer.status_code == 413
