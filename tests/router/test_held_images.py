@@ -21,7 +21,9 @@ from tests.router.image_folder import save_image_folder
 WIDTH, HEIGHT = 40, 24
 """Multiples of a token's side: the picture keeps its size."""
 NUM_BYTES = 3 * WIDTH * HEIGHT
-OVER = f"images of {NUM_BYTES} bytes, and those of other requests have {2 * NUM_BYTES} of {2 * NUM_BYTES} bytes"
+OVER = (
+    f"images or sound of {NUM_BYTES} bytes, and those of other requests have {2 * NUM_BYTES} of {2 * NUM_BYTES} bytes"
+)
 
 
 def data_url() -> str:

@@ -18,6 +18,7 @@ CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
 ALIASES = {"/score", "/rerank", "/v2/rerank"}
 """Other names of the last two."""
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 
 
 class Worst(NamedTuple):
@@ -27,6 +28,7 @@ class Worst(NamedTuple):
     path: str
     body: bytes
     status: int = 400
+    content_type: str = "application/json"
 
 
 def repeated(before: str, part: str, after: str, num_bytes: int = LIMIT) -> bytes:
@@ -146,7 +148,20 @@ OTHER_BODIES = [
     Worst("as many token ids as may be", DETOKENIZE, repeated('{"tokens":[', "9", "]}", (5 << 18) + 13), 200),
     Worst("too large", COMPLETIONS, b" " * (LIMIT + 1), 413),
 ]  # fmt: skip
-HTTP = [*COMPLETION_BODIES, *CHAT_BODIES, *RESPONSE_BODIES, *OTHER_BODIES]
+_FILE = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+_FIELD = b'--b\r\ncontent-disposition: form-data; name="%d"\r\n\r\n\r\n'
+
+
+def _form_data(name: str, body: bytes, status: int = 400) -> Worst:
+    return Worst(name, TRANSCRIPTIONS, body[:LIMIT], status, "multipart/form-data; boundary=b")
+
+
+FORM_BODIES = [
+    _form_data("beginnings of boundaries", _FILE + b"\r\n--" * (LIMIT // 4)),
+    _form_data("parts", b"".join(_FIELD % number for number in range(LIMIT // 55))),
+    _form_data("a header", b"--b\r\nx:" + b"x" * LIMIT),
+]
+HTTP = [*FORM_BODIES, *COMPLETION_BODIES, *CHAT_BODIES, *RESPONSE_BODIES, *OTHER_BODIES]
 
 
 def varint(value: int) -> bytes:

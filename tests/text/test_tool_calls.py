@@ -272,7 +272,8 @@ def test_hostile_answers_cost_no_more_than_their_length(form: str, piece_chars: 
         repeated = text + text[-1] * 40_000 if piece_chars < 1000 else text * (300_000 // len(text))
         # a cost that grew with the square would be nine times as much
         third = max(seconds(repeated[: len(repeated) // 3]), 0.02)
-        assert seconds(repeated) < 6 * third, text
+        # several times, since other work may disturb one
+        assert any(seconds(repeated) < 6 * third for _ in range(3)), text
 
 
 def test_long_answers_cost_no_more_than_their_length() -> None:

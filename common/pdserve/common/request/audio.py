@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from pdserve.common.audio_processor_config import MAX_SAMPLE, SAMPLE_BYTES, AudioProcessorConfig
 from pdserve.common.errors import InvalidRequest
@@ -61,6 +60,9 @@ def verify_audio(
 
 def verify_samples(data: bytes, where: str, field: str) -> None:
     """Check float32 samples. where: the caller's name of them, in `field`. Raises: InvalidRequest for NaN and huge values."""
+    # imported here: few requests have sound, and a client's process need not have numpy
+    import numpy as np
+
     samples = np.frombuffer(data, dtype="<f4")
     # written so that NaN is beyond the limit
     beyond = ~(np.abs(samples) <= MAX_SAMPLE)
