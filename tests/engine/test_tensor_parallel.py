@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pdserve.engine.ranks.rank_messages import SampleTokens
 from pdserve.engine.scheduler_output import GrammarOutput
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import mask_bytes
+from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
 from tests.support.drafters import drafter_of, speculation, use_drafter
@@ -248,6 +251,31 @@ def test_the_ranks_pools_together_are_the_pool_of_one_rank(
     for engine in (one, two):
         run_mixed(engine)
     torch.testing.assert_close(two.ranks.gathered, one.kv_cache, atol=1e-3, rtol=0)
+
+
+def test_a_step_without_tokens_ends_after_the_keys_and_values_of_all_ranks(
+    tiny_checkpoints: Callable[..., Path],
+    make_ranked: Make,
+    make_real_engine: Callable[..., Harness],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, fields = tiny_checkpoints("qwen2"), {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 16}
+    one, two = make_real_engine(folder, max_model_len=128, **fields), make_ranked(folder, **fields)
+    store, own_thread = SelfAttention.store, threading.get_ident()
+
+    def slow_on_other_ranks(*args: Any) -> tuple[torch.Tensor, ...]:
+        if threading.get_ident() != own_thread:
+            time.sleep(0.05)
+        return store(*args)
+
+    monkeypatch.setattr(SelfAttention, "store", slow_on_other_ranks)
+    for engine in (one, two):
+        engine.add(PROMPTS[3], "r")
+        engine.step()
+        assert "r" not in engine.answers
+    torch.testing.assert_close(two.ranks.gathered, one.kv_cache, atol=1e-3, rtol=0)
+    for engine in (one, two):
+        engine.run()
 
 
 @pytest.mark.slow

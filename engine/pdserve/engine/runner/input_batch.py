@@ -5,6 +5,7 @@ A step's inputs are gathered by row numbers in a constant number of array operat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -189,6 +190,13 @@ class InputBatch:
         self.num_computed[row] = self.num_tokens[row] - 1
         for table in self.block_tables:
             table.truncate(row, int(self.num_tokens[row]))
+
+    def decodes_first(self, num_tokens: Mapping[str, int]) -> tuple[IntArray, IntArray]:
+        """Rows of these requests and their token counts, `[S]` each; rows with one token first, as `AttentionBatch` requires."""
+        rows = np.fromiter((self.rows[req_id] for req_id in num_tokens), np.int64)
+        counts = np.fromiter(num_tokens.values(), np.int64)
+        order = np.argsort(counts > 1, kind="stable")
+        return rows[order], counts[order]
 
     def are_complete(self, rows: IntArray) -> NDArray[np.bool_]:
         """True for each row whose last token, pending ones and drafts included, has been computed."""

@@ -65,4 +65,5 @@ def make_model_runner(
         lora=lora,
         sampler=sampler,
         drafter=drafter,
+        group=group,
     )

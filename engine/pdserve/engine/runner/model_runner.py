@@ -37,6 +37,7 @@ from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, Re
 from pdserve.engine.speculation.drafter import Drafter
 from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.model_inputs import ModelInputs
 
 
@@ -107,15 +108,18 @@ class ModelRunner:
         lora: LoraRunner | None = None,
         sampler: TokenSampler | None = None,
         drafter: Drafter | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's.
 
         lora: None without adapters. sampler: default: `Sampler`. drafter: that of `config.speculative_config`, if it is set.
+        group: the ranks that share the model; None for one.
         """
         self._config = config
         self._model = model
         self._attention = attention
         self._ops = ops
+        self._group = group
         self._kv_caches = kv_caches
         self._device = kv_caches[0].device
         self._dtype = model.dtype
@@ -160,9 +164,8 @@ class ModelRunner:
         is_capturable = getattr(self._model, "is_capturable", True)
         if self._config.enforce_eager or not is_capturable or not can_capture(self._attention, self._runtime):
             return
-        graphs = StepGraphs(
-            self._config, self._model, self._attention, self._ops, self._device, self._dtype, self._runtime
-        )
+        model, ops = self._model, self._ops
+        graphs = StepGraphs(self._config, model, self._attention, ops, self._device, self._dtype, self._runtime)
         graphs.capture(self._before_layer, self.lora)
         self._graphs = graphs
 
@@ -181,7 +184,7 @@ class ModelRunner:
         self._update_batch(scheduled)
         self.encoder.update(scheduled)
         batch = self.batch
-        rows, counts = self._decodes_first(scheduled)
+        rows, counts = batch.decodes_first(scheduled.num_scheduled_tokens)
         images = self.encoder.of_step(batch.mm_features, rows, counts, batch.num_computed[rows])
         failed_loras, has_adapters = dict[str, RequestFailure](), False
         if self.lora is not None:
@@ -222,6 +225,10 @@ class ModelRunner:
                 output_rows=output_rows,
             )
             hidden = self._model.forward(self.encoder.placed(given, images))
+            if self._group is not None and not len(hidden):
+                # blocks of all ranks are published when rank 0's step ends; without hidden states no operation of the ranks
+                # comes after the last layer's keys and values
+                self._group.all_reduce(hidden.new_zeros(1))
         batch.num_computed[rows] += counts
         times.forwarded = times.sampling = self._runtime.event()
         if self._layer_times is not None:
@@ -391,10 +398,3 @@ class ModelRunner:
             self.batch.add_blocks(req_id, block_ids)
         for req_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
             self.batch.put_drafts(req_id, drafts)
-
-    def _decodes_first(self, scheduled: SchedulerOutput) -> tuple[IntArray, IntArray]:
-        """Rows and their token counts, `[S]` each; rows with one token first, as `AttentionBatch` requires."""
-        rows = np.fromiter((self.batch.rows[request_id] for request_id in scheduled.num_scheduled_tokens), np.int64)
-        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int64)
-        order = np.argsort(counts > 1, kind="stable")
-        return rows[order], counts[order]
