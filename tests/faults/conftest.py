@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.faults.worker_matrix")
+
 
 @dataclass(frozen=True)
 class Row:
