@@ -116,6 +116,21 @@ async def test_a_cancelled_writer_writes_no_more():
     assert client.written == ["a"]
 
 
+async def test_an_error_of_the_writer_in_the_turn_of_the_cancellation_is_dropped():
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, error: errors.append(error))
+    client = await Client(ClientStream(1, 1000)).run()
+    client.reads.clear()
+    client.stream.push(output("!"))
+    await asyncio.sleep(0.01)
+    client.reads.set()
+    client.running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.running
+    await asyncio.sleep(0.01)
+    assert not errors
+
+
 async def test_an_error_of_a_writer_that_has_waited_ends_it():
     client = await Client(ClientStream(1, 1000)).run()
     client.reads.clear()

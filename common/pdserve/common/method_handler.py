@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -33,6 +35,26 @@ def behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:
     kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     found: Callable[[Any, Any], Any] = next(behaviour for behaviour in kinds if behaviour is not None)
     return found
+
+
+def generates(handler: Any) -> bool:
+    """True if the behaviour yields its answers; a coroutine returns its answer, or writes the messages of a stream itself."""
+    return bool(handler.response_streaming) and not inspect.iscoroutinefunction(behaviour_of(handler))
+
+
+@contextlib.asynccontextmanager
+async def closed_at_end(requests: AsyncIterator[bytes]) -> AsyncIterator[None]:
+    """Close a call's stream of requests when the block ends.
+
+    gRPC's stream refers to itself until it has been read to its end: it would keep the call until garbage collection, and gRPC
+    refuses new calls (REFUSED_STREAM) of a connection that has `grpc.max_concurrent_streams` calls in memory.
+    """
+    try:
+        yield
+    finally:
+        # RuntimeError: a task that is being cancelled still reads; the cancellation ends the stream
+        with contextlib.suppress(RuntimeError):
+            await aiter(requests).aclose()  # type: ignore[attr-defined]  # gRPC's iterator is an asynchronous generator
 
 
 def remade(

@@ -8,10 +8,12 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import grpc.aio
+
 from pdserve.common.errors import BodyTooLarge, InvalidRequest, Overloaded, PdServeError
-from pdserve.common.method_handler import Context, behaviour_of, remade
+from pdserve.common.method_handler import Context, behaviour_of, closed_at_end, remade
 from pdserve.common.net.body_budget import BodyBudget
-from pdserve.common.net.rpc import abort_with
+from pdserve.common.net.rpc import ended_with
 
 MAX_OPEN_BYTES = 4096
 """Bytes of one message."""
@@ -36,9 +38,12 @@ class OpenCalls:
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             try:
                 with self._counted(context.peer()):
-                    return await answer(requests, context)
-            except PdServeError as error:
-                await abort_with(context, error)
+                    async with closed_at_end(requests):
+                        return await answer(requests, context)
+            except (PdServeError, grpc.aio.AbortError) as error:
+                ended = await ended_with(context, error)
+            del requests, context
+            raise ended
 
         return remade(handler, call, reads_stream=True)
 

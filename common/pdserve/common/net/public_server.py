@@ -6,7 +6,6 @@ clients that stop for a moment, and their messages are larger.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import grpc
 import grpc.aio
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, closed_at_end, generates, remade
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.open_calls import OpenCalls
 from pdserve.common.net.rpc import ErrorInterceptor
@@ -142,18 +141,18 @@ class _PublicInterceptor(HandlerInterceptor):
         answer = behaviour_of(handler)
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            await self._authenticate(context)
-            asked = each(requests) if handler.request_streaming else await first(requests)
-            async for response in answer(asked, context):
-                yield response
+            async with closed_at_end(requests):
+                await self._authenticate(context)
+                asked = each(requests) if handler.request_streaming else await first(requests)
+                async for response in answer(asked, context):
+                    yield response
 
         async def coroutine(requests: AsyncIterator[bytes], context: Context) -> Any:
-            await self._authenticate(context)
-            return await answer(each(requests) if handler.request_streaming else await first(requests), context)
+            async with closed_at_end(requests):
+                await self._authenticate(context)
+                return await answer(each(requests) if handler.request_streaming else await first(requests), context)
 
-        # a coroutine returns its answer, or writes the messages of a stream itself
-        generates = handler.response_streaming and not inspect.iscoroutinefunction(answer)
-        guarded: Callable[..., Any] = stream if generates else coroutine
+        guarded: Callable[..., Any] = stream if generates(handler) else coroutine
         return remade(handler, guarded, reads_stream=True, serialize=_serializer(handler))
 
     async def _message(self, raw: bytes | None, parse: Callable[[bytes], Any]) -> Any:

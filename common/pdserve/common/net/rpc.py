@@ -8,7 +8,6 @@ A process that ends closes its sockets, which its peers notice at once.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, cast
@@ -20,7 +19,7 @@ from pdserve.common import errors
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.address.peer_address import grpc_target
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
-from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, remade
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, generates, remade
 from pdserve.common.net.renewed_channel import RenewedChannel
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls, ServerTls
@@ -226,21 +225,26 @@ class ErrorInterceptor(HandlerInterceptor):
         # health and reflection come with grpc and keep their own handlers
         if not details.method.startswith("/pdserve."):
             return handler
-        behaviour = behaviour_of(handler)
-        # a coroutine returns its answer, or writes the messages of a stream itself
-        generates = handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
-        translate: Callable[..., Any] = _translate_generator if generates else _translate_coroutine
-        return remade(handler, translate(behaviour), parse=handler.request_deserializer)
+        translate: Callable[..., Any] = _translate_generator if generates(handler) else _translate_coroutine
+        return remade(handler, translate(behaviour_of(handler)), parse=handler.request_deserializer)
 
 
-async def _abort_for(context: Context, error: Exception) -> NoReturn:
-    """End the call with what a handler raised."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if not isinstance(error, PdServeError):
-        log.error("a handler failed", exc_info=error)
-        error = InternalError("internal error; the service's log has the details")
-    await abort_with(context, error)
+async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
+    """End the call with what a handler raised. Returns: what the handler has to raise when it holds the call no longer.
+
+    The call refers to that error, and the error's traceback to each frame that it passes: a frame that still held the call would
+    keep it until garbage collection (see `closed_at_end`).
+    """
+    if not isinstance(error, grpc.aio.AbortError):
+        if not isinstance(error, PdServeError):
+            log.error("a handler failed", exc_info=error)
+            error = InternalError("internal error; the service's log has the details")
+        try:
+            await abort_with(context, error)
+        except grpc.aio.AbortError as aborted:
+            error = aborted
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def _translate_generator(
@@ -251,7 +255,11 @@ def _translate_generator(
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:
-            await _abort_for(context, error)
+            ended = await ended_with(context, error)
+        else:
+            return
+        del request, context
+        raise ended
 
     return call
 
@@ -261,6 +269,8 @@ def _translate_coroutine(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Cal
         try:
             return await behaviour(request, context)
         except Exception as error:
-            await _abort_for(context, error)
+            ended = await ended_with(context, error)
+        del request, context
+        raise ended
 
     return call

@@ -40,7 +40,6 @@ from pdserve.router.requests.fields.prompt_embeds_field import read_embeds
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
-from pdserve.router.requests.pushed_outputs import PushedOutputs
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
@@ -80,8 +79,6 @@ class InferenceServicer(PoolingServicer):
             client_request = await self._read(request, context)
             generation = self.inference.generation([client_request], stream=_streams(request), client=client)
         generation.on_stalled = lambda error: self._hang_up(context, error)
-        # a cancelled call ends the worker calls at once
-        context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # the stub asks for a class
         async with generation:
             await self._answer(generation, client_request, request, context)
 
@@ -93,13 +90,7 @@ class InferenceServicer(PoolingServicer):
             client = caller()
             session_id = uuid.uuid4().hex
             session = await self.inference.session(session_id, client)
-        turns: list[Generation] = []
-
-        def cancel(_: object) -> None:
-            for turn in turns:
-                turn.cancel()
-
-        context.add_done_callback(cancel)  # type: ignore[arg-type]  # as above
+        is_first = True
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
                 with refusals():
@@ -107,9 +98,9 @@ class InferenceServicer(PoolingServicer):
                     stream = _streams(request)
                     generation = self.inference.turn(session, session_id, turn, stream=stream, client=client)
                 generation.on_stalled = lambda error: self._hang_up(context, error)
-                is_first, turns[:] = not turns, [generation]
                 async with generation:
                     await self._answer(generation, turn, request, context, headers=is_first)
+                is_first = False
         finally:
             session.close()
             await session.closed()
@@ -155,39 +146,37 @@ class InferenceServicer(PoolingServicer):
         stream, kind = generation.stream, _output_kind(request)
         metadata = tuple(generation.answer_headers.items())
         context.set_trailing_metadata(metadata)
-        whole = kind is RequestOutputKind.FINAL_ONLY
-        outputs = await (stream.take_all() if whole else stream.take())
+        take = stream.take_all if kind is RequestOutputKind.FINAL_ONLY else stream.take
+        outputs = await take()
         if headers:
             # not before the first token, since a proxy may retry a call that fails without headers
             await context.send_initial_metadata(metadata)
         so_far: list[CompletionOutput] = []
         reader = self._reader(asked, request)
-
-        async def write(outputs: list[CompletionOutput], last: CompletionOutput | None = None) -> None:
-            nonlocal so_far, reader
+        num_open = generation.num_choices
+        while outputs:
+            num_open -= sum(output.finish_reason is not None for output in outputs)
             if kind is RequestOutputKind.CUMULATIVE:
                 new = {output.index for output in outputs}
                 so_far = merged([*so_far, *outputs])
                 outputs = [output for output in so_far if output.index in new]
-                last = None if last is None else outputs[-1]
                 # each message has the whole answer
                 reader = self._reader(asked, request)
             for output in outputs:
+                last = not num_open and output is outputs[-1]
                 num_tokens = len(output.token_ids) + len(output.prompt_logprobs or ())
                 if num_tokens <= _TOKENS_ON_LOOP:
-                    response = generate_response(generation, output, request.sampling, reader, last=output is last)
+                    response = generate_response(generation, output, request.sampling, reader, last=last)
                 else:
-                    make = partial(generate_response, generation, output, request.sampling, reader, last=output is last)
+                    make = partial(generate_response, generation, output, request.sampling, reader, last=last)
                     response = await self.inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
                 try:
                     await context.write(response)
                 except grpc.aio.InternalError:
                     raise Cancelled("the client left") from None
-
-        if not whole:
-            outputs = await PushedOutputs(stream, generation.num_choices, write).run(outputs)
-        if outputs:
-            await write(outputs, outputs[-1])
+            if not num_open:
+                return
+            outputs = await take()
 
     def _reader(self, asked: ClientRequest, request: inference_pb2.GenerateRequest) -> AnswerReader | None:
         """A reader of the answer; None if the client wants its text as it is."""

@@ -87,6 +87,7 @@ class Generation(RequestScope[PromptTask]):
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
+            self.on_stalled = None
             self._leave()
 
     def _run_ended(self, _: asyncio.Task[None]) -> None:

@@ -85,8 +85,8 @@ class PushedOutputs:
 
     def _go_on(self, waited: asyncio.Future[Any] | None = None) -> None:
         """Run the write until it ends or waits again. waited: what it has waited for."""
-        if self._writing is None:
-            # `run` has ended meanwhile
+        if self._writing is None or self._last.done():
+            # `run` has ended meanwhile, or its task is cancelled and will close the write
             return
         try:
             waits_for = self._writing.send(None)
