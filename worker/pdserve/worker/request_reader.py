@@ -80,26 +80,17 @@ class RequestReader:
         for place, feature in enumerate(request.mm_features):
             if self._images is None:
                 raise InvalidRequest("request.mm_features is given, and this model takes text alone", "mm_features")
-            if feature.data and self._images.identifier(feature.data, feature.grid_thw) != feature.identifier:
-                raise InvalidRequest(
-                    f"request.mm_features[{place}].identifier is {feature.identifier[:40]!r}, which is not that of its pixels",
-                    "mm_features",
-                )
+            if feature.data:
+                expected = self._images.identifier(feature.data, feature.grid_thw)
+                _verify_identifier(place, feature.identifier, expected, "pixels")
 
     def _verify_sound(self, request: GenerationRequest, prompts: EncoderDecoderPrompts) -> None:
         """Raises: InvalidRequest for what a model with an encoder does not serve, and samples that are not those of the
         identifier; PromptTooLong."""
         prompts.verify(request)
-        for feature in request.mm_features:
-            if (
-                prompts.audio is not None
-                and feature.data
-                and prompts.audio.identifier(feature.data) != feature.identifier
-            ):
-                raise InvalidRequest(
-                    f"request.mm_features[0].identifier is {feature.identifier!r}, which is not that of its samples",
-                    "mm_features",
-                )
+        for place, feature in enumerate(request.mm_features):
+            if prompts.audio is not None and feature.data:
+                _verify_identifier(place, feature.identifier, prompts.audio.identifier(feature.data), "samples")
 
     def turn(self, message: RequestMessage) -> GenerationRequest:
         """A session's later turn, of which prompt, sampling parameters and trace headers count. Raises: as `request_from_wire`."""
@@ -117,3 +108,12 @@ class RequestReader:
                 f"under request.hash_root{adapter} and this worker's deployment key"
             )
         return block_hashes
+
+
+def _verify_identifier(place: int, identifier: str, expected: str, content: str) -> None:
+    """Raises: InvalidRequest if the identifier of `request.mm_features[place]` is not that of its content."""
+    if identifier != expected:
+        raise InvalidRequest(
+            f"request.mm_features[{place}].identifier is {identifier[:40]!r}, which is not that of its {content}",
+            "mm_features",
+        )

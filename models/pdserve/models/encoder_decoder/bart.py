@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +39,16 @@ _FIRST_POSITION = 2
 _LOGITS_BIAS = "final_logits_bias"
 
 
+class Defaults(NamedTuple):
+    """Values of fields that a configuration lacks."""
+
+    d_model: int = 1024
+    num_heads: int = 16
+    num_layers: int = 12
+    ffn_dim: int = 4096
+    max_positions: int = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bart(EncoderDecoderFamily):
     """Learned positions, norms after each addition, biases everywhere."""
@@ -58,6 +68,11 @@ class Bart(EncoderDecoderFamily):
         "static_position_embeddings": False, "add_bias_logits": False, "extra_pos_embeddings": _FIRST_POSITION,
     }  # fmt: skip
     """Fields that older configurations have -> the value that this computation has."""
+    defaults: ClassVar[Defaults] = Defaults()
+    positions_field: ClassVar[str] = "max_position_embeddings"
+    """The field with the number of the decoder's positions."""
+    scale_field: ClassVar[str | None] = "scale_embedding"
+    """True in a configuration: embeddings of tokens are multiplied by the square root of the hidden size. None: never."""
 
     activation: str
     embedding_scale_factor: float
@@ -69,36 +84,38 @@ class Bart(EncoderDecoderFamily):
                 raise UnsupportedModel(
                     f"{config.where}: {name} is {config.shown(name)}, and {common['architecture']} is computed with {value!r}"
                 )
-        hidden_size = config.integer("d_model", 1024, maximum=MAX_WIDTH)
+        defaults = cls.defaults
+        hidden_size = config.integer("d_model", defaults.d_model, maximum=MAX_WIDTH)
         heads = {
-            name: config.integer(name, 16, maximum=MAX_HEADS)
+            name: config.integer(name, defaults.num_heads, maximum=MAX_HEADS)
             for name in ("decoder_attention_heads", "encoder_attention_heads")
         }
         for name, number in heads.items():
             if hidden_size % number:
                 raise config.error(name, f"a divisor of d_model ({hidden_size})")
-        num_layers = config.integer("decoder_layers", 12, maximum=MAX_LAYERS)
+        num_layers = config.integer("decoder_layers", defaults.num_layers, maximum=MAX_LAYERS)
         num_heads = heads["decoder_attention_heads"]
-        positions = config.integer("max_position_embeddings", 1024)
+        positions = config.integer(cls.positions_field, defaults.max_positions)
+        is_scaled = cls.scale_field is not None and config.boolean(cls.scale_field, False)
         return EncoderDecoderConfig(
             family=cls(
                 (None,) * num_layers,
                 activation=read_activation(config, "activation_function", "gelu"),
-                embedding_scale_factor=math.sqrt(hidden_size) if config.boolean("scale_embedding", False) else 1.0,
+                embedding_scale_factor=math.sqrt(hidden_size) if is_scaled else 1.0,
             ),
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_heads,
             head_dim=hidden_size // num_heads,
-            intermediate_size=config.integer("decoder_ffn_dim", 4096, maximum=MAX_WIDTH),
+            intermediate_size=config.integer("decoder_ffn_dim", defaults.ffn_dim, maximum=MAX_WIDTH),
             rms_norm_eps=_NORM_EPS,
             tie_word_embeddings=config.boolean("tie_word_embeddings", True),
             max_position_embeddings=positions,
             derived_max_model_len=positions,
-            encoder_layers=config.integer("encoder_layers", 12, maximum=MAX_LAYERS),
+            encoder_layers=config.integer("encoder_layers", defaults.num_layers, maximum=MAX_LAYERS),
             encoder_heads=heads["encoder_attention_heads"],
-            encoder_intermediate_size=config.integer("encoder_ffn_dim", 4096, maximum=MAX_WIDTH),
+            encoder_intermediate_size=config.integer("encoder_ffn_dim", defaults.ffn_dim, maximum=MAX_WIDTH),
             attention_scale=(hidden_size // num_heads) ** -0.5,
             has_distance_bias=False,
             **common,
@@ -129,11 +146,11 @@ class Bart(EncoderDecoderFamily):
         weights.check_all_read()
         return EncoderDecoder(config, embedding, encoder, embed, layers, final_norm, make_linear(head, bias))
 
-    def _embed(self, weights: WeightLoader, part: str, embedding: Tensor, config: EncoderDecoderConfig) -> _Embed:
+    def _embed(self, weights: WeightLoader, part: str, embedding: Tensor, config: EncoderDecoderConfig) -> TokenEmbed:
         rows = config.derived_max_model_len + _FIRST_POSITION
         positions = weights.tensor(f"{part}.embed_positions.weight", rows, config.hidden_size)
         norm = self._norm(weights, f"{part}.layernorm_embedding", config)
-        return _Embed(embedding, self.embedding_scale_factor, positions[_FIRST_POSITION:], norm)
+        return TokenEmbed(embedding, positions[_FIRST_POSITION:], self.embedding_scale_factor, norm)
 
     def _final_norm(self, weights: WeightLoader, part: str, config: EncoderDecoderConfig) -> LayerNorm | None:
         return self._norm(weights, f"{part}.layer_norm", config) if self.norms_first else None
@@ -197,19 +214,20 @@ class MBart(Bart):
 
 
 @dataclass(frozen=True, slots=True)
-class _Embed:
-    """Embeddings of tokens and of their positions, added and normalised."""
+class TokenEmbed:
+    """Embeddings of tokens and of their positions, added and, with a norm, normalised."""
 
     embedding: Tensor
     """`[V, H]`"""
-    scale: float
     positions: Tensor
     """`[n, H]`"""
-    norm: LayerNorm
+    scale: float = 1.0
+    norm: LayerNorm | None = None
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[T]` int64 each -> `[T, H]`."""
         x = self.embedding.index_select(0, token_ids)
         if self.scale != 1.0:
             x = x * self.scale
-        return self.norm(x + self.positions.index_select(0, positions))
+        x = x + self.positions.index_select(0, positions)
+        return x if self.norm is None else self.norm(x)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,24 +16,17 @@ from pdserve.kernels.linear import Linear, make_linear
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.audio_features import AudioFeatures
-from pdserve.models.encoder_decoder.bart import Bart
+from pdserve.models.encoder_decoder.bart import Bart, Defaults, TokenEmbed
 from pdserve.models.encoder_decoder.encoder import Encoder
 from pdserve.models.encoder_decoder.encoder_decoder import EncoderDecoder
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
-from pdserve.models.encoder_decoder.encoder_decoder_family import (
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_WIDTH,
-    MakeLoader,
-    read_activation,
-)
+from pdserve.models.encoder_decoder.encoder_decoder_family import MakeLoader
 from pdserve.models.encoder_decoder.tied_weights import TiedWeights
 from pdserve.models.encoder_decoder_step import EncoderTokens
 from pdserve.models.json_object import JsonObject
 from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.weight_loader import WeightLoader
 
-_NORM_EPS = 1e-5
 _KERNEL = 3
 """Places that a convolution reads."""
 
@@ -52,6 +46,11 @@ class Whisper(Bart):
     )
     norms_first = True
     reads_audio = True
+    fixed_fields: ClassVar[Mapping[str, object]] = {}
+    defaults = Defaults(d_model=384, num_heads=6, num_layers=4, ffn_dim=1536, max_positions=448)
+    positions_field = "max_target_positions"
+    # `scale_embedding` has no effect in transformers either
+    scale_field = None
 
     @classmethod
     def read_fields(cls, config: JsonObject, common: dict[str, Any]) -> EncoderDecoderConfig:
@@ -62,41 +61,7 @@ class Whisper(Bart):
         ):
             if config.integer(name, default) != found:
                 raise config.error(name, f"{found}, as {FILE} says")
-        hidden_size = config.integer("d_model", 384, maximum=MAX_WIDTH)
-        heads = {
-            name: config.integer(name, 6, maximum=MAX_HEADS)
-            for name in ("decoder_attention_heads", "encoder_attention_heads")
-        }
-        for name, number in heads.items():
-            if hidden_size % number:
-                raise config.error(name, f"a divisor of d_model ({hidden_size})")
-        num_layers = config.integer("decoder_layers", 4, maximum=MAX_LAYERS)
-        num_heads = heads["decoder_attention_heads"]
-        positions = config.integer("max_target_positions", 448)
-        return EncoderDecoderConfig(
-            family=cls(
-                (None,) * num_layers,
-                activation=read_activation(config, "activation_function", "gelu"),
-                # `scale_embedding` has no effect in transformers either
-                embedding_scale_factor=1.0,
-            ),
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=hidden_size // num_heads,
-            intermediate_size=config.integer("decoder_ffn_dim", 1536, maximum=MAX_WIDTH),
-            rms_norm_eps=_NORM_EPS,
-            tie_word_embeddings=config.boolean("tie_word_embeddings", True),
-            max_position_embeddings=positions,
-            derived_max_model_len=positions,
-            encoder_layers=config.integer("encoder_layers", 4, maximum=MAX_LAYERS),
-            encoder_heads=heads["encoder_attention_heads"],
-            encoder_intermediate_size=config.integer("encoder_ffn_dim", 1536, maximum=MAX_WIDTH),
-            attention_scale=(hidden_size // num_heads) ** -0.5,
-            has_distance_bias=False,
-            **common,
-        )
+        return super().read_fields(config, common)
 
     def load(self, config: EncoderDecoderConfig, source: WeightSource, make_loader: MakeLoader) -> EncoderDecoder:
         audio = config.audio
@@ -132,7 +97,7 @@ class Whisper(Bart):
         final_norm = self._final_norm(weights, "model.decoder", config)
         weights.check_all_read()
         return EncoderDecoder(
-            config, embedding, encoder, _TokenEmbed(embedding, positions), layers, final_norm, make_linear(head)
+            config, embedding, encoder, TokenEmbed(embedding, positions), layers, final_norm, make_linear(head)
         )
 
     def _projections(self, weights: WeightLoader, name: str, parts: str, hidden: int) -> Linear:
@@ -169,17 +134,3 @@ class _SoundEmbed:
         x = F.gelu(F.conv1d(mel, self.weight_1, self.bias_1, padding=1))
         x = F.gelu(F.conv1d(x, self.weight_2, self.bias_2, stride=2, padding=1))
         return x[0].t() + self.positions
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenEmbed:
-    """Embeddings of tokens and of their positions, added."""
-
-    embedding: Tensor
-    """`[V, H]`"""
-    positions: Tensor
-    """`[n, H]`"""
-
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """`[T]` int64 each -> `[T, H]`."""
-        return self.embedding.index_select(0, token_ids) + self.positions.index_select(0, positions)

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -27,10 +27,21 @@ T = TypeVar("T")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", re.DOTALL)
 _AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
-_JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json")
-FORM_DATA = re.compile("multipart/form-data")
 _MAX_SHOWN = 80
 _MAX_MESSAGE_CHARS = 400
+
+
+class MediaType(NamedTuple):
+    """A media type that a body may be declared as."""
+
+    name: str
+    """For messages."""
+    pattern: re.Pattern[str]
+    """Matches the whole type, in lower case and without parameters."""
+
+
+_JSON = MediaType("application/json", re.compile(r"application/(?:[\w.-]+\+)?json"))
+FORM_DATA = MediaType("multipart/form-data", re.compile("multipart/form-data"))
 
 
 async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build: Callable[[B], T]) -> T:
@@ -45,18 +56,15 @@ async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build
 
 
 @contextlib.asynccontextmanager
-async def body_bytes(
-    request: Request, bodies: ClientBodies, media_type: re.Pattern[str] = _JSON_TYPE
-) -> AsyncIterator[bytes]:
-    """The body, which has its room in the budget of bodies inside this context. media_type: a full match of its type.
+async def body_bytes(request: Request, bodies: ClientBodies, media_type: MediaType = _JSON) -> AsyncIterator[bytes]:
+    """The body, which has its room in the budget of bodies inside this context.
 
     Raises: BodyTooLarge, UnsupportedMediaType; Overloaded if too many bodies are being read; DeadlineExceeded if the body did not
     arrive within `request_timeout_s`; Cancelled if the client disconnected.
     """
     declared = request.headers.get("content-type", "")
-    if declared and not media_type.fullmatch(declared.partition(";")[0].strip().lower()):
-        understood = "application/json" if media_type is _JSON_TYPE else media_type.pattern
-        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only {understood} is understood")
+    if declared and not media_type.pattern.fullmatch(declared.partition(";")[0].strip().lower()):
+        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only {media_type.name} is understood")
     max_bytes = bodies.max_request_bytes
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isascii() and length.isdigit() and len(length) < 19 else max_bytes
