@@ -100,8 +100,6 @@ class Cluster:
                 await self.worker(role).start()
         for role in ("prefill", "decode"):
             settings.setdefault(role, tuple(w.address for w in self.workers if w.role == role))
-        # older workers, and tests that say so, have a stream per call
-        settings.setdefault("step_streams", True)
         ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         self.running = asyncio.create_task(
             run_router(

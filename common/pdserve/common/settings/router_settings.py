@@ -51,7 +51,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """The kind of the next attempt after a failed transfer."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """Order in which requests get a place, as on the workers: by `priority`, or only by arrival."""
-    step_streams: bool = False
+    step_streams: bool = True
     """Make all calls to a worker over one stream, whose messages have the outputs of a step of its engine; False: a stream per
     call, as to workers of earlier releases."""
     max_attempts: int = 3

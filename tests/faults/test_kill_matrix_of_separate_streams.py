@@ -1,4 +1,4 @@
-"""The kill matrix with one stream per router and worker (`step_streams`)."""
+"""The kill matrix with a stream per call, as to workers of earlier releases (`step_streams` off)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, router=("--set", "step_streams=true")) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, router=("--set", "step_streams=false")) as made:
         yield made
 
 
@@ -25,7 +25,7 @@ def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     ("role", "way"), [("prefill", "SIGKILL"), ("decode", "SIGKILL"), ("decode", "SIGTERM"), ("decode", "SIGSTOP")]
 )
-async def test_i4_a_fault_loses_nothing_of_calls_over_one_stream(
+async def test_i4_a_fault_loses_nothing_of_calls_over_separate_streams(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str
 ) -> None:
     await hurt(matrix, matrix_rows, phase, role, way)
