@@ -1,6 +1,6 @@
 """Time of one decode step of `EngineCore` by stage: scheduling, inputs, forward, sampling, booking.
 
-    full       a model's decode steps; B sequences at a context of C tokens
+    full       a model's decode steps; B sequences at a context of C tokens, beside the floor of `floor.py` in the same run
     queue      scheduling and booking alone, with an executor that computes nothing: B sequences that run, beside W that wait
                without a place in the batch
     no room    the same where the batch has places and the pool has no block for those that wait
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from conditions import conditions
+from floor import Floor
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.request.engine_types import EngineCoreRequest
@@ -167,12 +168,15 @@ def main() -> None:
                     named = "no room" if has_places else "none" if num_waiting else "-"
                     print(f"| {batch} | {num_waiting} | {named} | {schedule:.0f} | {book:.0f} | {calls} |")
     if options.only != "queue":
-        print("\n| batch | context | " + " | ".join(f"{name}, us" for name in STAGES) + " |")
-        print("|---:" * (2 + len(STAGES)) + "|")
+        floor = Floor(model_folder(options.model))
+        print("\n| batch | context | " + " | ".join(f"{name}, us" for name in STAGES) + " | floor, us |")
+        print("|---:" * (3 + len(STAGES)) + "|")
         for batch in options.batches:
             for context in options.contexts:
                 found = full(options.model, batch, context, options.steps)
-                print(f"| {batch} | {context} | " + " | ".join(f"{found[name]:.0f}" for name in STAGES) + " |")
+                least = 1e6 * (floor.linears_s(batch, batch) + floor.kv_s(batch * context))
+                row = [*(found[name] for name in STAGES), least]
+                print(f"| {batch} | {context} | " + " | ".join(f"{value:.0f}" for value in row) + " |")
 
 
 STAGES = ("schedule", "inputs", "forward", "sample", "book", "step")
