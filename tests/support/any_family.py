@@ -53,7 +53,6 @@ _UNTIED = {"tie_word_embeddings": False}
 _WEIGHTS: Mapping[str, tuple[int, float]] = {
     "bert-generation": (0, 0.1),
     "camembert": (4, 0.25),
-    "roc_bert": (4, 0.25),
     "xlm-roberta": (4, 0.25),
 }
 """Seed and standard deviation of matrices, where those of other families, 0 and 0.25, give one or two different tokens."""
