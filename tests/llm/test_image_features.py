@@ -29,7 +29,8 @@ from tests.support.image_checkpoints import (
 from tests.support.llm_requests import core_of, greedy, sampled
 from tests.support.lora_adapters import ALL_LINEARS, make_adapter, merged_checkpoint
 
-NUM_TOKENS = 12
+NUM_TOKENS = 32
+"""Enough that an n-gram draft of each random model is right once."""
 TINY: dict[str, Any] = {
     "dtype": "float32", "block_size": 4, "num_blocks": 256, "max_model_len": 256, "max_num_batched_tokens": 24,
 }  # fmt: skip
@@ -190,9 +191,9 @@ def test_drafts_change_no_answer(make_image_llm: Callable[..., LLM], world: Worl
     """`n`, seeds, log-probabilities, penalties and structured outputs, with an adapter and without."""
     form = StructuredOutputsParams(regex="[A-C]{2}-[0-9]{3}(x|yz)")
     params = [
-        greedy(n=2, logprobs=2, max_tokens=20),
-        sampled(n=2, seed=5, temperature=0.9, top_p=0.95, max_tokens=20),
-        greedy(repetition_penalty=1.3, presence_penalty=0.5, max_tokens=20),
+        greedy(n=2, logprobs=2, max_tokens=NUM_TOKENS),
+        sampled(n=2, seed=5, temperature=0.9, top_p=0.95, max_tokens=NUM_TOKENS),
+        greedy(repetition_penalty=1.3, presence_penalty=0.5, max_tokens=NUM_TOKENS),
         sampled(seed=3, temperature=0.8, ignore_eos=False, max_tokens=24, structured_outputs=form),
     ]
     found = []
@@ -204,7 +205,7 @@ def test_drafts_change_no_answer(make_image_llm: Callable[..., LLM], world: Worl
         ]
         found.append([[output.token_ids for one in of_each for output in one.outputs] for of_each in answers])
         for one in answers[0]:
-            assert all(output.logprobs is not None and len(output.logprobs) == 20 for output in one.outputs)
+            assert all(output.logprobs is not None and len(output.logprobs) == NUM_TOKENS for output in one.outputs)
     assert found[0] == found[1]
     assert drafted_and_accepted(llm)[1] > 0
 
