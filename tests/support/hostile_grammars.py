@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-
 def _any_of(num_rules: int) -> tuple[str, str]:
     """An expression over ambiguous rules, and the rules. The time to match a token is about quadratic in their number."""
     rules = "\n".join(f'r{n} ::= "a"* "a"*' for n in range(num_rules))
