@@ -51,8 +51,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "prediction": ({"type": "content", "content": "x"},),
     "session_id": ("s",),
     "stream_interval": (1, 8),
-    "media_io_kwargs": ({"video": {"num_frames": 4}},),
-    "mm_processor_kwargs": ({"num_crops": 4},),
     "mm_payload": ("none", "tensors"),
     "return_mm_kwargs": (True, False),
     "return_token_offsets": (True, False),

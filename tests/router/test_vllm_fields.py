@@ -42,6 +42,8 @@ REFUSED: dict[str, Any] = {
     "ec_transfer_params": {"a": 1},
     "kv_transfer_params": {"do_remote_prefill": True},
     "logprob_token_ids": [3],
+    "media_io_kwargs": {"video": {"num_frames": 4}},
+    "mm_processor_kwargs": {"num_crops": 4},
     "repetition_detection": {"max_pattern_size": 3},
     "return_prompt_text": True,
     "suffix": "end",

@@ -10,6 +10,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.request_body import shown
 
 _TEXT_ALONE = "this model reads and writes text alone"
+_FILES_OF_MODEL = "images are processed as the files of the model say"
 IGNORED = (
     "user",
     "safety_identifier",
@@ -22,8 +23,6 @@ IGNORED = (
     "prediction",
     "session_id",
     "stream_interval",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
     "mm_payload",
     "return_mm_kwargs",
     "return_token_offsets",
@@ -41,6 +40,8 @@ NO_OP: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "vllm_xargs": ({},),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -57,6 +58,8 @@ REASONS: Mapping[str, str] = {
     "kv_transfer_params": "the router itself pairs prefill and decode",
     "ec_transfer_params": _TEXT_ALONE,
     "vllm_xargs": "logits_processors names plug-ins, with arguments",
+    "media_io_kwargs": _FILES_OF_MODEL,
+    "mm_processor_kwargs": _FILES_OF_MODEL,
     "modalities": _TEXT_ALONE,
     "audio": _TEXT_ALONE,
     "background": "a response is made while its client waits",
