@@ -37,13 +37,16 @@ async def ask(http: httpx.AsyncClient, file: bytes, **fields: str) -> httpx.Resp
     return await http.post(PATH, files={"file": ("a.wav", file)}, data={"language": "en"} | fields)
 
 
-async def test_transcripts_through_prefill_and_decode(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [(), ("--set", "engine_process=true", "--set", "kv_host_mib=4")], ids=["plain", "engine-process-and-tier"]
+)
+async def test_transcripts_through_prefill_and_decode(tmp_path: Path, settings: tuple[str, ...]) -> None:
     folder = tmp_path / "model"
     theirs = make_whisper(folder)
     tokenizer = Tokenizer.from_folder(folder)
     # few blocks at decode: sequences are preempted there, evicted and placed again
     small = ("--set", "num_blocks=14")
-    with pd_cluster(tmp_path, folder, both=FLAGS, decode=small, router=REMOTE) as cluster:
+    with pd_cluster(tmp_path, folder, both=(*FLAGS, *settings), decode=small, router=REMOTE) as cluster:
 
         def expected(seed: int, **given: Any) -> str:
             return tokenizer.decode(theirs.answer(sound(seed), 60, **given), skip_special_tokens=True).strip()

@@ -2,3 +2,4 @@
 
 from tests.support.bart_engines import bart, make_bart  # noqa: F401
 from tests.support.engine_harness import harnesses, make_engine, make_real_engine  # noqa: F401
+from tests.support.whisper_engines import make_whisper_engine, whisper  # noqa: F401

@@ -1,4 +1,4 @@
-"""Prompts with images, and prompts of models with an encoder, while engines die, sources give up and clients leave.
+"""Prompts with images, with sound, and prompts of models with an encoder, while engines die, sources give up and clients leave.
 
 What continues elsewhere goes through an encoder again, at prefill or, without a prefill engine, at decode. After each life both
 pools and both encoder caches are whole, with nothing referenced (I2).
@@ -18,6 +18,8 @@ from tests.support.dying_pair import DyingPair
 from tests.support.encoder_decoder_checkpoints import GreedyAnswers
 from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.hash_images import HashImageModel, image_answer
+from tests.support.whisper_checkpoints import EOS, PROMPT_IDS, Transcripts, sound
+from tests.support.whisper_engines import features_of
 
 COUNT = 14
 PHASES = ("queued", "within", "moving", "landed", "first", "streaming")
@@ -185,3 +187,75 @@ def test_i2_i4_random_deaths_of_a_model_with_an_encoder(
     for name, prompt in asked.items():
         expected, said = bart[1].answer(prompt, COUNT), pair.asked[name].said
         assert said == (expected[: len(said)] if pair.asked[name].is_aborted else expected), name
+
+
+def sounds(
+    count: int, folder: Path, transcripts: Transcripts, alone: Harness
+) -> dict[str, tuple[dict[str, Any], list[int]]]:
+    """Request -> its sound, and what an undisturbed engine writes, which begins as the transcript of `transformers`. Two sounds
+    are those of others."""
+    asked = {}
+    for number in range(count):
+        fields: dict[str, Any] = {"mm_features": features_of(folder, number % max(1, count - 2))}
+        expected = alone.ask(PROMPT_IDS, params={"max_tokens": COUNT}, **fields).token_ids
+        theirs = transcripts.answer(sound(number % max(1, count - 2)), COUNT)
+        assert theirs == (expected[: expected.index(EOS)] if EOS in expected else expected)
+        asked[f"r{number}"] = (fields, expected)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        pytest.param(phase, victim, marks=() if (phase, victim) == ("streaming", "decode") else pytest.mark.slow)
+        for phase in PHASES
+        for victim in ("prefill", "decode")
+        if phase != "within"  # sound is encoded in one step
+    ],
+)
+def test_i4_a_death_in_a_phase_of_a_sound(
+    make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts], phase: str, victim: str
+) -> None:
+    asked = sounds(4, *whisper, make_whisper_engine())
+    pair = DyingPair(make_whisper_engine, make_whisper_engine, seed=PHASES.index(phase))
+    for name, (fields, _) in asked.items():
+        pair.ask(name, PROMPT_IDS, COUNT, **fields)
+    come_to(pair, phase)
+    (pair.kill_prefill if victim == "prefill" else pair.kill_decode)()
+    pair.run()
+    for name, (_, expected) in asked.items():
+        assert pair.asked[name].said == expected, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_i2_i4_random_deaths_with_sound(
+    make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts], seed: int
+) -> None:
+    draw = random.Random(seed)
+    tier: dict[str, Any] = {"num_host_blocks": draw.choice([8, 40])} if seed % 3 == 0 else {}
+    asked = sounds(7, *whisper, make_whisper_engine())
+    pair = DyingPair(
+        lambda: make_whisper_engine(num_blocks=draw.choice([20, 40]), **tier),
+        lambda: make_whisper_engine(num_blocks=draw.choice([22, 40]), **tier),
+        seed,
+    )
+    for name, (fields, _) in asked.items():
+        pair.ask(name, PROMPT_IDS, COUNT, **fields)
+        for _ in range(draw.randint(0, 9)):
+            pair.round()
+        disturb(pair, draw)
+    pair.run()
+    for name, (_, expected) in asked.items():
+        said = pair.asked[name].said
+        assert said == (expected[: len(said)] if pair.asked[name].is_aborted else expected), name
+
+
+def test_blocks_of_a_sound_come_from_the_tier(
+    make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts]
+) -> None:
+    engine = make_whisper_engine(num_blocks=20, num_host_blocks=64)
+    asked = sounds(6, *whisper, make_whisper_engine())
+    for fields, expected in [*asked.values(), *asked.values()]:
+        assert engine.ask(PROMPT_IDS, params={"max_tokens": COUNT}, **fields).token_ids == expected
+    assert engine.core.stats().external_prefix_cache_hits > 0

@@ -175,7 +175,7 @@ class Harness:
         hashes = self.hasher.extend(root, [*prompt, *output], hashed_spans(fields.get("mm_features", ())))
         fields |= {"prompt_token_ids": list(prompt), "block_hashes": hashes}
         if (prompts := self.config.encoder_decoder) is not None:
-            fields |= prompts.hashed(prompt, output, root, self.hasher)
+            fields |= prompts.hashed(prompt, output, root, self.hasher, fields.get("mm_features", ()))
         request = EngineCoreRequest(
             request_id=request_id or f"r{self._num_requests}",
             sampling_params=SamplingParams(**given),
