@@ -7,15 +7,18 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import msgspec
 import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
+from pdserve.v1 import inference_pb2
 from tests.support.cluster_processes import Cluster, pd_cluster
+from tests.support.inference_client import InferenceClient
 from tests.support.waiting import HANG_S
 from tests.support.wav_files import wav_file
-from tests.support.whisper_checkpoints import RATE, make_whisper, sound
+from tests.support.whisper_checkpoints import EOS, RATE, Transcripts, make_whisper, sound
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -38,7 +41,9 @@ async def ask(http: httpx.AsyncClient, file: bytes, **fields: str) -> httpx.Resp
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("--set", "engine_process=true", "--set", "kv_host_mib=4")], ids=["plain", "engine-process-and-tier"]
+    "settings",
+    [(), ("--set", "engine_process=true", "--set", "kv_host_mib=4")],
+    ids=["plain", "engine-process-and-tier"],
 )
 async def test_transcripts_through_prefill_and_decode(tmp_path: Path, settings: tuple[str, ...]) -> None:
     folder = tmp_path / "model"
@@ -65,6 +70,7 @@ async def test_transcripts_through_prefill_and_decode(tmp_path: Path, settings: 
             assert (verbose["text"], verbose["language"], verbose["duration"]) == (expected(2), "en", 0.8)
             await stream(http, expected(3))
             await refusals(http)
+        await over_grpc(cluster, theirs)
         cluster.check_pools()
         cluster.check_logs()
 
@@ -77,6 +83,37 @@ async def stream(http: httpx.AsyncClient, expected: str) -> None:
     assert {event["type"] for event in deltas} == {"transcript.text.delta"}
     assert (done["type"], done["text"].strip()) == ("transcript.text.done", expected)
     assert "".join(event["delta"] for event in deltas) == done["text"]
+
+
+async def over_grpc(cluster: Cluster, theirs: Transcripts) -> None:
+    greedy: dict[str, Any] = {"max_tokens": 60, "ignore_eos": False}
+    async with InferenceClient(cluster.router.address) as grpc_client:
+        prompts = [inference_pb2.AudioPrompt(file=file_of(seed), language="en") for seed in range(1, 7)]
+        answers = await grpc_client.ask_all(prompts, **greedy)
+        for seed, answer in enumerate(answers, 1):
+            tokens = answer.token_ids[:-1] if answer.token_ids[-1:] == [EOS] else answer.token_ids
+            assert tokens == theirs.answer(sound(seed), 60)
+        # sound at another rate, which over HTTP has the same text
+        few = greedy | {"max_tokens": 40}
+        file = wav_file(sound(8, rate=44_100), 44_100)
+        of_grpc = await grpc_client.ask(inference_pb2.AudioPrompt(file=file, language="en", prompt="one two"), **few)
+        async with client(cluster) as http:
+            of_http = await ask(http, file, prompt="one two", max_completion_tokens="40")
+        assert of_grpc.text.strip() == of_http.json()["text"]
+        refused: list[tuple[inference_pb2.AudioPrompt, dict[str, Any], str]] = [
+            (inference_pb2.AudioPrompt(file=file_of(1)[:-9], language="en"), {}, "audio.file is cut"),
+            (
+                inference_pb2.AudioPrompt(file=wav_file(sound(0, 1.5), RATE), language="en"),
+                {},
+                "audio.file has 1.50 seconds",
+            ),
+            (inference_pb2.AudioPrompt(file=file_of(1)), {}, "audio.language is needed"),
+            (prompts[0], {"prompt_logprobs": 1}, "prompt_logprobs is 1, and an encoder"),
+        ]
+        for prompt, sampling, told in refused:
+            with pytest.raises(grpc.aio.AioRpcError, match=told) as error:
+                await grpc_client.ask(prompt, **sampling)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def refusals(http: httpx.AsyncClient) -> None:

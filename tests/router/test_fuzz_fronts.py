@@ -8,14 +8,18 @@ import json
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
+from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2, request_pb2
+from tests.router.audio_folder import RATE, save_audio_folder
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.router.worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.wav_files import wav_file
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
@@ -164,9 +168,42 @@ BUGS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADL
 """No status for what a client sent."""
 
 
+def audio_requests() -> list[tuple[str, bytes]]:
+    noise = np.random.default_rng(1).uniform(-1, 1, RATE // 100)
+    sampling = request_pb2.SamplingParams(max_tokens=3)
+    files = [
+        wav_file(noise, RATE),
+        wav_file(noise, 44_100, kind=3, bits=32, channels=2, extensible=True),
+        wav_file(noise[:40], 8_000, bits=24, chunks=[(b"LIST", b"a text")]),
+        wav_file(noise[:40], 192_000, bits=8, channels=8),
+    ]
+    prompts = [inference_pb2.AudioPrompt(file=file, language="en", prompt="hi") for file in files]
+    requests = [inference_pb2.GenerateRequest(audio=prompt, sampling=sampling, stream=True) for prompt in prompts]
+    return [("Generate", request.SerializeToString()) for request in requests]
+
+
 async def test_grpc(cluster, fuzzer, caplog):
     await cluster.start(scheduling_policy="priority")
-    known = grpc_requests()
+    await fuzz_grpc(cluster, fuzzer, caplog, grpc_requests() + audio_requests()[:1])
+    assert await cluster.text() == said(5)
+    assert "Traceback" not in caplog.text
+
+
+async def test_sound_over_grpc(cluster, fuzzer, caplog, tmp_path):
+    cluster.folder = save_audio_folder(tmp_path / "audio")
+    cluster.fingerprint = tokenizer_fingerprint(cluster.folder)
+    await cluster.start()
+    known = audio_requests()
+    await fuzz_grpc(cluster, fuzzer, caplog, known)
+    for method, message in known:
+        assert await call(cluster.channel, method, message) == (grpc.StatusCode.OK, "")
+    assert "Traceback" not in caplog.text
+
+
+async def fuzz_grpc(
+    cluster: Cluster, fuzzer: Fuzzer, caplog: pytest.LogCaptureFixture, known: list[tuple[str, bytes]]
+) -> None:
+    """known: methods and messages that are changed."""
     for method, message in known:
         assert (await call(cluster.channel, method, message))[0] not in BUGS, method
     with LoopWatch() as watch:
@@ -180,5 +217,3 @@ async def test_grpc(cluster, fuzzer, caplog):
             assert status not in BUGS, (str(fuzzer), method, changed, status, details)
             assert watch.longest_s < LOOP_S, (str(fuzzer), method, changed, watch.callback)
     fuzzer.check_memory()
-    assert await cluster.text() == said(5)
-    assert "Traceback" not in caplog.text

@@ -28,7 +28,7 @@ class Answer:
     moments: set[str] = field(default_factory=set)
 
 
-Prompt = Sequence[int] | inference_pb2.ChatPrompt
+Prompt = Sequence[int] | inference_pb2.ChatPrompt | inference_pb2.AudioPrompt
 
 
 class InferenceClient:
@@ -125,11 +125,16 @@ def _request(
     model: str = "",
     speculative_tokens: int | None = None,
 ) -> inference_pb2.GenerateRequest:
-    chat = prompt if isinstance(prompt, inference_pb2.ChatPrompt) else None
-    tokens = None if isinstance(prompt, inference_pb2.ChatPrompt) else inference_pb2.TokenPrompt(token_ids=prompt)
+    given: dict[str, Any]
+    match prompt:
+        case inference_pb2.ChatPrompt():
+            given = {"chat": prompt}
+        case inference_pb2.AudioPrompt():
+            given = {"audio": prompt}
+        case _:
+            given = {"tokens": inference_pb2.TokenPrompt(token_ids=prompt)}
     return inference_pb2.GenerateRequest(
-        tokens=tokens,
-        chat=chat,
+        **given,
         sampling=request_pb2.SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | dict(sampling))),
         stream=True,
         cache_salt=cache_salt,

@@ -398,6 +398,38 @@ class EmbedsPrompt(google.protobuf.message.Message):
 Global___EmbedsPrompt: typing_extensions.TypeAlias = EmbedsPrompt
 
 @typing.final
+class AudioPrompt(google.protobuf.message.Message):
+    """Sound of which the model writes what is said."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: builtins.int
+    LANGUAGE_FIELD_NUMBER: builtins.int
+    PROMPT_FIELD_NUMBER: builtins.int
+    file: builtins.bytes
+    """a WAV file, as of /v1/audio/transcriptions"""
+    language: builtins.str
+    """the language that is spoken, by its code, such as en; absent: the model's default"""
+    prompt: builtins.str
+    """a text that precedes the sound"""
+    def __init__(
+        self,
+        *,
+        file: builtins.bytes = ...,
+        language: builtins.str | None = ...,
+        prompt: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_language", b"_language", "language", b"language"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_language", b"_language", "file", b"file", "language", b"language", "prompt", b"prompt"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__language: typing_extensions.TypeAlias = typing.Literal["language"]
+    _WhichOneofArgType__language: typing_extensions.TypeAlias = typing.Literal["_language", b"_language"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__language) -> _WhichOneofReturnType__language | None: ...
+
+Global___AudioPrompt: typing_extensions.TypeAlias = AudioPrompt
+
+@typing.final
 class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -405,6 +437,7 @@ class GenerateRequest(google.protobuf.message.Message):
     CHAT_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     EMBEDS_FIELD_NUMBER: builtins.int
+    AUDIO_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -453,6 +486,10 @@ class GenerateRequest(google.protobuf.message.Message):
         """refused unless the router's and the workers' enable_prompt_embeds is set; not in a session"""
 
     @property
+    def audio(self) -> Global___AudioPrompt:
+        """for models that read sound, and those need it; not in a session"""
+
+    @property
     def sampling(self) -> pdserve.v1.request_pb2.SamplingParams: ...
     def __init__(
         self,
@@ -461,6 +498,7 @@ class GenerateRequest(google.protobuf.message.Message):
         chat: Global___ChatPrompt | None = ...,
         tokens: Global___TokenPrompt | None = ...,
         embeds: Global___EmbedsPrompt | None = ...,
+        audio: Global___AudioPrompt | None = ...,
         sampling: pdserve.v1.request_pb2.SamplingParams | None = ...,
         model: builtins.str = ...,
         client_request_id: builtins.str = ...,
@@ -475,9 +513,9 @@ class GenerateRequest(google.protobuf.message.Message):
         speculative_tokens: builtins.int | None = ...,
         data_parallel_rank: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "embeds", b"embeds", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "audio", b"audio", "chat", b"chat", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "embeds", b"embeds", "length_penalty", b"length_penalty", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "embeds", b"embeds", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_speculative_tokens", b"_speculative_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_truncation_side", b"_truncation_side", "audio", b"audio", "cache_salt", b"cache_salt", "chat", b"chat", "client_request_id", b"client_request_id", "data_parallel_rank", b"data_parallel_rank", "early_stopping", b"early_stopping", "embeds", b"embeds", "length_penalty", b"length_penalty", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "speculative_tokens", b"speculative_tokens", "stream", b"stream", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "use_beam_search", b"use_beam_search"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]
@@ -491,7 +529,7 @@ class GenerateRequest(google.protobuf.message.Message):
     _WhichOneofArgType__truncate_prompt_tokens: typing_extensions.TypeAlias = typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]
     _WhichOneofReturnType__truncation_side: typing_extensions.TypeAlias = typing.Literal["truncation_side"]
     _WhichOneofArgType__truncation_side: typing_extensions.TypeAlias = typing.Literal["_truncation_side", b"_truncation_side"]
-    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens", "embeds"]
+    _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "chat", "tokens", "embeds", "audio"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...

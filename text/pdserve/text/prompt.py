@@ -64,6 +64,8 @@ class TranscriptInput(msgspec.Struct, frozen=True):
     task: Task = "transcribe"
     text: str = ""
     """Precedes the sound."""
+    text_field: str = "prompt"
+    """The client's name of `text`."""
 
 
 class ChatInput(msgspec.Struct, frozen=True):
@@ -285,13 +287,13 @@ def _transcript(
         raise InvalidRequest(f"{field} is given, and this model reads no sound", field)
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, field="prompt", count=lambda num_tokens: None)
+        return tokenizer.encode(text, add_special_tokens=False, field=prompt.text_field, count=lambda num_tokens: None)
 
     most = _MIN_TEXT_BYTES
     if rule is not None:
-        verify_text_bytes(prompt.text, max_text_bytes(rule.max_model_len), "prompt")
+        verify_text_bytes(prompt.text, max_text_bytes(rule.max_model_len), prompt.text_field)
         most = max(1, rule.max_model_len // 2 - 1)
-    token_ids = audio.transcript.token_ids(prompt.language, prompt.task, prompt.text, encode, most)
+    token_ids = audio.transcript.token_ids(prompt.language, prompt.task, prompt.text, encode, most, prompt.text_field)
     return EncodedPrompt(None, token_ids, (audio.process_wav(prompt.file, field),))
 
 

@@ -23,6 +23,7 @@ from pdserve.common.net.rpc import abort_with, metadata_of
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.tasks.first_done import first_of
+from pdserve.router.grpc_front.audio_prompt import AUDIO_FIELD, audio_prompt
 from pdserve.router.grpc_front.embed_servicer import (
     CALLER,
     call_fields,
@@ -223,7 +224,11 @@ class InferenceServicer(PoolingServicer):
         defaults = {} if request.use_beam_search else self.inference.tokenizer.generation_defaults
         params = sampling_from_wire(sampling, defaults)
         form, max_tool_calls = OutputConstraint(params.structured_outputs), None
-        prompt = _prompt(request, goes_on, self.inference.bodies.embeds_len)
+        is_sound = request.WhichOneof("prompt") == "audio"
+        if is_sound:
+            prompt: Prompt | None = audio_prompt(request, self.inference.preparation)
+        else:
+            prompt = _prompt(request, goes_on, self.inference.bodies.embeds_len)
         if prompt is None:
             prompt, form, max_tool_calls = chat_input(request.chat, form, self.inference.parsers.forced_calls)
         form.verify()
@@ -231,7 +236,7 @@ class InferenceServicer(PoolingServicer):
         drafts = request.speculative_tokens if request.HasField("speculative_tokens") else None
         asked = ClientRequest(
             prompt=prompt,
-            field="session" if goes_on else request.WhichOneof("prompt") or "prompt",
+            field=AUDIO_FIELD if is_sound else "session" if goes_on else request.WhichOneof("prompt") or "prompt",
             sampling_params=params,
             beams=beam_params(request, params, form),
             constraint_field=form.field,
@@ -263,6 +268,8 @@ def _verify_turn(request: inference_pb2.GenerateRequest, goes_on: bool) -> None:
     """Raises: InvalidRequest for fields that a session's turn does not support."""
     if request.use_beam_search:
         raise InvalidRequest("use_beam_search is true, but a session has one sequence", "use_beam_search")
+    if request.WhichOneof("prompt") == "audio":
+        raise InvalidRequest("audio is given, and the prompt of a session has no sound", "audio")
     for field in ("n", "best_of"):
         if getattr(request.sampling, field) > 1:
             raise InvalidRequest(f"sampling.{field} is above 1, but a session has one sequence", f"sampling.{field}")
@@ -314,7 +321,7 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool, embeds_len: i
         case "embeds":
             return read_embeds(request.embeds.safetensors, "embeds", embeds_len)
         case _:
-            raise InvalidRequest("prompt is missing: one of text, chat and tokens is needed", "prompt")
+            raise InvalidRequest("prompt is missing: one of text, chat, tokens and audio is needed", "prompt")
 
 
 class GrpcFront:

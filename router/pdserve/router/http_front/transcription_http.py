@@ -64,7 +64,5 @@ class TranscriptionHttp:
         adapted = call._replace(lora_name=inference.models.lora_name(body.model, client))
         audio = inference.preparation.audio
         request = body.request(None if audio is None else audio.transcript, adapted)
-        wav = WavFile.read(body.file, "file")
-        if audio is not None:
-            audio.verify_length(wav.num_frames, wav.rate, "file", "file")
+        wav = WavFile.read(body.file, "file") if audio is None else audio.wav(body.file, "file")
         return _Prepared(body, request, wav.num_frames / wav.rate)

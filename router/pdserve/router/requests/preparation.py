@@ -216,7 +216,8 @@ class Preparation:
         """
         if self.audio is not None and not isinstance(request.prompt, TranscriptInput):
             raise InvalidRequest(
-                f"{request.field} is given without sound, and this model writes what is said: /v1/audio/transcriptions takes it",
+                f"{request.field} is given without sound, and this model writes what is said: /v1/audio/transcriptions takes it, "
+                "over gRPC the field audio",
                 request.field,
             )
         if isinstance(request.prompt, TokenInput | EmbedsInput):

@@ -72,9 +72,14 @@ class AudioProcessor:
 
     def process_wav(self, file: bytes, field: str) -> MultiModalFeatureSpec:
         """file: a WAV file, whose channels are mixed. field: the client's name of it. Raises: as `process`."""
+        wav = self.wav(file, field)
+        return self._feature(wav.mono(), wav.rate, field, field)
+
+    def wav(self, file: bytes, field: str) -> WavFile:
+        """The file, of which the header alone has been read. Arguments and errors: as of `process_wav`."""
         wav = WavFile.read(file, field)
         self.verify_length(wav.num_frames, wav.rate, field, field)
-        return self._feature(wav.mono(), wav.rate, field, field)
+        return wav
 
     def verify_length(self, num_samples: int, rate: int, where: str, field: str) -> None:
         """rate: samples per second. where, field: as of `process`. Raises: InvalidRequest for sound that is empty or too long."""

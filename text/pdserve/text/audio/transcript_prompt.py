@@ -74,14 +74,22 @@ class TranscriptPrompt:
         return code
 
     def token_ids(
-        self, language: str | None, task: Task, text: str, encode: Callable[[str], list[int]], most: int
+        self,
+        language: str | None,
+        task: Task,
+        text: str,
+        encode: Callable[[str], list[int]],
+        most: int,
+        text_field: str = "prompt",
     ) -> list[int]:
         """language: a code, as of `language`. text: precedes the sound; "" for none. encode: its token ids. most: of them, the last
-        ones are kept. Raises: InvalidRequest."""
+        ones are kept. text_field: the client's name of `text`. Raises: InvalidRequest."""
         ids: list[int] = []
         if text:
             if self.previous is None:
-                raise InvalidRequest(f"prompt is given, and {_FILE} of this model has no prev_sot_token_id", "prompt")
+                raise InvalidRequest(
+                    f"{text_field} is given, and {_FILE} of this model has no prev_sot_token_id", text_field
+                )
             ids = [self.previous, *encode(" " + text.strip())[-most:]]
         ids.append(self.start)
         if language is not None:
