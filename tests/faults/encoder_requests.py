@@ -1,4 +1,4 @@
-"""Requests to models with images and to models with an encoder, whose prompts are encoded again wherever they continue."""
+"""Requests to models with images, with sound and with an encoder, whose prompts are encoded again wherever they continue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pdserve.v1 import inference_pb2
 from tests.support.encoder_decoder_checkpoints import make_encoder_decoder
 from tests.support.image_checkpoints import data_url, make_image_checkpoint, picture
 from tests.support.random_prompts import prompt_of
+from tests.support.wav_files import wav_file
+from tests.support.whisper_checkpoints import RATE, make_whisper, sound
 
 from .worker_matrix import Requested
 
@@ -32,6 +34,7 @@ MODELS = {
     "qwen3_vl": lambda folder: make_image_checkpoint(folder, "qwen3_vl"),
     "bart": lambda folder: _encoder_decoder(folder, "bart"),
     "t5": lambda folder: _encoder_decoder(folder, "t5"),
+    "whisper": lambda folder: _whisper(folder),
 }
 """Name -> function that writes a checkpoint into a folder and returns it."""
 
@@ -41,8 +44,28 @@ def _encoder_decoder(folder: Path, name: str) -> Path:
     return folder
 
 
+def _whisper(folder: Path) -> Path:
+    make_whisper(folder)
+    return folder
+
+
+def transcript(seed: int, prompt: str = "", seconds: float = 0.8) -> inference_pb2.AudioPrompt:
+    """A prompt for a transcript. prompt: a text that precedes the sound."""
+    return inference_pb2.AudioPrompt(file=wav_file(sound(seed, seconds), RATE), language="en", prompt=prompt)
+
+
 def requests_of(model: str) -> dict[str, Requested]:
     """Requests to one of `MODELS`; with images some have several, one the image of another, and one has none."""
+    if model == "whisper":
+        return {
+            "greedy": (transcript(1), {"max_tokens": 24}),
+            "seeded": (transcript(2), SEEDED),
+            "penalties": (
+                transcript(3, prompt="one two three four five six"),
+                {"max_tokens": 24, "repetition_penalty": 1.2, "min_tokens": 24},
+            ),
+            "short": (transcript(4, seconds=0.05), {"max_tokens": 24, "temperature": 0.8, "seed": 12}),
+        }
     if "vl" not in model:
         return {
             "greedy": (prompt_of(90, 1), {"max_tokens": 24}),

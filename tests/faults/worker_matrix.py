@@ -42,7 +42,7 @@ SCHEMA = {
     "required": ["name", "sizes"],
 }
 FORM = request_pb2.StructuredOutputs(json=json.dumps(SCHEMA))
-Requested = tuple[list[int] | inference_pb2.ChatPrompt, dict[str, Any]]
+Requested = tuple[list[int] | inference_pb2.ChatPrompt | inference_pb2.AudioPrompt, dict[str, Any]]
 """Prompt and sampling parameters."""
 REQUESTS: dict[str, Requested] = {
     "greedy": (prompt_of(200, 1), {"max_tokens": 24}),
