@@ -13,6 +13,8 @@ from tests.support.bart_engines import MAX_LEN
 from tests.support.encoder_decoder_checkpoints import GreedyAnswers
 from tests.support.engine_harness import Harness
 from tests.support.engine_pair import Pair
+from tests.support.whisper_checkpoints import POSITIONS, PROMPT_IDS, Transcripts
+from tests.support.whisper_engines import BLOCK_SIZE, features_of
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -79,6 +81,17 @@ def test_blocks_of_a_prompt_come_from_the_tier_whole(
     for prompt in [*prompts, *prompts]:
         assert engine.ask(prompt, params={"max_tokens": 9}).token_ids == bart[1].answer(prompt, 9)
     assert engine.core.stats().external_prefix_cache_hits > 0
+
+
+def test_positions_of_a_sound_wait_to_be_computed_as_tokens_do(
+    make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts]
+) -> None:
+    """Routers count them likewise."""
+    engine = make_whisper_engine()
+    engine.add(PROMPT_IDS, mm_features=features_of(whisper[0], 1))
+    stats = engine.core.stats()
+    assert stats.num_waiting_tokens == -(-POSITIONS // BLOCK_SIZE) * BLOCK_SIZE + len(PROMPT_IDS)
+    engine.run()
 
 
 def test_refused_by_the_engine(make_bart: Callable[..., Harness]) -> None:

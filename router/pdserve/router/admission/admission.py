@@ -243,8 +243,8 @@ class Admission(OpenRequests):
             self.num_running += waiter.cost.num_places
             waiter.account.num_running += waiter.cost.num_places
             self._running_blocks += waiter.cost.num_blocks
-            self._unplaced_tokens += waiter.cost.num_tokens
-            waiter.place.on_placed = lambda tokens=waiter.cost.num_tokens: self._placed(tokens)
+            self._unplaced_tokens += waiter.cost.num_tokens_to_compute
+            waiter.place.on_placed = lambda tokens=waiter.cost.num_tokens_to_compute: self._placed(tokens)
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
 

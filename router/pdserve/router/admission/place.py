@@ -55,8 +55,15 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Number of its sequences."""
     num_tokens: int = 1
     """Tokens of its prompt."""
+    num_encoder_tokens: int = 0
+    """Positions of sound, which a worker computes like tokens of the prompt. They are not charged to the tenant."""
     max_tokens: int = 0
     """Largest number of output tokens per sequence."""
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Tokens and positions that wait to be computed."""
+        return self.num_tokens + self.num_encoder_tokens
 
 
 class RunningPlace(Protocol):

@@ -75,7 +75,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: Worker
     num_tokens: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, and the positions of its sound with their padding."""
     overlap_blocks: int = 0
     """Blocks of the prompt's longest prefix that it has, including blocks of prompts that were just routed there."""
     confirmed_blocks: int = 0

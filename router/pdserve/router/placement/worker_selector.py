@@ -32,6 +32,10 @@ Hashes = Callable[[KvLayout], Sequence[bytes]]
 """Returns the hashes of the prompt's full blocks for a layout; called at most once per layout and prompt."""
 
 
+def _no_hashes(layout: KvLayout) -> Sequence[bytes]:
+    return ()
+
+
 class WorkerSelector:
     """Chooses workers for all requests of a router."""
 
@@ -55,6 +59,7 @@ class WorkerSelector:
         *,
         tenant: str = "",
         num_tokens: int,
+        num_encoder_tokens: int = 0,
         max_tokens: int,
         hashes: Hashes,
         hint: PlacementHint = PlacementHint.ANY,
@@ -67,12 +72,16 @@ class WorkerSelector:
     ) -> RoutingDecision | None:
         """Workers for one attempt, or None while none can serve it.
 
-        tenant: the owner. num_tokens: length of the prompt. dead: workers that died under this request and have not reconnected.
+        tenant: the owner. num_tokens: length of the prompt. num_encoder_tokens: positions of its sound. dead: workers that died
+        under this request and have not reconnected.
         sampler_version, data_parallel_rank: preferred; None for no preference. pooling: of a request that generates no text, which
         only needs a prefill worker that serves the task. adapter: name and fingerprint of what both workers must offer; empty for
         the base model.
         """
         lora_name, fingerprint = adapter
+        if num_encoder_tokens:
+            # a worker lays out the positions, and publishes their blocks by hashes that are not known here
+            hashes = _no_hashes
         live = {
             role: [
                 worker
@@ -99,7 +108,8 @@ class WorkerSelector:
             }
         now_s = time.monotonic()
         candidates = {
-            role: self._candidates(live[role], num_tokens, hashes, dead, now_s, fingerprint) for role in WorkerRole
+            role: self._candidates(live[role], (num_tokens, num_encoder_tokens), hashes, dead, now_s, fingerprint)
+            for role in WorkerRole
         }
         prefill, decode = candidates[WorkerRole.PREFILL], candidates[WorkerRole.DECODE]
         placement = (
@@ -145,12 +155,13 @@ class WorkerSelector:
     def _candidates(
         self,
         workers: Sequence[Worker],
-        num_tokens: int,
+        lengths: tuple[int, int],
         hashes: Hashes,
         dead: Collection[WorkerKey],
         now_s: float,
         fingerprint: str,
     ) -> list[Candidate]:
+        """lengths: `num_tokens` and `num_encoder_tokens` of `place`."""
         by_layout: dict[KvLayout, list[Worker]] = {}
         for worker in workers:
             if worker.key not in dead:
@@ -163,7 +174,7 @@ class WorkerSelector:
             candidates += [
                 Candidate(
                     worker=worker,
-                    num_tokens=num_tokens,
+                    num_tokens=worker.num_sequence_tokens(*lengths),
                     overlap_blocks=overlaps[worker.key],
                     confirmed_blocks=reported[worker.key],
                     loads_adapter=bool(fingerprint) and fingerprint not in worker.load.loaded_adapters,

@@ -155,6 +155,11 @@ class Worker:
         """Blocks of its pool, of all KV cache groups together."""
         return self.identity.num_blocks // self.identity.layout.num_groups
 
+    def num_sequence_tokens(self, num_tokens: int, num_encoder_tokens: int) -> int:
+        """Tokens of a prompt behind the positions of an encoder, which are padded to a full block."""
+        block_size = self.identity.layout.block_size
+        return -(-num_encoder_tokens // block_size) * block_size + num_tokens
+
     def num_prompt_blocks(self, num_tokens: int, num_cached: int = 0) -> int:
         """Blocks of a prompt behind the first `num_cached` places that the next token sees, likewise."""
         layout = self.identity.layout

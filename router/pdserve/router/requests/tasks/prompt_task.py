@@ -146,10 +146,11 @@ class PromptTask:
         self._record.tokenized(self.usage.prompt_tokens)
         priority = request.priority if self._services.settings.scheduling_policy == "priority" else 0
         cost = Cost(
-            num_blocks=self._num_blocks(self.usage.prompt_tokens),
+            num_blocks=self._services.num_prompt_blocks(self.usage.prompt_tokens),
             num_places=self.num_sequences,
             # what a session has computed before is not computed again
             num_tokens=len(token_ids),
+            num_encoder_tokens=self._services.num_encoder_tokens,
             max_tokens=request.sampling_params.output_limit,
         )
         async with self._services.admission.place(
@@ -352,6 +353,7 @@ class PromptTask:
                 attempt,
                 tenant=self._request.client.tenant,
                 num_tokens=len(request.prompt_token_ids) + num_resumed,
+                num_encoder_tokens=self._services.num_encoder_tokens,
                 max_tokens=request.sampling_params.output_limit - num_resumed,
                 hashes=lambda layout: self.hashed(request, layout).placement_hashes,
                 hint=retry_state.hint,
@@ -373,11 +375,6 @@ class PromptTask:
             lambda: self._services.selector.has_workers(one_token=one_token), WAIT_FOR_WORKER_S
         )
         raise self._no_worker()
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        """KV blocks of a prompt, of all KV cache groups together, at the worker where it has most."""
-        workers = (worker for role in WorkerRole for worker in self._services.fleet.workers(role))
-        return max((worker.num_prompt_blocks(num_tokens) for worker in workers), default=0)
 
     def too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
