@@ -189,15 +189,15 @@ async def test_requests_survive_a_node_whose_worker_comes_back_on_another(nodes:
         async with httpx.AsyncClient(trust_env=False, timeout=2 * HANG_S) as client:
             for metrics in re.findall(r"http://\S+", ready[4]):
                 assert (await client.get(metrics)).status_code == 200
-            expected = await ask(client, http, max_tokens=300)
+            expected = await ask(client, http, max_tokens=900)
             begun = [asyncio.Event() for _ in range(8)]
-            running = [asyncio.create_task(stream(client, http, one, max_tokens=300)) for one in begun]
+            running = [asyncio.create_task(stream(client, http, one, max_tokens=900)) for one in begun]
             await asyncio.gather(*(one.wait() for one in begun))
             assert not any(one.done() for one in running)
             await asyncio.to_thread(nodes.kill_node, host_of(lost))
             assert {*(await asyncio.gather(*running))} == {expected}
-            assert await ask(client, http, max_tokens=300) == expected
+            assert await ask(client, http, max_tokens=900) == expected
             back = await asyncio.to_thread(ray_up.wait_for, r"decode-0 is back at (\S+)")
             assert host_of(back[1]) in (host_of(prefill), host_of(other))
             await all_live(client, http, decode=2)
-            assert await ask(client, http, max_tokens=300) == expected
+            assert await ask(client, http, max_tokens=900) == expected

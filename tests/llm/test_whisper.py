@@ -50,9 +50,9 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transcripts
 
 @pytest.fixture(scope="module")
 def llm(whisper: tuple[Path, Transcripts]) -> Iterator[LLM]:
-    llm = LLM(str(whisper[0]), num_blocks=64)
-    yield llm
-    core_of(llm).scheduler.check(idle=True)
+    with LLM(str(whisper[0]), num_blocks=64) as llm:
+        yield llm
+        core_of(llm).scheduler.check(idle=True)
 
 
 def test_i1_greedy_transcripts_are_those_of_transformers(llm: LLM, whisper: tuple[Path, Transcripts]) -> None:
@@ -78,16 +78,15 @@ def test_the_prompt_is_the_decoders(llm: LLM, whisper: tuple[Path, Transcripts])
     assert list(of_ids.outputs[0].token_ids) == ask(llm, [prompt_of(samples)], greedy(max_tokens=MAX_TOKENS))[0]
 
 
-def test_a_tiny_pool_preempts_and_changes_no_transcript(whisper: tuple[Path, Transcripts]) -> None:
-    # the encoder's positions of one sound have 4 blocks, and those of two sequences with their outputs do not fit
-    llm = LLM(str(whisper[0]), num_blocks=11, enable_prefix_caching=False)
+def test_a_tiny_pool_preempts_and_changes_no_transcript(llm: LLM, whisper: tuple[Path, Transcripts]) -> None:
     sounds = [sound(seed) for seed in range(4)]
     params = greedy(max_tokens=50, ignore_eos=True)
-    answers = llm.generate([prompt_of(samples) for samples in sounds], params, use_tqdm=False)
-    assert core_of(llm).scheduler.num_preemptions > 0
-    core_of(llm).scheduler.check(idle=True)
-    large = LLM(str(whisper[0]), num_blocks=64)
-    expected = large.generate([prompt_of(samples) for samples in sounds], params, use_tqdm=False)
+    # the encoder's positions of one sound have 4 blocks, and those of two sequences with their outputs do not fit
+    with LLM(str(whisper[0]), num_blocks=11, enable_prefix_caching=False) as small:
+        answers = small.generate([prompt_of(samples) for samples in sounds], params, use_tqdm=False)
+        assert core_of(small).scheduler.num_preemptions > 0
+        core_of(small).scheduler.check(idle=True)
+    expected = llm.generate([prompt_of(samples) for samples in sounds], params, use_tqdm=False)
     assert [a.outputs[0].token_ids for a in answers] == [e.outputs[0].token_ids for e in expected]
 
 

@@ -64,3 +64,19 @@ async def test_health_follows_the_engine(
     finally:
         go_on.set()
         await worker.stop()
+
+
+async def test_a_host_that_was_never_started_leaves_no_thread_and_no_port(
+    tiny_checkpoints: Callable[..., Path],
+) -> None:
+    settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp")
+    before = set(threading.enumerate())
+    connectors = make_connectors(settings)
+    host = make_inproc_host(
+        settings, load_model(tiny_checkpoints("llama"), settings, None), connectors, DEVELOPMENT_KEY
+    )
+    [accepting] = [thread for thread in threading.enumerate() if thread.name.startswith("tcp-accept")]
+    await host.close()
+    accepting.join(HANG_S)
+    assert not accepting.is_alive()
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("tcp")]

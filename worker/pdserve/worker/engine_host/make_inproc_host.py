@@ -84,6 +84,10 @@ def make_inproc_host(
 
         return HostTransfers(manager, source_transfers, connectors, peers, lambda: host.subscriber, make_attach)
 
+    def close() -> None:
+        connectors.close()  # without a start nothing else has closed them
+        model.close()
+
     info = HostInfo(
         engine=model.engine_info(settings),
         layout=model.layout,
@@ -91,4 +95,4 @@ def make_inproc_host(
         has_grammars=core.verifier.has_grammars,
         connectors=connectors.names,
     )
-    return InprocHost(core, settings.num_threads, settings.cpu_core, info, make_transfers, model.close)
+    return InprocHost(core, settings.num_threads, settings.cpu_core, info, make_transfers, close)
