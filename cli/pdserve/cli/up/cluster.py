@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
@@ -84,12 +85,12 @@ def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady, on_r
         router = msgspec.structs.replace(plan.router, port=port, grpc_port=grpc_port, metrics_port=metrics_port)
         if on_ray is not None:
             with ray_workers(on_ray.address, on_ray.timeout_s, plan.children, verbose=on_ray.verbose) as placed:
-                asyncio.run(_run(router, folder, placed, console, when_ready, RayDirectory(placed)))
+                uvloop.run(_run(router, folder, placed, console, when_ready, RayDirectory(placed)))
             return
         workers = [
             WorkerChild(child, folder, number) for child, number in zip(plan.children, ports_of_workers, strict=True)
         ]
-        asyncio.run(_run(router, folder, workers, console, when_ready))
+        uvloop.run(_run(router, folder, workers, console, when_ready))
 
 
 async def _run(
