@@ -30,6 +30,17 @@ def running(pids: Iterable[int]) -> Iterator[None]:
         send(pids, signal.SIGSTOP)
 
 
+@contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    """Trees that run in blocks of `running` alone, and again behind this block."""
+    pids = list(pids)
+    send(pids, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(pids, signal.SIGCONT)
+
+
 def resident_mib(pid: int) -> float:
     """MiB of main memory that a tree occupies now; pages of files and pages that processes share count in each."""
     root = psutil.Process(pid)

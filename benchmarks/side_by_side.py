@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ import psutil
 from cluster_of_processes import serving
 from conditions import conditions
 from load import LoadResult, LoadShape, PdServe, Target, VllmPrefillDecode, run_load
-from process_trees import running, send
+from process_trees import running, stopped
 from quiet_rounds import quiet
 from vllm_peer import prefill_decode
 
@@ -105,12 +104,12 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as scratch,
         prefill_decode(options.vllm_python, options.model, Path(scratch)) as (prefill, decode, vllm),
+        stopped(vllm),
         serving(options.model, pinned=True) as url,
     ):
         ours = PdServe(f"{url}/v1/completions", options.model.name)
         peer = VllmPrefillDecode(f"{prefill}/v1/completions", f"{decode}/v1/completions")
         targets: dict[str, tuple[Target, Sequence[int]]] = {ours.name: (ours, []), peer.name: (peer, vllm)}
-        send(vllm, signal.SIGSTOP)
         report["share of a core of idle pdserve"] = idle_share(os.getpid(), vllm)
         for text in options.shapes:
             told = summary(interleave(targets, text, vocabulary, options.rounds), ours.name, peer.name)
