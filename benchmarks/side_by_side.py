@@ -19,7 +19,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -46,11 +46,13 @@ def shape_of(text: str, vocabulary: int, seed: int) -> LoadShape:
 
 
 def interleave(
-    targets: Mapping[str, tuple[Target, Sequence[int]]], text: str, vocabulary: int, rounds: int
+    targets: Mapping[str, tuple[Target, Sequence[int]]], text: str, vocabulary: int, rounds: int, seeds: Iterator[int]
 ) -> dict[str, list[LoadResult]]:
-    """One target after the other, again and again: a drift of the machine hits both."""
+    """One target after the other, again and again: a drift of the machine hits both.
+
+    seeds: of prompts, never the same for two measurements, or a cache would have those of an earlier shape.
+    """
     results: dict[str, list[LoadResult]] = {name: [] for name in targets}
-    seeds = count()
     for number in range(rounds):
         names = list(targets) if number % 2 else list(targets)[::-1]
         for name in names:
@@ -111,8 +113,9 @@ def main() -> None:
         peer = VllmPrefillDecode(f"{prefill}/v1/completions", f"{decode}/v1/completions")
         targets: dict[str, tuple[Target, Sequence[int]]] = {ours.name: (ours, []), peer.name: (peer, vllm)}
         report["share of a core of idle pdserve"] = idle_share(os.getpid(), vllm)
+        seeds = count()
         for text in options.shapes:
-            told = summary(interleave(targets, text, vocabulary, options.rounds), ours.name, peer.name)
+            told = summary(interleave(targets, text, vocabulary, options.rounds, seeds), ours.name, peer.name)
             report[text] = told
             print(f"{text}: pdserve / vLLM {json.dumps(told['pdserve / vLLM, lowest, highest'])}", flush=True)
             if options.out:
