@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,20 @@ from PIL import Image
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.image_processor_config import ImageProcessorConfig
-from pdserve.common.net.service_channel import GENERATE
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import PlaceholderRange, hashed_spans, images_extras
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.engine.request_verifier import RequestVerifier
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import PromptWithImages, with_images
-from pdserve.v1 import decode_pb2
 from pdserve.worker.engine_host import proc_host
 from pdserve.worker.engine_host.make_host import make_host
 from pdserve.worker.worker import Worker
+from tests.support.encoder_pair import is_at_rest, prefilled_at_decode, values_of
 from tests.support.forked_engine import start_host
 from tests.support.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
 from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
+from tests.support.waiting import eventually
 from tests.support.worker_pair import (
     BLOCK_SIZE,
     KEY,
@@ -76,13 +72,6 @@ async def pair(image_folder: Path) -> AsyncIterator[Pair]:
             await eventually(lambda: is_at_rest(made.p) and is_at_rest(made.d))
 
 
-def is_at_rest(worker: Worker) -> bool:
-    """Whole pool, no transfer open."""
-    stats, counts = worker.engine.stats, worker.engine.transfer_counts
-    assert stats.num_blocks_free + stats.num_blocks_cached + stats.num_blocks_in_use == stats.num_blocks_total
-    return not (stats.num_blocks_in_use or counts.num_open or worker.engine.num_streams)
-
-
 def request_of(worker: Worker, prompt: PromptWithImages) -> GenerationRequest:
     """Greedy."""
     hasher = BlockHasher(KEY, BLOCK_SIZE)
@@ -93,15 +82,6 @@ def request_of(worker: Worker, prompt: PromptWithImages) -> GenerationRequest:
     return generation_request(
         worker, prompt.token_ids, mm_features=prompt.features, request_digest=digest, sampling_params=params
     )
-
-
-async def prefilled_at_decode(pair: Pair, request: GenerationRequest) -> list[int]:
-    """The answer without a prefill worker. Raises: AioRpcError."""
-    message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
-    message.attempt.prefill_here = True
-    call = pair.service(pair.d).unary_stream(GENERATE, message)
-    async with asyncio.timeout(HANG_S):
-        return [token async for event in call for token in event.outputs.token_ids]
 
 
 async def test_i1_images_reach_both_engines(pair: Pair, image_folder: Path, family: str) -> None:
@@ -141,9 +121,3 @@ async def test_the_worker_checks_as_an_engine_in_its_process_does(pair: Pair, im
         assert host.verifier.encoder is not None
     finally:
         await host.close()
-
-
-def values_of(verifier: RequestVerifier) -> dict[str, Any]:
-    """All but the plug-ins, which are made in each process."""
-    names = set(RequestVerifier.__slots__) - {"logits_processors"}
-    return {name: getattr(verifier, name) for name in names}

@@ -16,21 +16,19 @@ import pytest_asyncio
 
 from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.net.service_channel import GENERATE
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.engine.request_verifier import RequestVerifier
 from pdserve.text.audio.audio_processor import AudioProcessor
-from pdserve.v1 import decode_pb2
 from pdserve.worker.engine_host import proc_host
 from pdserve.worker.engine_host.make_host import make_host
 from pdserve.worker.worker import Worker
+from tests.support.encoder_pair import is_at_rest, prefilled_at_decode, values_of
 from tests.support.forked_engine import start_host
-from tests.support.waiting import HANG_S, eventually
-from tests.support.whisper_checkpoints import EOS, MAX_LEN, POSITIONS, PROMPT_IDS, Transcripts, make_whisper, sound
+from tests.support.waiting import eventually
+from tests.support.whisper_checkpoints import EOS, MAX_LEN, POSITIONS, PROMPT_IDS, Transcripts, sound
+from tests.support.whisper_engines import whisper as whisper  # a fixture
 from tests.support.worker_pair import (
     BLOCK_SIZE,
     KEY,
@@ -52,12 +50,6 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transcripts]:
-    folder = tmp_path_factory.mktemp("whisper")
-    return folder, make_whisper(folder)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(whisper: tuple[Path, Transcripts]) -> AsyncIterator[Pair]:
     with pytest.MonkeyPatch.context() as patched:
@@ -65,13 +57,6 @@ async def pair(whisper: tuple[Path, Transcripts]) -> AsyncIterator[Pair]:
         async with running_pair(whisper[0], KEY, **SETTINGS) as made:
             yield made
             await eventually(lambda: is_at_rest(made.p) and is_at_rest(made.d))
-
-
-def is_at_rest(worker: Worker) -> bool:
-    """Whole pool, no transfer open."""
-    stats, counts = worker.engine.stats, worker.engine.transfer_counts
-    assert stats.num_blocks_free + stats.num_blocks_cached + stats.num_blocks_in_use == stats.num_blocks_total
-    return not (stats.num_blocks_in_use or counts.num_open or worker.engine.num_streams)
 
 
 def feature_of(folder: Path, seed: int) -> MultiModalFeatureSpec:
@@ -88,15 +73,6 @@ def request_of(worker: Worker, feature: MultiModalFeatureSpec) -> GenerationRequ
     return generation_request(
         worker, PROMPT_IDS, mm_features=[feature], request_digest=digest, sampling_params=params, eos_token_ids=(EOS,)
     )
-
-
-async def prefilled_at_decode(pair: Pair, request: GenerationRequest) -> list[int]:
-    """The answer without a prefill worker. Raises: AioRpcError."""
-    message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
-    message.attempt.prefill_here = True
-    call = pair.service(pair.d).unary_stream(GENERATE, message)
-    async with asyncio.timeout(HANG_S):
-        return without_eos([token async for event in call for token in event.outputs.token_ids])
 
 
 def without_eos(tokens: list[int]) -> list[int]:
@@ -128,7 +104,7 @@ async def test_i1_sound_reaches_both_engines(pair: Pair, whisper: tuple[Path, Tr
 async def test_decode_encodes_alone(pair: Pair, whisper: tuple[Path, Transcripts]) -> None:
     for seed in (7, 0, 7):
         tokens = await prefilled_at_decode(pair, request_of(pair.d, feature_of(whisper[0], seed)))
-        assert tokens == whisper[1].answer(sound(seed), COUNT)
+        assert without_eos(tokens) == whisper[1].answer(sound(seed), COUNT)
 
 
 async def test_blocks_of_a_sound_come_from_the_tier(pair: Pair, whisper: tuple[Path, Transcripts]) -> None:
@@ -159,9 +135,3 @@ async def test_the_worker_checks_as_an_engine_in_its_process_does(
         assert values_of(pair.p.host.verifier) == values_of(host.verifier)
     finally:
         await host.close()
-
-
-def values_of(verifier: RequestVerifier) -> dict[str, Any]:
-    """All but the plug-ins, which are made in each process."""
-    names = set(RequestVerifier.__slots__) - {"logits_processors"}
-    return {name: getattr(verifier, name) for name in names}

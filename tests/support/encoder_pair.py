@@ -1,0 +1,37 @@
+"""Questions to pairs of workers whose prompts have images or sound, and whose engines have processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pdserve.common.net.service_channel import GENERATE
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.request_bytes import encode_request
+from pdserve.engine.request_verifier import RequestVerifier
+from pdserve.v1 import decode_pb2
+from pdserve.worker.worker import Worker
+from tests.support.waiting import HANG_S
+from tests.support.worker_pair import Pair
+
+
+def is_at_rest(worker: Worker) -> bool:
+    """Whole pool, no transfer open."""
+    stats, counts = worker.engine.stats, worker.engine.transfer_counts
+    assert stats.num_blocks_free + stats.num_blocks_cached + stats.num_blocks_in_use == stats.num_blocks_total
+    return not (stats.num_blocks_in_use or counts.num_open or worker.engine.num_streams)
+
+
+async def prefilled_at_decode(pair: Pair, request: GenerationRequest) -> list[int]:
+    """The answer without a prefill worker. Raises: AioRpcError."""
+    message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
+    message.attempt.prefill_here = True
+    call = pair.service(pair.d).unary_stream(GENERATE, message)
+    async with asyncio.timeout(HANG_S):
+        return [token async for event in call for token in event.outputs.token_ids]
+
+
+def values_of(verifier: RequestVerifier) -> dict[str, Any]:
+    """All but the plug-ins, which are made in each process."""
+    names = set(RequestVerifier.__slots__) - {"logits_processors"}
+    return {name: getattr(verifier, name) for name in names}
