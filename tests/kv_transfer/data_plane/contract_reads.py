@@ -10,7 +10,6 @@ import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
-from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
 from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, same_bytes, start_read
@@ -87,8 +86,13 @@ class ReadContract(LinkContract):
         transfer = setup.transfer()
         long = setup.read(transfer, transfer.blocks(range(240), range(240)), faulty=True)
         short = setup.read(transfer, transfer.blocks(range(240, 244), range(240, 244)), faulty=True)
-        # two windows of the long read began before, and a few may overtake; the source lets no more out until the short one ends
-        setup.link.serve_only(120)
+        # Two windows of the long read began before, and a few may overtake. The source serves one window per step, and each step
+        # leaves the readers' threads more time: in one step, a thread with the short read could sleep while the other reads all.
+        for step in range(15):
+            setup.link.serve_only(WINDOW_BLOCKS)
+            if short.ends_within(0.02 * 1.5**step):
+                break
+        assert short.outcome is not None, "the short read waits behind the long one"
         assert short.wait_ended() is ReadOutcome.DONE
         assert long.outcome is None
         setup.link.resume()

@@ -75,6 +75,10 @@ class RecordedRead:
         with self._changed:
             return len(self.landed_blocks)
 
+    def ends_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.outcome is not None, seconds)
+
     def wait_ended(self) -> ReadOutcome:
         """Wait for the end; every rule of the contract was kept until then."""
         with self._changed:
