@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
+from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
 from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, same_bytes, start_read
