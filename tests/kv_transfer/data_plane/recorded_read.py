@@ -18,7 +18,6 @@ BLOCK_BYTES = 4096
 NUM_BLOCKS = 256
 IN_TIME_S = 10.0
 """Upper bound of waits for a peer: many times the limits that these tests set, a part of the next larger one."""
-"""Longer than anything takes on a busy machine; only a hang waits so long."""
 
 
 def make_pool(seed: int | None = None, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> HostPool:
