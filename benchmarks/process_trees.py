@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import psutil
 
@@ -19,26 +19,24 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
                     process.send_signal(number)
 
 
-@contextmanager
-def running(pids: Iterable[int]) -> Iterator[None]:
+def running(pids: Iterable[int]) -> AbstractContextManager[None]:
     """Trees that are stopped outside this block. vLLM's idle workers spin and would take half of each core."""
-    pids = list(pids)
-    send(pids, signal.SIGCONT)
-    try:
-        yield
-    finally:
-        send(pids, signal.SIGSTOP)
+    return _signalled(pids, signal.SIGCONT, signal.SIGSTOP)
+
+
+def stopped(pids: Iterable[int]) -> AbstractContextManager[None]:
+    """Trees that run in blocks of `running` alone, and again behind this block."""
+    return _signalled(pids, signal.SIGSTOP, signal.SIGCONT)
 
 
 @contextmanager
-def stopped(pids: Iterable[int]) -> Iterator[None]:
-    """Trees that run in blocks of `running` alone, and again behind this block."""
+def _signalled(pids: Iterable[int], before: signal.Signals, after: signal.Signals) -> Iterator[None]:
     pids = list(pids)
-    send(pids, signal.SIGSTOP)
+    send(pids, before)
     try:
         yield
     finally:
-        send(pids, signal.SIGCONT)
+        send(pids, after)
 
 
 def resident_mib(pid: int) -> float:
