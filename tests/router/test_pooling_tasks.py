@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ async def refusal(cluster: Any, path: str, **body: Any) -> tuple[str | None, str
     return error["param"], error["message"]
 
 
-def asked(worker: Any) -> list[tuple[list[int], PoolingParams | None]]:
-    """Tokens and parameters of each call."""
-    requests = [request_from_wire(call.request, MAX_MODEL_LEN) for call in worker.calls]
-    return [(request.prompt_token_ids, request.pooling_params) for request in requests]
+def asked(worker: Any, first: int = 0) -> list[tuple[list[int], PoolingParams | None]]:
+    """Tokens and parameters of each call from number `first` on, ordered by tokens: calls of one request go side by side."""
+    requests = [request_from_wire(call.request, MAX_MODEL_LEN) for call in worker.calls[first:]]
+    return sorted(((request.prompt_token_ids, request.pooling_params) for request in requests), key=itemgetter(0))
 
 
 async def test_classes(cluster: Any) -> None:
@@ -83,7 +84,7 @@ async def test_classes(cluster: Any) -> None:
     assert [list(each.probs) for each in by_grpc.classifications] == [expected[0], classes([5, 6], 3)]
     assert by_grpc.classifications[0].label == answer["data"][0]["label"]
     assert by_grpc.usage.prompt_tokens == 5
-    assert asked(worker)[-1][1] == PoolingParams(task="classify")
+    assert [params for _, params in asked(worker, 3)] == 2 * [PoolingParams(task="classify")]
     model = await cluster.grpc.GetModel(inference_pb2.GetModelRequest())
     assert (model.num_labels, model.hidden_size) == (3, 0)
     assert (await cluster.http.get("/ready")).status_code == 200
@@ -95,14 +96,11 @@ async def test_scores_of_a_cross_encoder(cluster: Any) -> None:
     pairs = [tokens("who") + tokens(text) for text in ("a", "bcd")]
     scores = [classes(pair, 1)[0] for pair in pairs]
     assert answer["data"] == [{"index": n, "object": "score", "score": score} for n, score in enumerate(scores)]
-    assert sorted(tokens for tokens, _ in asked(worker)) == sorted(pairs)
-    assert [params for _, params in asked(worker)] == 2 * [PoolingParams(task="score")]
+    assert asked(worker) == [(pair, PoolingParams(task="score")) for pair in pairs]
     request = inference_pb2.ScoreRequest(text_1=["who"], text_2=["a", "bcd"], use_activation=False)
     by_grpc = await cluster.grpc.Score(request)
     assert list(by_grpc.scores) == scores
-    # the two pairs of one request go side by side, so that either may arrive first
-    assert sorted(tokens for tokens, _ in asked(worker)[-2:]) == sorted(pairs)
-    assert [params for _, params in asked(worker)[-2:]] == 2 * [PoolingParams(task="score", use_activation=False)]
+    assert asked(worker, 2) == [(pair, PoolingParams(task="score", use_activation=False)) for pair in pairs]
     assert (await answered(cluster, "/score", text_1=["x", "y"], text_2=["y", "x"]))["usage"]["prompt_tokens"] == 4
 
 
@@ -130,7 +128,7 @@ async def test_scores_without_a_head_are_cosines(cluster: Any) -> None:
     products = sum(one * other for one, other in zip(vectors["who"], vectors["a"], strict=True))
     cosine = products / math.hypot(*vectors["who"]) / math.hypot(*vectors["a"])
     assert [entry["score"] for entry in answer["data"]] == pytest.approx([cosine, 1.0, cosine])
-    assert asked(worker) == [(tokens(text), PoolingParams()) for text in ("who", "a")]
+    assert asked(worker) == [(tokens(text), PoolingParams()) for text in ("a", "who")]
     ranked = await answered(cluster, RERANK, query="who", documents=["a", "who"], top_n=1)
     assert ranked["results"][0]["index"] == 1
     assert list((await cluster.grpc.Score(inference_pb2.ScoreRequest(text_1=["a"], text_2=["a"]))).scores) == [1.0]

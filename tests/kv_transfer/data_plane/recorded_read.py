@@ -81,7 +81,7 @@ class RecordedRead:
     def wait_ended(self) -> ReadOutcome:
         """Wait for the end; every rule of the contract was kept until then."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.outcome is not None, HANG_S), "the read does not end"
+            assert self.ends_within(HANG_S), "the read does not end"
             assert self.broken_rules == []
             assert self.outcome is not None
             if self.outcome is ReadOutcome.DONE:
