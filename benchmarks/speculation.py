@@ -1,7 +1,7 @@
 """Milliseconds per output token with and without drafts (`speculative_config`), in turns over one model.
 
 Usage: python benchmarks/speculation.py [--model DIR] [--dtype bfloat16] [--batches 1 16] [--rounds 3] [--tokens 128]
-                                        [--config JSON] [--text repeats|random] [--draft-layers N]
+                                        [--config JSON] [--text repeats|random] [--draft-layers N] [--first-prompt N]
 
 The prompt is a list of random records, each of which is followed by the same record again, up to the last: a trained model copies
 it. With `--load-format dummy` the text is that of random weights, which falls into a loop or not. The part of the drafts that is
@@ -86,7 +86,8 @@ def decode(
 ) -> tuple[float, list[list[int]]]:
     """(milliseconds per token of one sequence, from the step after the last first token on; texts)."""
     texts: dict[str, list[int]] = {}
-    for number in range(batch):
+    numbers = range(args.first_prompt, args.first_prompt + batch)
+    for number in numbers:
         ask(core, name, number, args, vocab_size)
     while len(texts) < batch:
         for output in core.step().outputs:
@@ -97,7 +98,7 @@ def decode(
             texts[output.request_id].extend(output.new_token_ids)
     spent_s = time.perf_counter() - started
     num_tokens = sum(map(len, texts.values())) - before
-    return spent_s / num_tokens * batch * 1e3, [texts[f"{name}-{number}"] for number in range(batch)]
+    return spent_s / num_tokens * batch * 1e3, [texts[f"{name}-{number}"] for number in numbers]
 
 
 def main() -> None:
@@ -109,6 +110,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=192)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument(
+        "--first-prompt", type=int, default=0, help="number of the first prompt; each has other records"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--text", choices=["repeats", "random"], default="repeats")
     parser.add_argument(
