@@ -1,4 +1,4 @@
-"""Linear layers: oneDNN's packed weights on a processor where they pay, plain torch elsewhere."""
+"""Linear layers: on a processor oneDNN's packed weights where they pay, which C++ multiplies by few rows; elsewhere plain torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix
+from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
+from pdserve.kernels.native.native_bfloat import NativeBfloatRows, packed_inputs
+from pdserve.kernels.native.native_library import built_library
 
 _PACKED_FLOAT32_NUMEL = 1 << 20
 """Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
+
+
+_NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 48, 8
+"""Number of rows up to which C++ computes in bfloat16. With AMX, which it does not use: not measured; the weights' bytes decide."""
 
 
 class Linear(Protocol):
@@ -44,7 +50,10 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A weight in the layout of oneDNN's matrix product, for any number of rows."""
+    """A weight in the layout of oneDNN's matrix product, for any number of rows.
+
+    C++ multiplies few rows in bfloat16 over the same memory, where it is built and oneDNN's layout is the one that it reads.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
@@ -52,14 +61,28 @@ class PackedLinear:
         # Calling the overload directly skips overload resolution, which costs as much as a small product.
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._multiply_with = torch.ops.mkldnn._linear_pointwise.binary
+        self.native = _native_rows(self._packed, weight, bias)
+        """Computes at most `native_rows` rows; None where oneDNN computes all."""
+        self.native_rows = _NATIVE_ROWS_WITH_AMX if has_amx() else _NATIVE_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.native is not None and len(x) <= self.native_rows:
+            return self.native(x)
         y: Tensor = self._multiply(x, self._packed, self._bias, "none", [], "")
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.native is not None and len(x) <= self.native_rows and residual.stride(1) == 1:
+            return self.native.add_to(residual, x)
         y: Tensor = self._multiply_with(x, residual, self._packed, self._bias, "add")
         return y
+
+
+def _native_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> NativeBfloatRows | None:
+    if weight.dtype is not torch.bfloat16 or (library := built_library()) is None:
+        return None
+    padded = packed_inputs(packed, weight)
+    return None if padded is None else NativeBfloatRows(packed, padded, weight, bias, library)
 
 
 def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:

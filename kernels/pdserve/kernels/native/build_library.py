@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).resolve().parent
-ENTRY_SOURCES = ("paged_decode", "paged_prefill", "lora_rows", "layer_rows", "int8_rows", "expert_rows")
+ENTRY_SOURCES = ("paged_decode", "paged_prefill", "lora_rows", "layer_rows", "int8_rows", "bfloat_rows", "expert_rows")
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
 _FLAGS = (
@@ -45,6 +45,7 @@ _LEVEL_SOURCES = (
     _LevelSource("lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("expert_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("bfloat_level", ("-ffp-contract=fast",), _X86_LEVELS),
     # each operation is rounded by itself, as torch's are
     _LevelSource("int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}),
 )

@@ -88,6 +88,23 @@ class Int8Call(ctypes.Structure):
     )  # fmt: skip
 
 
+class BfloatMatrix(ctypes.Structure):
+    """`BfloatMatrix` of `bfloat_rows.h`, field by field."""
+
+    _fields_ = (
+        ("values", c_void_p), ("bias", c_void_p), ("num_inputs", c_int64), ("num_outputs", c_int64), ("padded", c_int64),
+    )  # fmt: skip
+
+
+class BfloatCall(ctypes.Structure):
+    """`BfloatCall` of `bfloat_rows.h`, field by field."""
+
+    _fields_ = (
+        ("matrix", BfloatMatrix), ("x", c_void_p), ("x_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
+        ("num_rows", c_int64), ("adds", c_int64), ("num_threads", c_int64), ("parallel", c_void_p),
+    )  # fmt: skip
+
+
 class ExpertsCall(ctypes.Structure):
     """`ExpertsCall` of `expert_rows.h`, field by field."""
 
@@ -117,6 +134,7 @@ class NativeLibrary:
             self.add_lora = library.pdserve_add_lora
             self.layer_rows = library.pdserve_layer_rows
             self.multiply_rows = library.pdserve_multiply_rows
+            self.multiply_bfloats = library.pdserve_multiply_bfloats
             self.apply_experts = library.pdserve_apply_experts
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
@@ -125,6 +143,7 @@ class NativeLibrary:
                 LoraCall: library.pdserve_lora_call_size,
                 LayerCall: library.pdserve_layer_call_size,
                 Int8Call: library.pdserve_int8_call_size,
+                BfloatCall: library.pdserve_bfloat_call_size,
                 ExpertsCall: library.pdserve_experts_call_size,
             }
         except (OSError, AttributeError) as error:
@@ -137,6 +156,7 @@ class NativeLibrary:
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
         self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
+        self.multiply_bfloats.argtypes, self.multiply_bfloats.restype = [POINTER(BfloatCall), c_int64], None
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64

@@ -1,0 +1,155 @@
+// Rows times one block of a bfloat16 matrix, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
+// A sum adds its inputs in their order, in float32, and is rounded once: a row has the same bits in any number of rows.
+#include "bfloat_rows.h"
+#include "level_vectors.h"
+
+namespace {
+
+constexpr int64_t CHANNELS = BFLOAT_CHANNELS;
+// Bytes of a cache line, and lines of a pair of inputs of all channels.
+constexpr int64_t LINE = 64, PAIR_LINES = CHANNELS * BFLOAT_PAIR * 2 / LINE;
+// Bytes of the matrix between what is asked for and what is used, with one group of rows.
+constexpr int64_t AHEAD = 8192;
+// Pairs of inputs whose values stay in the first cache while several groups of rows are multiplied by them. Each group asks for a part
+// of the next chunk, so that memory is read all the time.
+constexpr int64_t CHUNK = 64;
+
+inline uint32_t pair_at(const uint16_t* x, int64_t pair) {
+  uint32_t found;
+  __builtin_memcpy(&found, x + pair * BFLOAT_PAIR, 4);
+  return found;
+}
+
+#if defined(__AVX512BF16__)
+// Rows of one of several groups, and of one alone: its sums need not be kept between chunks.
+constexpr int MAX_ROWS = 6, MAX_ALONE = 7, VECTORS = 4;
+typedef __m512bh Pairs;
+struct Input {
+  __m512bh both;
+};
+inline Input spread(uint32_t pair) { return {(__m512bh)_mm512_set1_epi32(static_cast<int>(pair))}; }
+inline Pairs load_pairs(const uint16_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
+inline Floats add_products(Floats sum, Input x, Pairs values) { return _mm512_dpbf16_ps(sum, x.both, values); }
+#else
+constexpr int MAX_ROWS = 4, MAX_ALONE = 4, VECTORS = 2;
+typedef Words Pairs;
+struct Input {
+  Floats first, second;
+};
+inline Input spread(uint32_t pair) { return {all(wide(BFloat{static_cast<uint16_t>(pair)})), all(wide(BFloat{static_cast<uint16_t>(pair >> 16)}))}; }
+inline Pairs load_pairs(const uint16_t* from) { return *reinterpret_cast<const LooseWords*>(from); }
+inline Floats add_products(Floats sum, Input x, Pairs values) {
+  return sum + x.first * (Floats)(values << 16) + x.second * (Floats)(values & 0xffff0000);
+}
+#endif
+
+// sums[r * CHANNELS] of ROWS rows and VECTORS vectors of channels, over `num_pairs` pairs of inputs. Asks for LINES cache lines from
+// `ahead` on per pair.
+template <int ROWS, int LINES>
+inline void multiply(const uint16_t* x, int64_t stride, const uint16_t* values, int64_t num_pairs, const char* ahead, float* sums) {
+  Floats found[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECTORS; ++v) found[r][v] = load(sums + r * CHANNELS + v * WIDTH);
+  for (int64_t pair = 0; pair < num_pairs; ++pair, values += CHANNELS * BFLOAT_PAIR, ahead += LINES * LINE) {
+    Pairs loaded[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) loaded[v] = load_pairs(values + v * WIDTH * BFLOAT_PAIR);
+    for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead + line * LINE, 0, 3);
+    for (int r = 0; r < ROWS; ++r) {
+      const Input input = spread(pair_at(x + r * stride, pair));
+      for (int v = 0; v < VECTORS; ++v) found[r][v] = add_products(found[r][v], input, loaded[v]);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECTORS; ++v) store(sums + r * CHANNELS + v * WIDTH, found[r][v]);
+}
+
+template <int ROWS, int LINES>
+inline void multiply_channels(
+    const uint16_t* x, int64_t stride, const uint16_t* values, int64_t num_pairs, const char* ahead, float* sums) {
+  constexpr int64_t AT_ONCE = VECTORS * WIDTH;
+  multiply<ROWS, LINES>(x, stride, values, num_pairs, ahead, sums);
+  for (int64_t channel = AT_ONCE; channel < CHANNELS; channel += AT_ONCE)
+    multiply<ROWS, 0>(x, stride, values + channel * BFLOAT_PAIR, num_pairs, ahead, sums + channel);
+}
+
+// lines: of a pair's PAIR_LINES, those that this group of rows asks for.
+template <int ROWS>
+OUTSIDE void multiply_rows(
+    const uint16_t* x, int64_t stride, const uint16_t* values, int64_t num_pairs, int64_t lines, const char* ahead, float* sums) {
+  switch (lines) {
+    case 1:
+      return multiply_channels<ROWS, 1>(x, stride, values, num_pairs, ahead, sums);
+    case 2:
+      return multiply_channels<ROWS, 2>(x, stride, values, num_pairs, ahead, sums);
+    default:
+      return multiply_channels<ROWS, PAIR_LINES>(x, stride, values, num_pairs, ahead, sums);
+  }
+}
+
+void finish(const BfloatCall& call, int64_t first, int64_t row, float* sums) {
+  const int64_t rest = call.matrix.num_outputs - first, count = rest < CHANNELS ? rest : CHANNELS;
+  BFloat* out = reinterpret_cast<BFloat*>(call.out) + row * call.out_stride + first;
+  const float* bias = call.matrix.bias ? call.matrix.bias + first : nullptr;
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) {
+    Floats y = load(sums + i);
+    if (bias) y += load(bias + i);
+    if (call.adds) y += load(out + i);
+    store(out + i, y);
+  }
+  for (; i < count; ++i) {
+    float y = sums[i];
+    if (bias) y += bias[i];
+    if (call.adds) y += wide(out[i]);
+    narrow(y, out + i);
+  }
+}
+
+// Rows that are multiplied at once, at most: more would leave the first cache.
+constexpr int64_t GROUPS_ROWS = 32;
+
+void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows) {
+  alignas(64) float sums[GROUPS_ROWS * CHANNELS] = {};
+  const BfloatMatrix& matrix = call.matrix;
+  const uint16_t* values = matrix.values + block * matrix.padded * CHANNELS;
+  const int64_t pairs = matrix.num_inputs / BFLOAT_PAIR;
+  const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+  const int64_t chunk = num_groups == 1 ? pairs : CHUNK, lines = (PAIR_LINES + num_groups - 1) / num_groups;
+  for (int64_t pair = 0; pair < pairs; pair += chunk) {
+    const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;
+    const uint16_t* from = values + pair * CHANNELS * BFLOAT_PAIR;
+    const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? AHEAD : count * PAIR_LINES * LINE);
+    for (int64_t row = 0, group = num_groups; group > 0; --group, ahead += count * lines * LINE) {
+      const int64_t size = (num_rows - row + group - 1) / group;  // groups of about the same size
+      const uint16_t* x = call.x + (first + row) * call.x_stride + pair * BFLOAT_PAIR;
+      float* to = sums + row * CHANNELS;
+      switch (size) {
+#define ROWS(n)                                                                \
+  case n:                                                                      \
+    multiply_rows<n>(x, call.x_stride, from, count, lines, ahead, to);         \
+    break;
+        ROWS(1)
+        ROWS(2)
+        ROWS(3)
+        ROWS(4)
+#if defined(__AVX512BF16__)
+        ROWS(5)
+        ROWS(6)
+        ROWS(7)
+#endif
+      }
+      row += size;
+    }
+  }
+  for (int64_t row = 0; row < num_rows; ++row) finish(call, block * CHANNELS, first + row, sums + row * CHANNELS);
+}
+
+void multiply_block(const BfloatCall& call, int64_t block) {
+  for (int64_t row = 0; row < call.num_rows; row += GROUPS_ROWS)
+    multiply_some(call, block, row, call.num_rows - row < GROUPS_ROWS ? call.num_rows - row : GROUPS_ROWS);
+}
+
+}  // namespace
+
+extern const BfloatLevel SYMBOL(BFLOAT_, LEVEL);
+const BfloatLevel SYMBOL(BFLOAT_, LEVEL) = {multiply_block};

@@ -1,0 +1,38 @@
+// Arguments of a product of rows with a bfloat16 matrix, shared by Python (`native_bfloat.py`, BfloatCall), the entry point and the
+// compiled levels.
+#pragma once
+#include "paged_decode.h"
+
+// Output channels of one block of the matrix, and inputs that lie side by side.
+constexpr int64_t BFLOAT_CHANNELS = 64, BFLOAT_PAIR = 2;
+
+struct BfloatMatrix {
+  // values[blocks][padded / BFLOAT_PAIR][BFLOAT_CHANNELS][BFLOAT_PAIR]
+  const uint16_t* values;
+  // bias[out] in float32, or null
+  const float* bias;
+  // num_inputs is even
+  int64_t num_inputs, num_outputs, padded;
+};
+
+struct BfloatCall {
+  BfloatMatrix matrix;
+  // x[num_rows, in] and out[num_rows, out] in bfloat16, rows with strides in numbers; out is another memory than x
+  const uint16_t* x;
+  int64_t x_stride;
+  uint16_t* out;
+  int64_t out_stride, num_rows;
+  // 1: add to what `out` contains
+  int64_t adds;
+  int64_t num_threads;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+};
+
+struct BfloatLevel {
+  // Writes `out` of one block of channels.
+  void (*multiply_block)(const BfloatCall& call, int64_t block);
+};
+
+static inline int64_t num_channel_blocks(const BfloatMatrix& matrix) {
+  return (matrix.num_outputs + BFLOAT_CHANNELS - 1) / BFLOAT_CHANNELS;
+}

@@ -1,0 +1,98 @@
+"""Products of a few rows with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place.
+
+Each weight is read once and asked for ahead of its use; sums are float32 and are rounded once. A row has the same bits whatever is
+beside it, with any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.native.native_library import BfloatCall, BfloatMatrix, NativeLibrary
+
+_PAIR, _CHANNELS = 2, 64
+"""Inputs side by side; channels of a block."""
+_SAMPLES, _DIFFERENT = 4096, 64
+"""Numbers of a weight that are compared with oneDNN's bytes, and how many of them must differ for that to say anything."""
+
+
+def packed_inputs(packed: Tensor, weight: Tensor) -> int | None:
+    """Inputs of oneDNN's packed weight, with padding, if it lies as `BfloatMatrix` says; None if it lies in another way.
+
+    oneDNN chooses layouts by shape and processor, and documents none: numbers at random places are compared. packed: of
+    `_reorder_linear_weight` for weight `[out, in]` in bfloat16.
+    """
+    num_outputs, num_inputs = weight.shape
+    if num_inputs % _PAIR or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return None
+    num_blocks = -(-num_outputs // _CHANNELS)
+    padded, rest = divmod(int(torch.ops.mkldnn._nbytes(packed)), 2 * num_blocks * _CHANNELS)
+    if rest or padded % _PAIR or padded < num_inputs:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randint(num_outputs, (_SAMPLES,), generator=generator)
+    inputs = torch.randint(num_inputs, (_SAMPLES,), generator=generator)
+    expected = weight[outputs, inputs]
+    if len(torch.unique(expected)) < _DIFFERENT:
+        return None
+    places = outputs // _CHANNELS * padded * _CHANNELS + outputs % _CHANNELS * _PAIR
+    places += inputs // _PAIR * _CHANNELS * _PAIR + inputs % _PAIR
+    size = num_blocks * _CHANNELS * padded
+    held = (ctypes.c_int16 * size).from_address(torch.ops.mkldnn.data_ptr(packed))
+    found = torch.frombuffer(held, dtype=torch.bfloat16)[places]
+    return padded if torch.equal(found, expected) else None
+
+
+class NativeBfloatRows:
+    """`x W^T + bias` over a weight that oneDNN packed."""
+
+    def __init__(
+        self,
+        packed: Tensor,
+        padded: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        library: NativeLibrary,
+        level: str | None = None,
+    ) -> None:
+        """padded: of `packed_inputs`. weight: `[out, in]`, not kept. level: one of `library.levels`; default: the fastest."""
+        # held here: the call has addresses alone
+        self._packed = packed
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._num_outputs, self._num_inputs = weight.shape
+        self._level = 0 if level is None else library.levels.index(level)
+        self._multiply = library.multiply_bfloats
+        self.matrix = BfloatMatrix(
+            values=torch.ops.mkldnn.data_ptr(packed), bias=None if self._bias is None else self._bias.data_ptr(),
+            num_inputs=self._num_inputs, num_outputs=self._num_outputs, padded=padded,
+        )  # fmt: skip
+        """Its addresses are valid as long as this object."""
+        self._constants = BfloatCall(matrix=self.matrix, parallel=library.parallel)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """bfloat16 `[T, in]` -> `[T, out]`."""
+        out = torch.empty(len(x), self._num_outputs, dtype=torch.bfloat16)
+        self._run(x, out, 0)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual: bfloat16 `[T, out]`, whose rows are contiguous; overwritten with the sum."""
+        self._run(x, residual, 1)
+        return residual
+
+    def _run(self, x: Tensor, out: Tensor, adds: int) -> None:
+        if x.shape[1] != self._num_inputs or out.shape != (len(x), self._num_outputs):
+            raise ValueError(
+                f"{tuple(x.shape)} -> {tuple(out.shape)} of a weight {self._num_outputs, self._num_inputs}"
+            )
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        call = BfloatCall.from_buffer_copy(self._constants)
+        call.x, call.x_stride, call.num_rows = x.data_ptr(), x.stride(0), len(x)
+        call.out, call.out_stride, call.adds = out.data_ptr(), out.stride(0), adds
+        call.num_threads = torch.get_num_threads()
+        self._multiply(byref(call), self._level)

@@ -1,0 +1,137 @@
+"""Products of few rows with bfloat16 matrices in C++ over oneDNN's memory: instruction sets, threads, strides, unknown layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import linear
+from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.native.native_bfloat import NativeBfloatRows, packed_inputs
+from pdserve.kernels.native.native_library import NativeLibrary
+from tests.support.torch_threads import num_threads
+
+
+def _packed(weight: Tensor) -> Tensor:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 here")
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
+
+
+def _made(weight: Tensor, bias: Tensor | None, library: NativeLibrary, level: str | None = None) -> NativeBfloatRows:
+    packed = _packed(weight)
+    padded = packed_inputs(packed, weight)
+    if padded is None:
+        pytest.skip("oneDNN has another layout here")
+    return NativeBfloatRows(packed, padded, weight, bias, library, level)
+
+
+def _weight(num_outputs: int, num_inputs: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_every_instruction_set_and_number_of_rows(built: NativeLibrary) -> None:
+    """Random shapes, rows of other strides, with and without a bias and a residual: within a rounding of the exact sums."""
+    generator = torch.Generator().manual_seed(1)
+    for number, num_rows in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, 33, 70)):
+        outputs, inputs = (int(torch.randint(16, most, (), generator=generator)) for most in (300, 400))
+        inputs *= 2
+        weight = _weight(outputs, inputs, number)
+        bias = torch.randn(outputs, generator=generator).bfloat16() if number % 2 else None
+        x = torch.randn(num_rows, inputs + 9, generator=generator).bfloat16()[:, 2 : 2 + inputs]
+        residual = torch.randn(num_rows, outputs + 3, generator=generator).bfloat16()[:, 1 : 1 + outputs]
+        expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+        for level in built.levels:
+            layer = _made(weight, bias, built, level)
+            torch.testing.assert_close(layer(x).double(), expected, rtol=2**-8, atol=1e-4 * inputs)
+            torch.testing.assert_close(layer(x.t().contiguous().t()).double(), expected, rtol=2**-8, atol=1e-4 * inputs)
+            held = torch.full((num_rows, outputs + 3), 7.0).bfloat16()
+            held[:, 1 : 1 + outputs] = residual
+            found = layer.add_to(held[:, 1 : 1 + outputs], x)
+            torch.testing.assert_close(found.double(), residual.double() + expected, rtol=2**-8, atol=1e-4 * inputs)
+            # nothing beside the rows is written
+            assert (held[:, 0] == 7).all()
+            assert (held[:, 1 + outputs :] == 7).all()
+
+
+def test_sums_are_rounded_once(built: NativeLibrary) -> None:
+    """Numbers whose exact sums float32 holds, and bfloat16 does not."""
+    weight = torch.randint(-64, 65, (130, 512), generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randint(-64, 65, (9, 512), generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = x.double() @ weight.double().t()
+    assert (exact.bfloat16().double() != exact).any()
+    residual, bias = torch.full((9, 130), 3.0).bfloat16(), torch.full((130,), 5.0).bfloat16()
+    for level in built.levels:
+        assert torch.equal(_made(weight, None, built, level)(x), exact.bfloat16())
+        assert torch.equal(_made(weight, bias, built, level).add_to(residual.clone(), x), (exact + 8).bfloat16())
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_number_of_threads(built: NativeLibrary) -> None:
+    weight = _weight(1000, 900)
+    x = torch.randn(70, 900, generator=torch.Generator().manual_seed(4)).bfloat16()
+    for level in built.levels:
+        layer = _made(weight, None, built, level)
+        with num_threads(1):
+            alone = torch.cat([layer(x[row : row + 1]) for row in range(len(x))])
+        for threads in (1, 2, 3, 20):
+            with num_threads(threads):
+                for num_rows in (2, 7, 8, 33, 70):
+                    assert torch.equal(layer(x[:num_rows]), alone[:num_rows])
+
+
+def test_not_finite_inputs_stay_in_their_row(built: NativeLibrary) -> None:
+    layer = _made(_weight(100, 64), None, built)
+    x = torch.ones(3, 64).bfloat16()
+    x[1, 5] = torch.nan
+    y = layer(x)
+    assert y[1].isnan().all()
+    assert y[0].isfinite().all()
+    assert torch.equal(y[0], y[2])
+
+
+def test_other_shapes_are_refused(built: NativeLibrary) -> None:
+    layer = _made(_weight(100, 64), None, built)
+    with pytest.raises(ValueError, match="weight"):
+        layer(torch.ones(3, 62).bfloat16())
+    with pytest.raises(ValueError, match="weight"):
+        layer.add_to(torch.ones(2, 100).bfloat16(), torch.ones(3, 64).bfloat16())
+
+
+def test_a_layout_that_cpp_does_not_read_is_left_to_onednn(
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = _weight(200, 128)
+    packed = _packed(weight)
+    assert packed_inputs(packed, weight) is not None
+    # memory in another order, an odd number of inputs, numbers that do not show the order
+    assert packed_inputs(packed, weight.flip(0)) is None
+    assert packed_inputs(packed, weight.flip(1)) is None
+    odd = _weight(200, 127)
+    assert packed_inputs(_packed(odd), odd) is None
+    same = torch.ones(200, 128).bfloat16()
+    assert packed_inputs(_packed(same), same) is None
+    monkeypatch.setattr(linear, "packed_inputs", lambda packed, weight: None)
+    alone, x = PackedLinear(weight, None), torch.ones(3, 128).bfloat16()
+    assert alone.native is None
+    torch.testing.assert_close(alone(x).double(), x.double() @ weight.double().t(), rtol=2**-8, atol=1e-2)
+
+
+def test_a_packed_layer_leaves_many_rows_to_onednn(built: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "built_library", lambda: built)
+    _packed(_weight(200, 128))  # skips where oneDNN has no bfloat16
+    layer = PackedLinear(_weight(200, 128), None)
+    assert layer.native is not None
+    counted: list[int] = []
+    native = layer.native
+
+    def count(x: Tensor) -> Tensor:
+        counted.append(len(x))
+        return native(x)
+
+    monkeypatch.setattr(layer, "native", count)
+    most = layer.native_rows
+    for num_rows in (1, most, most + 1):
+        layer(torch.ones(num_rows, 128).bfloat16())
+    assert counted == [1, most]
