@@ -63,6 +63,8 @@ def full(model: str, batch: int, context: int, num_steps: int) -> dict[str, floa
     for number in range(batch):
         core.add_request(request(str(number), context, num_steps + 2))
     while core.scheduler.running.num_uncomputed_tokens != batch or len(core.scheduler.waiting):
+        if not core.has_work:
+            raise ValueError(f"{num_steps} steps: the first sequences end before all {batch} prompts are computed")
         core.step()
     stages: dict[str, list[float]] = {}
     for _ in range(num_steps):

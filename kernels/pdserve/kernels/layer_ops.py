@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.expert_stack import ExpertStack
+from pdserve.kernels.fused_layers import FusedLayers, LayerParts
 from pdserve.kernels.linear import Linear
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PackedRows
@@ -68,6 +69,9 @@ class LayerOps(Protocol):
         x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Reads nothing back from the device, and its launches depend on the
         shapes alone. Each token's terms are added in the order of its `experts` row.
         """
+
+    def fuse_layers(self, layers: Sequence[LayerParts]) -> FusedLayers | None:
+        """Return a function for decode rows through all of these layers in one call; None: they are called one by one."""
 
     def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
         """`target[b] = source[a]` for each pair (a, b). All sources are read before any target is written.

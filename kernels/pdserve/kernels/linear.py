@@ -16,7 +16,7 @@ _PACKED_FLOAT32_NUMEL = 1 << 20
 """Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
 
 
-_NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 48, 8
+_NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 64, 8
 """Number of rows up to which C++ computes in bfloat16. With AMX, which it does not use: not measured; the weights' bytes decide."""
 
 

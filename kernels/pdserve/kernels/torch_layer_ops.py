@@ -12,6 +12,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.expert_stack import ExpertStack, grouped_products
+from pdserve.kernels.fused_layers import FusedLayers, LayerParts
 from pdserve.kernels.layer_ops import Block, SampleTokens, check_digested, check_pairs
 from pdserve.kernels.linear import Linear, swiglu
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
@@ -51,6 +52,9 @@ class TorchLayerOps:
 
     def grouped_experts(self, x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
         return grouped_products(x, weights, experts, stack, self.swiglu)
+
+    def fuse_layers(self, layers: Sequence[LayerParts]) -> FusedLayers | None:
+        return None
 
     def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
         check_pairs(source, target, pairs)

@@ -8,7 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.fused_layers import FusedLayers
+from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig
@@ -92,6 +95,8 @@ class Decoder:
         specs = [layer.attention.spec for layer in self._layers]
         self._specs = tuple(dict.fromkeys(specs))
         self._spec_indices = [self._specs.index(spec) for spec in specs]
+        self._fused: tuple[LayerOps, FusedLayers | None] | None = None
+        """The operations of the last step, and the result of their `fuse_layers`."""
         self.attention_specs: tuple[tuple[AttentionSpec, ...], ...] = tuple(
             tuple(dict.fromkeys(specs[layer] for layer in group)) for group in config.kv_cache_group_layers
         )
@@ -134,6 +139,8 @@ class Decoder:
         residual = inputs.embedded(self.embed_input_ids)
         first_norm = self._norms[0]
         x = residual if first_norm is None else first_norm(residual)
+        if (hidden := self._in_one_call(residual, x, phases, plans, inputs)) is not None:
+            return hidden
         kinds = zip(self._spec_indices, self._rope_indices, strict=True)
         deepstack = iter(inputs.deepstack)
         last = self._layers[-1]
@@ -152,6 +159,23 @@ class Decoder:
                 x = residual if next_norm is None else next_norm(residual)
         # a deepstack that reaches the last layer is added to all rows before
         return x if added is None else inputs.read_rows(x)
+
+    def _in_one_call(
+        self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[AttentionPlan], inputs: ModelInputs
+    ) -> Tensor | None:
+        """The last hidden states; None if the layers are to be called one by one. Arguments: of the first layer."""
+        if inputs.is_by_layer or inputs.deepstack or inputs.output_rows is not None:
+            return None
+        if self._fused is None or self._fused[0] is not inputs.ops:
+            kinds = zip(self._layers, self._norms[1:], self._rope_indices, strict=True)
+            parts = [layer.parts(norm, rope) for layer, norm, rope in kinds]
+            known = [part for part in parts if part is not None]
+            self._fused = inputs.ops, inputs.ops.fuse_layers(known) if len(known) == len(parts) else None
+        if (fused := self._fused[1]) is None:
+            return None
+        if inputs.before_layer is not None:
+            inputs.before_layer()
+        return fused(residual, x, phases, [plans[index] for index in self._spec_indices])
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -221,6 +221,7 @@ class ModelRunner:
                 token_ids=inputs.token_ids if embedded is None else None,
                 inputs_embeds=embedded,
                 before_layer=self._layer_times or self._before_layer,
+                is_by_layer=self._layer_times is not None,
                 ops=self._ops,
                 output_rows=output_rows,
             )
@@ -287,8 +288,7 @@ class ModelRunner:
         self, inputs: SampledInputs, grammar: GrammarOutput | None
     ) -> tuple[SamplingMetadata, PlacedArrays]:
         """The metadata with what was not known when the step's inputs were staged, and its arrays on the device."""
-        plan, arrays = inputs.plan, list[NDArray[Any]]()
-        metadata = plan.metadata
+        plan, metadata, arrays = inputs.plan, inputs.plan.metadata, list[NDArray[Any]]()
         if plan.is_pending:
             metadata = self.batch.with_rules(metadata, plan.row_of_token)
             arrays = metadata.arrays()

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).resolve().parent
-ENTRY_SOURCES = ("paged_decode", "paged_prefill", "lora_rows", "layer_rows", "int8_rows", "bfloat_rows", "expert_rows")
+ENTRY_SOURCES = (
+    "paged_decode",
+    "paged_prefill",
+    "lora_rows",
+    "layer_rows",
+    "int8_rows",
+    "bfloat_rows",
+    "fused_layers",
+    "expert_rows",
+)
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
 _FLAGS = (

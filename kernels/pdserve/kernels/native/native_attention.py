@@ -20,7 +20,7 @@ from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBa
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary, PrefillCall
 
 _MAX_HEAD_DIM = 512
-_CHANGED = "block_tables changed after the plan: a block number is outside the cache"
+CHANGED = "block_tables changed after the plan: a block number is outside the cache"
 
 
 def unsupported(kv_cache: Tensor) -> str | None:
@@ -56,16 +56,19 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
     def attend_decodes(self, call: DecodeCall) -> None:
         """Write `call.out`."""
-        # the room may have grown for another plan of the step
-        call.partials = self._partials.data_ptr()
+        self.give_room(call)
         if self._native_library.paged_decode(byref(call), self._level):
-            raise ValueError(_CHANGED)
+            raise ValueError(CHANGED)
+
+    def give_room(self, call: DecodeCall) -> None:
+        """Set `call.partials`, since the room may have grown for another plan of the step."""
+        call.partials = self._partials.data_ptr()
 
     def attend_chunks(self, call: PrefillCall) -> None:
         """Write the rows of `call.out` that belong to its chunks."""
         call.rooms = self._rooms.data_ptr()
         if self._native_library.paged_prefill(byref(call), self._level):
-            raise ValueError(_CHANGED)
+            raise ValueError(CHANGED)
 
     def prepare_decode(self, call: DecodeCall, partial_size: int) -> None:
         """Fill `call.piece_starts`, and give the call room for its pieces, shared by all plans.
@@ -136,6 +139,16 @@ class NativeAttentionPlan(TorchAttentionPlan):
         )  # fmt: skip
         self._fill(call)
         self._backend.prepare_prefill(call, first)
+
+    def decode_call(self, num_rows: int) -> DecodeCall | None:
+        """The call for all of the step's `num_rows` rows, without its layer, queries and output; None if not all are decode rows.
+
+        Valid until the next plan.
+        """
+        if self._num_decodes != num_rows or len(self._lens) != num_rows:
+            return None
+        self._backend.give_room(self._decode_call)
+        return self._decode_call
 
     def _fill(self, call: DecodeCall | PrefillCall) -> None:
         """Set what is the same for decode rows and chunks."""

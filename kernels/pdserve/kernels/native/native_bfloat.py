@@ -70,7 +70,7 @@ class NativeBfloatRows:
             values=torch.ops.mkldnn.data_ptr(packed), bias=None if self._bias is None else self._bias.data_ptr(),
             num_inputs=self._num_inputs, num_outputs=self._num_outputs, padded=padded,
         )  # fmt: skip
-        """Its addresses are valid as long as this object."""
+        """The weight for C++; its addresses are valid as long as this object."""
         self._constants = BfloatCall(matrix=self.matrix, parallel=library.parallel)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ has the same bits whatever is beside it, with any number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.fused_layers import FusedLayers, LayerParts
 from pdserve.kernels.linear import Linear
+from pdserve.kernels.native.native_fused_layers import NativeFusedLayers, can_fuse
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, LayerCall, NativeLibrary
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
@@ -90,6 +93,11 @@ class NativeLayerOps(TorchLayerOps):
         )  # fmt: skip
         self._run(call, _GATE)
         return out
+
+    def fuse_layers(self, layers: Sequence[LayerParts]) -> FusedLayers | None:
+        if not layers or not all(map(can_fuse, layers)):
+            return None
+        return NativeFusedLayers(layers, self._native_library, self._level)
 
     def _run(self, call: LayerCall, operation: int) -> None:
         call.num_threads = torch.get_num_threads()

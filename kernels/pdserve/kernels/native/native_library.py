@@ -119,6 +119,33 @@ class ExpertsCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class FusedNorm(ctypes.Structure):
+    """`FusedNorm` of `fused_layers.h`, field by field."""
+
+    _fields_ = (("weight", c_void_p), ("weight_dtype", c_int64), ("eps", c_double))
+
+
+class FusedLayer(ctypes.Structure):
+    """`FusedLayer` of `fused_layers.h`, field by field."""
+
+    _fields_ = (
+        ("qkv", BfloatMatrix), ("output", BfloatMatrix), ("gate_up", BfloatMatrix), ("down", BfloatMatrix),
+        ("qk_norm", FusedNorm), ("mlp_norm", FusedNorm), ("next_norm", FusedNorm),
+        ("spec", c_int64), ("rope", c_int64), ("index", c_int64),
+    )  # fmt: skip
+
+
+class FusedCall(ctypes.Structure):
+    """`FusedCall` of `fused_layers.h`, field by field."""
+
+    _fields_ = (
+        ("layers", POINTER(FusedLayer)), ("num_layers", c_int64), ("num_rows", c_int64), ("hidden_size", c_int64),
+        ("attention", POINTER(POINTER(DecodeCall))), ("slots", POINTER(c_void_p)), ("phases", POINTER(c_void_p)),
+        ("residual", c_void_p), ("x", c_void_p), ("qkv", c_void_p), ("attended", c_void_p), ("gate_up", c_void_p),
+        ("inner", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p), ("barrier", c_void_p),
+    )  # fmt: skip
+
+
 class NativeLibrary:
     """Functions of one library. Calls release the interpreter's lock."""
 
@@ -135,6 +162,7 @@ class NativeLibrary:
             self.layer_rows = library.pdserve_layer_rows
             self.multiply_rows = library.pdserve_multiply_rows
             self.multiply_bfloats = library.pdserve_multiply_bfloats
+            self.fused_layers = library.pdserve_fused_layers
             self.apply_experts = library.pdserve_apply_experts
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
@@ -144,6 +172,8 @@ class NativeLibrary:
                 LayerCall: library.pdserve_layer_call_size,
                 Int8Call: library.pdserve_int8_call_size,
                 BfloatCall: library.pdserve_bfloat_call_size,
+                FusedLayer: library.pdserve_fused_layer_size,
+                FusedCall: library.pdserve_fused_call_size,
                 ExpertsCall: library.pdserve_experts_call_size,
             }
         except (OSError, AttributeError) as error:
@@ -157,6 +187,7 @@ class NativeLibrary:
         self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
         self.multiply_bfloats.argtypes, self.multiply_bfloats.restype = [POINTER(BfloatCall), c_int64], None
+        self.fused_layers.argtypes, self.fused_layers.restype = [POINTER(FusedCall), c_int64], c_int64
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64
@@ -164,8 +195,8 @@ class NativeLibrary:
                 raise NativeLibraryError(f"{path} has arguments of {size()} bytes, not {ctypes.sizeof(call)}")
         self.levels, self.int8_levels = map(_names, level_names)
         """Instruction sets that this processor has, the fastest first; `int8_levels` are those of products with int8 matrices."""
-        self.parallel = _parallel()
-        """Address of libgomp's `GOMP_parallel`; None: calls use one thread."""
+        self.parallel, self.barrier = _of_libgomp("GOMP_parallel"), _of_libgomp("GOMP_barrier")
+        """Addresses of libgomp's functions; None: calls use one thread."""
 
 
 def _names(level_name: Callable[[int], bytes | None]) -> list[str]:
@@ -176,10 +207,10 @@ def _names(level_name: Callable[[int], bytes | None]) -> list[str]:
     return found
 
 
-def _parallel() -> int | None:
+def _of_libgomp(name: str) -> int | None:
     # torch has loaded OpenMP for all to see: its threads are used, since a second set of threads would compete for the cores
     try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+        return ctypes.cast(getattr(ctypes.CDLL(None), name), c_void_p).value
     except (OSError, AttributeError):
         return None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.expert_stack import ExpertStack, grouped_products
+from pdserve.kernels.fused_layers import FusedLayers, LayerParts
 from pdserve.kernels.gated_activations import GatedActivation
 from pdserve.kernels.layer_ops import Block
 from pdserve.kernels.linear import Linear
@@ -70,6 +71,10 @@ class TritonLayerOps:
         if activation is None:
             return grouped_products(x, weights, experts, stack, self.swiglu)
         return grouped_experts(x, weights, experts, stack, activation, self._configs)
+
+    def fuse_layers(self, layers: Sequence[LayerParts]) -> FusedLayers | None:
+        """None: steps of decode rows are captured in graphs."""
+        return None
 
     def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
         move_blocks(source, target, pairs, self._configs)

@@ -8,8 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.fused_layers import LayerParts
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
 
 
@@ -72,6 +74,25 @@ class DecoderLayer:
         if self.mlp_post_norm is None and next_norm is not None and self.residual_multiplier == 1.0:
             return self.mlp.add_norm(residual, x, next_norm, ops)
         return self._add_norm(residual, self.mlp(x, ops), self.mlp_post_norm, next_norm, ops)
+
+    def parts(self, next_norm: RmsNorm | None, rope: int) -> LayerParts | None:
+        """This layer for `LayerOps.fuse_layers`; None if it has more, or other, parts. rope: index of its phases."""
+        attention, mlp = self.attention, self.mlp
+        is_plain = self.attention_post_norm is None and self.mlp_post_norm is None and self.residual_multiplier == 1.0
+        if (
+            not is_plain
+            or self.mlp_norm is None
+            or next_norm is None
+            or not isinstance(mlp, GatedMlp)
+            or mlp.gate is not None
+            or attention.projection_norm is not None
+            or attention.sinks is not None
+        ):
+            return None
+        return LayerParts(
+            qkv=attention.qkv, output=attention.output, gate_up=mlp.gate_up, down=mlp.down, qk_norm=attention.qk_norm,
+            mlp_norm=self.mlp_norm, next_norm=next_norm, spec=attention.spec, rope=rope, index=attention.index,
+        )  # fmt: skip
 
     def _add_norm(
         self, residual: Tensor, added: Tensor, post_norm: RmsNorm | None, norm: RmsNorm | None, ops: LayerOps

@@ -1,0 +1,42 @@
+// Arguments of a decode step through all layers in one call, shared by Python (`native_fused_layers.py`) and the entry point.
+#pragma once
+#include "bfloat_rows.h"
+#include "paged_decode.h"
+
+struct FusedNorm {
+  // weight of bfloat16 or float32 numbers, or null
+  const void* weight;
+  int64_t weight_dtype;
+  double eps;
+};
+
+// All numbers are bfloat16, but for phases and the weights of norms.
+struct FusedLayer {
+  BfloatMatrix qkv, output, gate_up, down;
+  // of each head of queries and keys, or null; after attention; after the MLP
+  FusedNorm qk_norm, mlp_norm, next_norm;
+  // indices into `attention` and `slots`, into `phases`, and of the layer in its cache
+  int64_t spec, rope, index;
+};
+
+struct FusedCall {
+  const FusedLayer* layers;
+  int64_t num_layers, num_rows, hidden_size;
+  // by spec: the step's decode call, whose layer, q and out are set here; slots[num_rows]
+  const DecodeCall* const* attention;
+  const int64_t* const* slots;
+  // by rope: phases[num_rows, D / 2], pairs of cosine and sine
+  const float* const* phases;
+  // residual[num_rows, H], overwritten; x[num_rows, H]: its norm, and the result
+  uint16_t* residual;
+  uint16_t* x;
+  // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I], inner[num_rows, I]
+  uint16_t* qkv;
+  uint16_t* attended;
+  uint16_t* gate_up;
+  uint16_t* inner;
+  int64_t num_threads;
+  // libgomp's GOMP_parallel and GOMP_barrier; null: one thread
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  void (*barrier)();
+};

@@ -1,0 +1,144 @@
+"""`NativeFusedLayers`: decode rows through all layers in one C++ call and one parallel region (`fused_layers.h`).
+
+Between two products of a small model, Python, torch and the start of threads take as long as the products themselves. The functions
+are those of `native_bfloat.py`, `native_layer_ops.py` and `native_attention.py`, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import POINTER, Array, byref, c_void_p, pointer
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention.attention_backend import AttentionPlan
+from pdserve.kernels.fused_layers import LayerParts
+from pdserve.kernels.linear import Linear, PackedLinear
+from pdserve.kernels.native.native_attention import CHANGED, NativeAttentionPlan
+from pdserve.kernels.native.native_bfloat import NativeBfloatRows
+from pdserve.kernels.native.native_library import (
+    NATIVE_DTYPES,
+    DecodeCall,
+    FusedCall,
+    FusedLayer,
+    FusedNorm,
+    NativeLibrary,
+)
+
+
+class NativeFusedLayers:
+    """Implements `FusedLayers`."""
+
+    def __init__(self, layers: Sequence[LayerParts], library: NativeLibrary, level: int) -> None:
+        """layers: at least one, of which `can_fuse` says True. level: index in `library.levels`."""
+        # held here: the call has addresses alone
+        self._layers = tuple(layers)
+        self._run, self._level = library.fused_layers, level
+        specs = [layer.spec for layer in layers]
+        unique = list(dict.fromkeys(specs))
+        self._first_of_spec = [specs.index(spec) for spec in unique]
+        self._num_ropes = 1 + max(layer.rope for layer in layers)
+        self._max_rows = min(linear.native_rows for layer in layers for linear in _packed(layer))
+        self._native = (FusedLayer * len(layers))()
+        for made, layer in zip(self._native, layers, strict=True):
+            made.qkv, made.output, made.gate_up, made.down = (native.matrix for native in _natives(layer))
+            if layer.qk_norm is not None:
+                made.qk_norm = _norm(layer.qk_norm.weights, layer.qk_norm.eps)
+            made.mlp_norm = _norm(layer.mlp_norm.weight, layer.mlp_norm.eps)
+            made.next_norm = _norm(layer.next_norm.weight, layer.next_norm.eps)
+            made.spec, made.rope, made.index = unique.index(layer.spec), layer.rope, layer.index
+        matrices = [[native.matrix for native in _natives(layer)] for layer in layers]
+        self._sizes = (
+            max(qkv.num_outputs for qkv, _, _, _ in matrices),
+            max(output.num_inputs for _, output, _, _ in matrices),
+            max(gate_up.num_outputs for _, _, gate_up, _ in matrices),
+            max(down.num_inputs for _, _, _, down in matrices),
+        )
+        """Numbers per row of the room for qkv, attended, gate_up and inner."""
+        self._constants = FusedCall(
+            layers=self._native, num_layers=len(layers), hidden_size=matrices[0][0].num_inputs,
+            parallel=library.parallel, barrier=library.barrier,
+        )  # fmt: skip
+        self._rooms = [torch.empty(0, dtype=torch.bfloat16)] * len(self._sizes)
+
+    def __call__(
+        self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[AttentionPlan]
+    ) -> Tensor | None:
+        num_rows = len(residual)
+        if not 0 < num_rows <= self._max_rows or residual.dtype is not torch.bfloat16:
+            return None
+        of_specs = [plans[index] for index in self._first_of_spec]
+        attention = [_decode_call(plan, num_rows) for plan in of_specs]
+        found = [call for call in attention if call is not None]
+        if len(found) < len(attention):
+            return None
+        out = x.clone(memory_format=torch.contiguous_format)
+        residual = residual.contiguous()
+        if self._rooms[0].numel() < num_rows * self._sizes[0]:
+            self._rooms = [torch.empty(num_rows * size, dtype=torch.bfloat16) for size in self._sizes]
+        qkv, attended, gate_up, inner = (room.data_ptr() for room in self._rooms)
+        angles = [phase.contiguous() for phase in phases[: self._num_ropes]]
+        slots = [plan.slot_mapping.contiguous() for plan in of_specs]
+        call = FusedCall.from_buffer_copy(self._constants)
+        call.num_rows, call.num_threads = num_rows, torch.get_num_threads()
+        call.attention = (POINTER(DecodeCall) * len(found))(*map(pointer, found))
+        call.slots, call.phases = _addresses(slots), _addresses(angles)
+        call.residual, call.x = residual.data_ptr(), out.data_ptr()
+        call.qkv, call.attended, call.gate_up, call.inner = qkv, attended, gate_up, inner
+        if self._run(byref(call), self._level):
+            raise ValueError(CHANGED)
+        return out
+
+
+def can_fuse(layer: LayerParts) -> bool:
+    """True if C++ reads all of the layer's weights."""
+    if not all(isinstance(linear, PackedLinear) and linear.native is not None for linear in _linears(layer)):
+        return False
+    spec = layer.spec
+    heads, size = spec.num_heads + spec.num_kv_heads, spec.head_dim
+    qkv, output, gate_up, down = (native.matrix for native in _natives(layer))
+    hidden = qkv.num_inputs
+    norms: list[tuple[Tensor, tuple[int, ...]]] = [
+        (layer.mlp_norm.weight, (hidden,)),
+        (layer.next_norm.weight, (hidden,)),
+    ]
+    if layer.qk_norm is not None:
+        norms.append((layer.qk_norm.weights, (heads, size)))
+    return (
+        not spec.sinks
+        and not spec.distance_bias
+        and spec.causal
+        and qkv.num_outputs == (heads + spec.num_kv_heads) * size
+        and output.num_inputs == spec.num_heads * size
+        and output.num_outputs == gate_up.num_inputs == down.num_outputs == hidden
+        and gate_up.num_outputs == 2 * down.num_inputs
+        and all(weight.is_contiguous() and weight.dtype in NATIVE_DTYPES for weight, _ in norms)
+        and all(tuple(weight.shape) == shape for weight, shape in norms)
+    )
+
+
+def _linears(layer: LayerParts) -> tuple[Linear, Linear, Linear, Linear]:
+    return layer.qkv, layer.output, layer.gate_up, layer.down
+
+
+def _packed(layer: LayerParts) -> list[PackedLinear]:
+    return [linear for linear in _linears(layer) if isinstance(linear, PackedLinear)]
+
+
+def _natives(layer: LayerParts) -> list[NativeBfloatRows]:
+    return [linear.native for linear in _packed(layer) if linear.native is not None]
+
+
+def _norm(weight: Tensor, eps: float) -> FusedNorm:
+    return FusedNorm(weight=weight.data_ptr(), weight_dtype=NATIVE_DTYPES[weight.dtype], eps=eps)
+
+
+def _decode_call(plan: AttentionPlan, num_rows: int) -> DecodeCall | None:
+    if not isinstance(plan, NativeAttentionPlan) or plan.kv_cache.dtype is not torch.bfloat16:
+        return None
+    return plan.decode_call(num_rows)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
