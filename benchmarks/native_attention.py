@@ -4,7 +4,7 @@ Each round runs every implementation once over all layers of the shape of m05 (Q
 layers), with pages in random order. Floors, with the same threads:
 
     stream    of decode rows: torch.sum over as many bytes that lie one behind the other
-    pages     of decode rows: read the same pages in the same order, each asked for two ahead: a C++ loop, compiled for this run
+    pages     of decode rows: read the same pages in the same order, each asked for one ahead: a C++ loop, compiled for this run
     products  of chunks: torch.bmm with as many multiplications, in the same dtype, without softmax
 
 One thread: processor time of the process, so that other load counts only by what it does to caches and to the core that it shares.
@@ -51,10 +51,12 @@ extern "C" int64_t read_pages(const char* pool, const int64_t* places, int64_t c
   int64_t sum = 0;
   #pragma omp parallel for reduction(+ : sum) schedule(static)
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 2 < count)
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(pool + places[i + 2] + at, 0, 1);
-    const int64_t* words = reinterpret_cast<const int64_t*>(pool + places[i]);
-    for (int64_t word = 0; word < bytes / 8; ++word) sum += words[word];
+    const char* ahead = pool + places[i + 1 < count ? i + 1 : i];
+    for (int64_t at = 0; at < bytes; at += 64) {
+      __builtin_prefetch(ahead + at, 0, 3);
+      const int64_t* words = reinterpret_cast<const int64_t*>(pool + places[i] + at);
+      for (int64_t word = 0; word < 8; ++word) sum += words[word];
+    }
   }
   return sum;
 }

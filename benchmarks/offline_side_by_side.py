@@ -6,8 +6,17 @@ at most 8 new tokens. Prompts are random token numbers, so nothing is found in a
 what a floor is, `vllm_peer.py` how vLLM's environment is made.
 
 Usage: python benchmarks/offline_side_by_side.py --model DIR [--vllm-python ENVIRONMENT/bin/python]
+       [--vllm-also DIR OPTIONS]
        [--llama-cpp ENVIRONMENT/bin/python FILE.gguf] [--openvino ENVIRONMENT/bin/python FOLDER] [--rounds 7] [--threads 2]
        [--shapes 1x128+64 8x256+64 32x128+64 1x1024+1 8x1024+64 8x4096+64 32x1024+64] [--out FILE]
+
+Drafts and int8 beside vLLM without and with its own, where `int8_checkpoint.py` has written DIR-INT8, and random weights make texts
+that repeat themselves after some hundred tokens:
+    python benchmarks/offline_side_by_side.py --model DIR --vllm-python ENVIRONMENT/bin/python --shapes 1x192+800
+        --options '{"quantization": "int8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4,
+                   "prompt_lookup_max": 4, "prompt_lookup_min": 2}}'
+        --vllm-also DIR-INT8 '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 4,
+                   "prompt_lookup_max": 4, "prompt_lookup_min": 2}}'
 
 llama.cpp and its files, float16 and 8-bit weights likewise:
     python3 -m venv FOLDER && CMAKE_ARGS=-DLLAVA_BUILD=OFF FOLDER/bin/pip install llama-cpp-python==0.3.36 gguf==0.19.0
@@ -112,6 +121,8 @@ def starts_of(options: argparse.Namespace) -> dict[str, Start]:
     starts = {OURS: Start("pdserve", Path(sys.executable), options.model, options.options)}
     if options.vllm_python is not None:
         starts["vLLM"] = Start("vLLM", options.vllm_python, options.model, options.vllm_options)
+        for model, further in options.vllm_also:
+            starts[f"vLLM {Path(model).stem} {further}"] = Start("vLLM", options.vllm_python, Path(model), further)
     for engine, given in (("llama.cpp", options.llama_cpp), ("OpenVINO", options.openvino)):
         for python, model, *further in given:
             starts[f"{engine} {Path(model).stem}"] = Start(engine, Path(python), Path(model), *further)
@@ -132,6 +143,10 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--options", default="{}", help="further options of pdserve's LLM, JSON")
     parser.add_argument("--vllm-options", default="{}", help="the same of vLLM's")
+    parser.add_argument(
+        "--vllm-also", nargs=2, action="append", default=[], metavar=("MODEL", "OPTIONS"),
+        help="a further side of vLLM's with this model and these options, JSON; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if any(len(given) not in (2, 3) for given in options.llama_cpp + options.openvino):

@@ -114,11 +114,14 @@ def test_specs_share_the_part_of_a_step_that_is_the_same(monkeypatch: pytest.Mon
     monkeypatch.setattr(KvPages, "write_rows", counted)
     case = make_case(decodes=[20, 9], heads=heads, block_size=4, dtype=torch.float32)
     backend = TorchAttentionBackend(case.kv_cache)
-    for window in (None, 6, 7):
-        backend.plan(case.batch, make_spec(heads, window=window))
+    k = torch.zeros(2, 2, 8)
+    plans = [backend.plan(case.batch, make_spec(heads, window=window)) for window in (None, 6, 7)]
+    assert num_calls == 0  # it is not made where nothing is stored in torch
+    for plan in plans:
+        plan.store(0, k, k)
     assert num_calls == 1
     other = make_case(decodes=[20, 9], heads=heads, block_size=4, dtype=torch.float32)
-    backend.plan(other.batch, make_spec(heads))
+    backend.plan(other.batch, make_spec(heads)).store(0, k, k)
     assert num_calls == 2
 
 

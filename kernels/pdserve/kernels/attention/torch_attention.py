@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,11 +53,16 @@ class StepPlan:
     def __init__(self, batch: AttentionBatch, pages: KvPages) -> None:
         batch.verify(pages.block_size)
         self.batch = batch
-        self.write_rows = pages.write_rows(batch.slot_mapping)
+        self._pages = pages
         seq_lens: list[int] = batch.seq_lens_cpu.tolist()
         self.decode_lens = seq_lens[: batch.num_decodes]
         self.chunks = _chunks(batch, seq_lens) if batch.num_decodes < len(seq_lens) else []
         self._has_clear_tails = False
+
+    @cached_property
+    def write_rows(self) -> Tensor:
+        """Of the batch's slots; not needed where C++ stores keys and values."""
+        return self._pages.write_rows(self.batch.slot_mapping)
 
     def clear_tails(self, pages: KvPages, *, is_masked: bool) -> None:
         """Zero keys after the last token of decode rows, once per batch; in blocks that are new to a row, once per block.
@@ -85,7 +91,7 @@ class TorchAttentionPlan:
         self._pages = pages
         self._spec = spec
         self._num_decodes = step.batch.num_decodes
-        self._write_rows = step.write_rows
+        self._step = step
         self._plan_decodes(step)
         self._plan_chunks(step)
 
@@ -98,7 +104,7 @@ class TorchAttentionPlan:
         self._prefills = [plan_prefill(chunk, self._pages, self._spec) for chunk in step.chunks]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._pages.store(layer, self._write_rows, k, v)
+        self._pages.store(layer, self._step.write_rows, k, v)
 
     def attend(
         self,

@@ -100,10 +100,10 @@ struct Pages {
     const char* at = reinterpret_cast<const char*>(found + offset);
     const int64_t bytes = TILE * call.head_dim * static_cast<int64_t>(sizeof(Number));
     for (int64_t byte = 0; byte < bytes; byte += 256) {
-      __builtin_prefetch(at + byte, 0, 1);
-      __builtin_prefetch(at + byte + 64, 0, 1);
-      __builtin_prefetch(at + byte + 128, 0, 1);
-      __builtin_prefetch(at + byte + 192, 0, 1);
+      __builtin_prefetch(at + byte, 0, 3);
+      __builtin_prefetch(at + byte + 64, 0, 3);
+      __builtin_prefetch(at + byte + 128, 0, 3);
+      __builtin_prefetch(at + byte + 192, 0, 3);
     }
   }
 };
@@ -258,7 +258,7 @@ OUTSIDE void weigh(const DecodeCall& call, float* scores, int64_t num_keys, int6
 // Query rows g..g + N - 1 of a KV head.
 template <int N, class Number>
 bool attend_rows(const Pages<Number>& pages, int64_t row, int64_t piece, int64_t query_head, float* partial) {
-  constexpr int64_t AHEAD = 2 * TILE;
+  constexpr int64_t AHEAD = 3 * TILE;
   const DecodeCall& call = pages.call;
   const int64_t length = call.head_dim, padded = pages.padded;
   const int64_t from = piece * PIECE_TOKENS, until = pages.end < from + PIECE_TOKENS ? pages.end : from + PIECE_TOKENS;
