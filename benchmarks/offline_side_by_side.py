@@ -2,8 +2,8 @@
 
 A process per side has loaded the model once (`offline_engine.py`); a round asks each side once per shape, and all processes of the
 other sides are stopped meanwhile. A measurement beside which other processes were busy is repeated. The first round warms up, with
-at most 8 new tokens. Prompts are random token numbers, so nothing is found in a cache. Greedy, without end of text. `floor.py` says
-what a floor is, `vllm_peer.py` how vLLM's environment is made.
+at most 8 new tokens. Prompts are random token numbers, others in each measurement, so that nothing is found in a cache. Greedy,
+without end of text. `floor.py` says what a floor is, `vllm_peer.py` how vLLM's environment is made.
 
 Usage: python benchmarks/offline_side_by_side.py --model DIR [--vllm-python ENVIRONMENT/bin/python]
        [--vllm-also DIR OPTIONS]
@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -196,11 +197,11 @@ def measured(sides: dict[str, Side], floor: Floor, workload: Workload, rounds: i
             if number == 0:
                 sides[name].seconds(short, 0)
                 continue
-            seed = number
+            seed = zlib.crc32(f"{workload} {number}".encode())
 
             def measure(side: Side = sides[name]) -> float:
                 nonlocal seed
-                seed += 1000
+                seed += 1
                 return side.seconds(workload, seed)
 
             taken[name].append(quiet(measure))

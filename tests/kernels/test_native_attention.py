@@ -151,8 +151,10 @@ def test_a_plan_has_the_room_that_grew_for_a_later_one(built: NativeLibrary) -> 
         plan.store(case.layer, case.k, case.v)
         plan.attend(case.layer, case.q, case.k, case.v)
         assert isinstance(plan, NativeAttentionPlan)
-        assert plan._decode_call.partials == backend._partials.data_ptr()
-        assert plan._prefill_call.rooms == backend._rooms.data_ptr()
+        decode, call = plan.calls()
+        assert call is not None
+        assert decode.partials == backend._partials.data_ptr()
+        assert call.rooms == backend._rooms.data_ptr()
 
 
 # ---- choice

@@ -1,4 +1,4 @@
-"""Decode rows through all layers in one C++ call: the bits of calls layer by layer, in the result and in the cache."""
+"""Few tokens through all layers in one C++ call: the bits of calls layer by layer, in the result and in the cache."""
 
 from __future__ import annotations
 
@@ -63,17 +63,26 @@ class Run:
 
     def step(self, rows: Sequence[int], length_of: Sequence[int], *, is_by_layer: bool) -> Tensor:
         """A decode step of these sequences at these lengths."""
-        lengths = [length_of[row] for row in rows]
-        slots = [
-            self.tables[row][(length - 1) // BLOCK_SIZE] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-        tables = [self.tables[row] for row in rows]
-        batch = packed_batch([length - 1 for length in lengths], slots, [1] * len(rows), lengths, tables)
-        tokens = [7 * row + length for row, length in zip(rows, lengths, strict=True)]
+        return self.mixed([(row, length_of[row], 1) for row in rows], None, is_by_layer=is_by_layer)
+
+    def mixed(
+        self, rows: Sequence[tuple[int, int, int]], output_rows: Sequence[int] | None, *, is_by_layer: bool
+    ) -> Tensor:
+        """rows: a sequence, its length behind the step, and its tokens in the step; those of one token come first."""
+        places = [(row, place) for row, length, count in rows for place in range(length - count, length)]
+        slots = [self.tables[row][place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for row, place in places]
+        batch = packed_batch(
+            [place for _, place in places],
+            slots,
+            [count for _, _, count in rows],
+            [length for _, length, _ in rows],
+            [self.tables[row] for row, _, _ in rows],
+        )
+        tokens = [(7 * row + place) % 300 for row, place in places]
         inputs = model_inputs(self.decoder, self.attention, batch, tokens, self.count)
+        chosen = None if output_rows is None else torch.tensor(output_rows, dtype=torch.int64)
         with torch.inference_mode():
-            return self.decoder.forward(replace(inputs, ops=self.ops, is_by_layer=is_by_layer))
+            return self.decoder.forward(replace(inputs, ops=self.ops, is_by_layer=is_by_layer, output_rows=chosen))
 
 
 def _decoder(folder: Path, family: str, fields: dict[str, Any]) -> Decoder:
@@ -81,6 +90,16 @@ def _decoder(folder: Path, family: str, fields: dict[str, Any]) -> Decoder:
     decoder = load_decoder(folder)
     assert isinstance(decoder, Decoder)
     return decoder
+
+
+def use_level(decoder: Decoder, library: NativeLibrary, level: str) -> None:
+    """Multiply by this instruction set layer by layer, too."""
+    for layer in decoder.layers:
+        assert isinstance(layer.mlp, GatedMlp)
+        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
+            assert isinstance(linear, PackedLinear)
+            assert linear.native is not None
+            linear.native._level = library.levels.index(level)
 
 
 FAMILIES = [
@@ -99,13 +118,8 @@ def test_one_call_has_the_bits_of_calls_by_layer(
     library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     decoder = _decoder(tmp_path, family, fields)
-    for index, level in enumerate(library.levels):
-        for layer in decoder.layers:
-            assert isinstance(layer.mlp, GatedMlp)
-            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
-                assert isinstance(linear, PackedLinear)
-                assert linear.native is not None
-                linear.native._level = index
+    for level in library.levels:
+        use_level(decoder, library, level)
         ops = NativeLayerOps(library, level)
         one, other = Run(decoder, library, ops, level), Run(decoder, library, ops, level)
         for number, rows in enumerate(([2], [0, 1], [3, 2, 7], range(len(LENGTHS)), [5], range(1, len(LENGTHS)))):
@@ -120,6 +134,36 @@ def test_one_call_has_the_bits_of_calls_by_layer(
         assert decoder._fused is not None
         assert decoder._fused[1] is not None
         assert (one.layers, other.layers) == (6, 6 * len(decoder.layers))
+
+
+CHUNKS: list[tuple[list[tuple[int, int, int]], list[int] | None]] = [
+    ([(3, 40, 40)], [39]),
+    ([(2, 290, 50)], []),  # in the middle of a prompt
+    ([(0, 1, 1), (1, 17, 1), (5, 33, 20), (7, 90, 7)], [0, 1, 21, 28]),
+    ([(4, 16, 2), (6, 5, 5)], None),
+    ([(2, 300, 64)], [0, 5, 63]),
+    ([(1, 18, 1), (4, 17, 1)], [1]),
+]
+"""Steps of chunks of prompts, some behind decode rows, and their output rows."""
+
+
+@pytest.mark.parametrize(("family", "fields"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "")
+def test_chunks_of_prompts_and_output_rows(
+    library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    decoder = _decoder(tmp_path, family, fields)
+    for level in library.levels:
+        use_level(decoder, library, level)
+        ops = NativeLayerOps(library, level)
+        one, other = Run(decoder, library, ops, level), Run(decoder, library, ops, level)
+        for number, (rows, outputs) in enumerate(CHUNKS):
+            with num_threads(1 + number % 3):
+                found = one.mixed(rows, outputs, is_by_layer=False)
+            expected = other.mixed(rows, outputs, is_by_layer=True)
+            assert len(found) == (sum(count for _, _, count in rows) if outputs is None else len(outputs))
+            assert torch.equal(found, expected), (level, number)
+            assert torch.equal(one.cache.view(torch.int16), other.cache.view(torch.int16)), (level, number)
+        assert (one.layers, other.layers) == (len(CHUNKS), len(CHUNKS) * len(decoder.layers))
 
 
 def test_other_families_and_operations_compute_layer_by_layer(library: NativeLibrary, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`FusedLayers`: decode rows through all layers of a decoder in one call, where an implementation of `LayerOps` can."""
+"""`FusedLayers`: a step of few tokens through all layers of a decoder in one call, where an implementation of `LayerOps` can."""
 
 from __future__ import annotations
 
@@ -40,11 +40,17 @@ class FusedLayers(Protocol):
     """All layers of one decoder. One thread at a time calls it."""
 
     def __call__(
-        self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[AttentionPlan]
+        self,
+        residual: Tensor,
+        x: Tensor,
+        phases: Sequence[Tensor],
+        plans: Sequence[AttentionPlan],
+        output_rows: Tensor | None,
     ) -> Tensor | None:
-        """Write keys and values of decode rows into the cache, and compute the last norm; None, and nothing is written, for steps
-        that it leaves to calls layer by layer. The result has the bits of those.
+        """Write keys and values of a step's tokens into the cache, and compute the last norm; None, and nothing is written, for
+        steps that it leaves to calls layer by layer. The result has the bits of those.
 
         residual `[T, H]`, overwritten; x `[T, H]`: its first norm; phases: `[T, 1, D / 2]` by `LayerParts.rope`; plans: of each
-        layer -> `[T, H]`. Raises: ValueError for a block number outside the cache.
+        layer; output_rows: `[N]` int64, ascending, None: all T -> `[N, H]`. Raises: ValueError for a slot or a block number outside
+        the cache.
         """

@@ -164,7 +164,7 @@ class Decoder:
         self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[AttentionPlan], inputs: ModelInputs
     ) -> Tensor | None:
         """The last hidden states; None if the layers are to be called one by one. Arguments: of the first layer."""
-        if inputs.is_by_layer or inputs.deepstack or inputs.output_rows is not None:
+        if inputs.is_by_layer or inputs.deepstack:
             return None
         if self._fused is None or self._fused[0] is not inputs.ops:
             kinds = zip(self._layers, self._norms[1:], self._rope_indices, strict=True)
@@ -175,7 +175,7 @@ class Decoder:
             return None
         if inputs.before_layer is not None:
             inputs.before_layer()
-        return fused(residual, x, phases, [plans[index] for index in self._spec_indices])
+        return fused(residual, x, phases, [plans[index] for index in self._spec_indices], inputs.output_rows)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -61,7 +61,7 @@ class StepPlan:
 
     @cached_property
     def write_rows(self) -> Tensor:
-        """Of the batch's slots; not needed where C++ stores keys and values."""
+        """`KvPages.write_rows` of the batch's slots. Made when torch stores: C++ needs none."""
         return self._pages.write_rows(self.batch.slot_mapping)
 
     def clear_tails(self, pages: KvPages, *, is_masked: bool) -> None:

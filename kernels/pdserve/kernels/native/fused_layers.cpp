@@ -1,22 +1,25 @@
-// A decode step through all layers in one call and one parallel region: the functions of `paged_decode.h`, `layer_rows.h` and
-// `bfloat_rows.h` in the order of a decoder layer, so that the result has the bits of calls one by one.
+// A step of few tokens through all layers in one call and one parallel region: the functions of `paged_decode.h`, `paged_prefill.h`,
+// `layer_rows.h` and `bfloat_rows.h` in the order of a decoder layer, so that the result has the bits of calls one by one.
 #include "fused_layers.h"
 
 #include "layer_rows.h"
 #include "levels.h"
 
 extern const Level LEVEL_BASELINE;
+extern const PrefillLevel PREFILL_LEVEL_BASELINE;
 extern const LayerLevel LAYER_LEVEL_BASELINE;
 extern const BfloatLevel BFLOAT_LEVEL_BASELINE;
 #ifdef HAS_X86_LEVELS
 extern const Level LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512_BF16;
+extern const PrefillLevel PREFILL_LEVEL_AVX2, PREFILL_LEVEL_AVX512, PREFILL_LEVEL_AVX512_BF16;
 extern const LayerLevel LAYER_LEVEL_AVX2, LAYER_LEVEL_AVX512, LAYER_LEVEL_AVX512_BF16;
 extern const BfloatLevel BFLOAT_LEVEL_AVX2, BFLOAT_LEVEL_AVX512, BFLOAT_LEVEL_AVX512_BF16;
 #endif
 
 namespace {
 
-const Level* const ATTENTION_LEVELS[] = ALL_LEVELS(&LEVEL);
+const Level* const DECODE_LEVELS[] = ALL_LEVELS(&LEVEL);
+const PrefillLevel* const PREFILL_LEVELS[] = ALL_LEVELS(&PREFILL_LEVEL);
 const LayerLevel* const LAYER_LEVELS[] = ALL_LEVELS(&LAYER_LEVEL);
 const BfloatLevel* const BFLOAT_LEVELS[] = ALL_LEVELS(&BFLOAT_LEVEL);
 
@@ -27,18 +30,23 @@ constexpr int64_t PARTS = 4;
 
 struct Work {
   const FusedCall* call;
-  const Level* attention;
+  const Level* decode;
+  const PrefillLevel* prefill;
   const LayerLevel* layer;
   const BfloatLevel* bfloat;
   int64_t num_threads;
   // of the stage that runs and of the one before it
   int64_t next_task[2];
-  int64_t is_bad;
+  int64_t next_thread, is_bad;
 };
 
 // One thread's way through the stages; all threads pass the same stages in the same order.
 struct Thread {
   Work& work;
+  int64_t number;
+  // the residual stream: all rows of the step, then those of the result
+  uint16_t* residual;
+  int64_t num_rows;
   int64_t stage;
 
   // Calls task(number) for each number below `num_tasks`, in one of the threads; ends when all have ended.
@@ -70,7 +78,7 @@ void multiply(Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uin
   call.x_stride = matrix.num_inputs;
   call.out = out;
   call.out_stride = matrix.num_outputs;
-  call.num_rows = thread.work.call->num_rows;
+  call.num_rows = thread.num_rows;
   call.adds = adds;
   thread.run(num_channel_blocks(matrix), [&](int64_t block) { thread.work.bfloat->multiply_block(call, block); });
 }
@@ -78,7 +86,7 @@ void multiply(Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uin
 void normalise(Thread& thread, const FusedNorm& norm) {
   const FusedCall& step = *thread.work.call;
   LayerCall call = {};
-  call.x = step.residual;
+  call.x = thread.residual;
   call.out = step.x;
   call.x_stride = call.out_stride = call.size = step.hidden_size;
   call.weight = norm.weight;
@@ -86,7 +94,7 @@ void normalise(Thread& thread, const FusedNorm& norm) {
   call.weight_dtype = norm.weight_dtype;
   call.num_heads = 1;
   call.eps = norm.eps;
-  thread.run(step.num_rows, [&](int64_t row) { thread.work.layer->norm(call, row); });
+  thread.run(thread.num_rows, [&](int64_t row) { thread.work.layer->norm(call, row); });
 }
 
 // Rotates queries and keys of a row, and writes keys and values to its slot. False for a slot outside the cache.
@@ -106,47 +114,83 @@ bool store(const DecodeCall& pages, const uint16_t* row_of_qkv, int64_t slot, in
   return true;
 }
 
-void attend(Thread& thread, const FusedLayer& layer) {
+// Rotates queries and keys, and writes keys and values of all rows.
+void rotate_and_store(Thread& thread, const FusedLayer& layer) {
   Work& work = thread.work;
   const FusedCall& step = *work.call;
-  const DecodeCall& pages = *step.attention[layer.spec];
-  const int64_t num_query_heads = pages.num_kv_heads * pages.group_size;
-
-  LayerCall rotation = {};
-  rotation.x = step.qkv;
-  rotation.x_stride = (num_query_heads + 2 * pages.num_kv_heads) * pages.head_dim;
-  rotation.phases = step.phases[layer.rope];
-  rotation.weight = layer.qk_norm.weight;
-  rotation.dtype = BFLOAT16;
-  rotation.weight_dtype = layer.qk_norm.weight_dtype;
-  rotation.num_heads = num_query_heads + pages.num_kv_heads;
-  rotation.size = pages.head_dim;
-  rotation.eps = layer.qk_norm.eps;
+  const DecodeCall& pages = *step.decodes[layer.spec];
+  LayerCall call = {};
+  call.x = step.qkv;
+  call.x_stride = layer.qkv.num_outputs;
+  call.phases = step.phases[layer.rope];
+  call.weight = layer.qk_norm.weight;
+  call.dtype = BFLOAT16;
+  call.weight_dtype = layer.qk_norm.weight_dtype;
+  call.num_heads = pages.num_kv_heads * (pages.group_size + 1);
+  call.size = pages.head_dim;
+  call.eps = layer.qk_norm.eps;
   thread.run(step.num_rows, [&](int64_t row) {
-    work.layer->rotate(rotation, row);
-    if (!store(pages, step.qkv + row * rotation.x_stride, step.slots[layer.spec][row], layer.index))
+    work.layer->rotate(call, row);
+    if (!store(pages, step.qkv + row * call.x_stride, step.slots[layer.spec][row], layer.index))
       __atomic_store_n(&work.is_bad, 1, __ATOMIC_RELAXED);
   });
+}
 
-  DecodeCall call = pages;
+void attend_decodes(Thread& thread, const FusedLayer& layer) {
+  Work& work = thread.work;
+  DecodeCall call = *work.call->decodes[layer.spec];
+  if (!call.num_seqs) return;
   call.layer = layer.index;
-  call.q = step.qkv;
-  call.q_stride = rotation.x_stride;
+  call.q = work.call->qkv;
+  call.q_stride = layer.qkv.num_outputs;
   call.q_head_stride = call.head_dim;
-  call.out = step.attended;
-  const int64_t partial_size = call.group_size * (call.head_dim + 2);
+  call.out = work.call->attended;
+  const int64_t partial_size = call.group_size * (call.head_dim + 2), num_heads = call.num_kv_heads * call.group_size;
   thread.run(call.piece_starts[call.num_seqs] * call.num_kv_heads, [&](int64_t task) {
     const int64_t piece = task / call.num_kv_heads, head = task % call.num_kv_heads;
     int64_t row = 0;
     while (call.piece_starts[row + 1] <= piece) ++row;
     const int64_t number = first_key(call, row) / PIECE_TOKENS + piece - call.piece_starts[row];
-    if (!work.attention->attend_piece(call, row, number, head, call.partials + task * partial_size))
+    if (!work.decode->attend_piece(call, row, number, head, call.partials + task * partial_size))
       __atomic_store_n(&work.is_bad, 1, __ATOMIC_RELAXED);
   });
   // after a bad block number there may be pieces that nobody has written; their sums are of no use, and of no harm
-  thread.run(step.num_rows * num_query_heads, [&](int64_t task) {
-    work.attention->join_pieces(call, task / num_query_heads, task % num_query_heads);
+  thread.run(call.num_seqs * num_heads, [&](int64_t task) { work.decode->join_pieces(call, task / num_heads, task % num_heads); });
+}
+
+void attend_chunks(Thread& thread, const FusedLayer& layer) {
+  Work& work = thread.work;
+  if (!work.call->chunks[layer.spec]) return;
+  PrefillCall call = *work.call->chunks[layer.spec];
+  call.layer = layer.index;
+  call.q = work.call->qkv;
+  call.q_stride = layer.qkv.num_outputs;
+  call.q_head_stride = call.head_dim;
+  call.out = work.call->attended;
+  float* room = call.rooms + thread.number * room_size(call.head_dim);
+  const int64_t num_tasks = call.task_starts[call.num_chunks];
+  thread.run(num_tasks, [&](int64_t number) {
+    const int64_t task = num_tasks - 1 - number;  // the last rows of a chunk take the longest
+    int64_t chunk = 0;
+    while (call.task_starts[chunk + 1] <= task) ++chunk;
+    const int64_t part = task - call.task_starts[chunk];
+    if (!work.prefill->attend_rows(call, chunk, part % call.num_kv_heads, part / call.num_kv_heads, room))
+      __atomic_store_n(&work.is_bad, 1, __ATOMIC_RELAXED);
   });
+}
+
+// Goes on with the rows of the result alone. Returns their attention.
+uint16_t* choose_rows(Thread& thread, int64_t size) {
+  const FusedCall& step = *thread.work.call;
+  // queries are no longer needed
+  thread.run(step.num_outputs, [&](int64_t number) {
+    const int64_t row = step.output_rows[number], hidden = step.hidden_size;
+    __builtin_memcpy(step.chosen + number * hidden, step.residual + row * hidden, 2 * hidden);
+    __builtin_memcpy(step.qkv + number * size, step.attended + row * size, 2 * size);
+  });
+  thread.residual = step.chosen;
+  thread.num_rows = step.num_outputs;
+  return step.qkv;
 }
 
 void gate(Thread& thread, int64_t inner_size) {
@@ -158,22 +202,29 @@ void gate(Thread& thread, int64_t inner_size) {
   call.out_stride = call.size = inner_size;
   call.dtype = BFLOAT16;
   call.num_heads = 2;
-  thread.run(step.num_rows, [&](int64_t row) { thread.work.layer->gate(call, row); });
+  thread.run(thread.num_rows, [&](int64_t row) { thread.work.layer->gate(call, row); });
 }
 
 void run_layers(void* data) {
   Work& work = *static_cast<Work*>(data);
   const FusedCall& step = *work.call;
-  Thread thread = {work, 0};
+  const int64_t number = __atomic_fetch_add(&work.next_thread, 1, __ATOMIC_RELAXED);
+  Thread thread = {work, number, step.residual, step.num_rows, 0};
   for (int64_t index = 0; index < step.num_layers; ++index) {
     const FusedLayer& layer = step.layers[index];
+    const bool is_chosen = step.output_rows && index + 1 == step.num_layers;
+    uint16_t* attended = step.attended;
     multiply(thread, layer.qkv, step.x, step.qkv, 0);
-    attend(thread, layer);
-    multiply(thread, layer.output, step.attended, step.residual, 1);
+    rotate_and_store(thread, layer);
+    if (is_chosen && !step.num_outputs) return;
+    attend_decodes(thread, layer);
+    attend_chunks(thread, layer);
+    if (is_chosen) attended = choose_rows(thread, layer.output.num_inputs);
+    multiply(thread, layer.output, attended, thread.residual, 1);
     normalise(thread, layer.mlp_norm);
     multiply(thread, layer.gate_up, step.x, step.gate_up, 0);
     gate(thread, layer.down.num_inputs);
-    multiply(thread, layer.down, step.inner, step.residual, 1);
+    multiply(thread, layer.down, step.inner, thread.residual, 1);
     normalise(thread, layer.next_norm);
   }
 }
@@ -199,7 +250,7 @@ PUBLIC int64_t pdserve_fused_layers(const FusedCall* given, int64_t level) {
   int64_t num_threads = worth < call.num_threads ? worth : call.num_threads;
   if (!call.parallel || !call.barrier || num_threads < 1) num_threads = 1;
   const int chosen = found[level];
-  Work work = {given, ATTENTION_LEVELS[chosen], LAYER_LEVELS[chosen], BFLOAT_LEVELS[chosen], num_threads, {0, 0}, 0};
+  Work work = {given, DECODE_LEVELS[chosen], PREFILL_LEVELS[chosen], LAYER_LEVELS[chosen], BFLOAT_LEVELS[chosen], num_threads, {0, 0}, 0, 0};
   if (num_threads > 1) {
     call.parallel(run_layers, &work, static_cast<unsigned>(num_threads), 0);
   } else {

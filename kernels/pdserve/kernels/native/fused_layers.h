@@ -1,7 +1,8 @@
-// Arguments of a decode step through all layers in one call, shared by Python (`native_fused_layers.py`) and the entry point.
+// Arguments of a step of few tokens through all layers in one call, shared by Python (`native_fused_layers.py`) and the entry point.
 #pragma once
 #include "bfloat_rows.h"
 #include "paged_decode.h"
+#include "paged_prefill.h"
 
 struct FusedNorm {
   // weight of bfloat16 or float32 numbers, or null
@@ -22,19 +23,26 @@ struct FusedLayer {
 struct FusedCall {
   const FusedLayer* layers;
   int64_t num_layers, num_rows, hidden_size;
-  // by spec: the step's decode call, whose layer, q and out are set here; slots[num_rows]
-  const DecodeCall* const* attention;
+  // by spec: the step's calls, whose layer, q and out are set here; of decode rows, which come first and may be none, and of chunks of
+  // prompts, or null; slots[num_rows]
+  const DecodeCall* const* decodes;
+  const PrefillCall* const* chunks;
   const int64_t* const* slots;
   // by rope: phases[num_rows, D / 2], pairs of cosine and sine
   const float* const* phases;
   // residual[num_rows, H], overwritten; x[num_rows, H]: its norm, and the result
   uint16_t* residual;
   uint16_t* x;
-  // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I], inner[num_rows, I]
+  // output_rows[num_outputs]: rows of the result, or null for all; the last layer computes no others behind its attention
+  const int64_t* output_rows;
+  int64_t num_outputs;
+  // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I], inner[num_rows, I],
+  // chosen[num_rows, H]
   uint16_t* qkv;
   uint16_t* attended;
   uint16_t* gate_up;
   uint16_t* inner;
+  uint16_t* chosen;
   int64_t num_threads;
   // libgomp's GOMP_parallel and GOMP_barrier; null: one thread
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);

@@ -66,9 +66,13 @@ class NativeAttentionBackend(TorchAttentionBackend):
 
     def attend_chunks(self, call: PrefillCall) -> None:
         """Write the rows of `call.out` that belong to its chunks."""
-        call.rooms = self._rooms.data_ptr()
+        self.give_rooms(call)
         if self._native_library.paged_prefill(byref(call), self._level):
             raise ValueError(CHANGED)
+
+    def give_rooms(self, call: PrefillCall) -> None:
+        """Set `call.rooms`, for the same reason."""
+        call.rooms = self._rooms.data_ptr()
 
     def prepare_decode(self, call: DecodeCall, partial_size: int) -> None:
         """Fill `call.piece_starts`, and give the call room for its pieces, shared by all plans.
@@ -127,6 +131,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
 
     def _plan_chunks(self, step: StepPlan) -> None:
         first, size = self._num_decodes, len(self._lens) - self._num_decodes
+        self._prefill_call: PrefillCall | None = None
         if not size:
             return
         self._query_starts = step.batch.query_start_loc_cpu.contiguous()
@@ -140,15 +145,15 @@ class NativeAttentionPlan(TorchAttentionPlan):
         self._fill(call)
         self._backend.prepare_prefill(call, first)
 
-    def decode_call(self, num_rows: int) -> DecodeCall | None:
-        """The call for all of the step's `num_rows` rows, without its layer, queries and output; None if not all are decode rows.
+    def calls(self) -> tuple[DecodeCall, PrefillCall | None]:
+        """Return the calls for decode rows, which come first and may be none, and for chunks, without layer, queries and output.
 
         Valid until the next plan.
         """
-        if self._num_decodes != num_rows or len(self._lens) != num_rows:
-            return None
         self._backend.give_room(self._decode_call)
-        return self._decode_call
+        if self._prefill_call is not None:
+            self._backend.give_rooms(self._prefill_call)
+        return self._decode_call, self._prefill_call
 
     def _fill(self, call: DecodeCall | PrefillCall) -> None:
         """Set what is the same for decode rows and chunks."""
@@ -171,8 +176,10 @@ class NativeAttentionPlan(TorchAttentionPlan):
 
     def _attend_chunks(self, layer: int, queries: Tensor, k: Tensor, v: Tensor, out: Tensor, more: ScoreTerms) -> None:
         """Keys and values are read in the pages, where `store` wrote those of this step."""
-        held = self._set_rows(self._prefill_call, layer, queries, out)
-        self._backend.attend_chunks(self._prefill_call)
+        call = self._prefill_call
+        assert call is not None
+        held = self._set_rows(call, layer, queries, out)
+        self._backend.attend_chunks(call)
         del held
 
     def _set_rows(self, call: DecodeCall | PrefillCall, layer: int, queries: Tensor, out: Tensor) -> Tensor:

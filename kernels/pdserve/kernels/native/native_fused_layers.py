@@ -1,4 +1,4 @@
-"""`NativeFusedLayers`: decode rows through all layers in one C++ call and one parallel region (`fused_layers.h`).
+"""`NativeFusedLayers`: a step of few tokens through all layers in one C++ call and one parallel region (`fused_layers.h`).
 
 Between two products of a small model, Python, torch and the start of threads take as long as the products themselves. The functions
 are those of `native_bfloat.py`, `native_layer_ops.py` and `native_attention.py`, and so are the bits.
@@ -24,6 +24,7 @@ from pdserve.kernels.native.native_library import (
     FusedLayer,
     FusedNorm,
     NativeLibrary,
+    PrefillCall,
 )
 
 
@@ -54,8 +55,9 @@ class NativeFusedLayers:
             max(output.num_inputs for _, output, _, _ in matrices),
             max(gate_up.num_outputs for _, _, gate_up, _ in matrices),
             max(down.num_inputs for _, _, _, down in matrices),
+            matrices[0][0].num_inputs,
         )
-        """Numbers per row of the room for qkv, attended, gate_up and inner."""
+        """Numbers per row of the room for qkv, attended, gate_up, inner and chosen."""
         self._constants = FusedCall(
             layers=self._native, num_layers=len(layers), hidden_size=matrices[0][0].num_inputs,
             parallel=library.parallel, barrier=library.barrier,
@@ -63,29 +65,42 @@ class NativeFusedLayers:
         self._rooms = [torch.empty(0, dtype=torch.bfloat16)] * len(self._sizes)
 
     def __call__(
-        self, residual: Tensor, x: Tensor, phases: Sequence[Tensor], plans: Sequence[AttentionPlan]
+        self,
+        residual: Tensor,
+        x: Tensor,
+        phases: Sequence[Tensor],
+        plans: Sequence[AttentionPlan],
+        output_rows: Tensor | None,
     ) -> Tensor | None:
         num_rows = len(residual)
         if not 0 < num_rows <= self._max_rows or residual.dtype is not torch.bfloat16:
             return None
-        of_specs = [plans[index] for index in self._first_of_spec]
-        attention = [_decode_call(plan, num_rows) for plan in of_specs]
-        found = [call for call in attention if call is not None]
-        if len(found) < len(attention):
+        of_specs = [_native_plan(plans[index]) for index in self._first_of_spec]
+        found = [plan for plan in of_specs if plan is not None]
+        if len(found) < len(of_specs):
             return None
         out = x.clone(memory_format=torch.contiguous_format)
         residual = residual.contiguous()
         if self._rooms[0].numel() < num_rows * self._sizes[0]:
             self._rooms = [torch.empty(num_rows * size, dtype=torch.bfloat16) for size in self._sizes]
-        qkv, attended, gate_up, inner = (room.data_ptr() for room in self._rooms)
         angles = [phase.contiguous() for phase in phases[: self._num_ropes]]
-        slots = [plan.slot_mapping.contiguous() for plan in of_specs]
+        slots = [plan.slot_mapping.contiguous() for plan in found]
+        decodes, chunks = zip(*(plan.calls() for plan in found), strict=True)
         call = FusedCall.from_buffer_copy(self._constants)
         call.num_rows, call.num_threads = num_rows, torch.get_num_threads()
-        call.attention = (POINTER(DecodeCall) * len(found))(*map(pointer, found))
+        call.decodes = (POINTER(DecodeCall) * len(found))(*map(pointer, decodes))
+        of_chunks = (POINTER(PrefillCall)() if chunk is None else pointer(chunk) for chunk in chunks)
+        call.chunks = (POINTER(PrefillCall) * len(found))(*of_chunks)
         call.slots, call.phases = _addresses(slots), _addresses(angles)
         call.residual, call.x = residual.data_ptr(), out.data_ptr()
-        call.qkv, call.attended, call.gate_up, call.inner = qkv, attended, gate_up, inner
+        call.qkv, call.attended, call.gate_up, call.inner, call.chosen = (room.data_ptr() for room in self._rooms)
+        if output_rows is not None:
+            output_rows = output_rows.contiguous()
+            call.output_rows, call.num_outputs = output_rows.data_ptr(), len(output_rows)
+            out = out[: len(output_rows)]
+            if not len(output_rows):
+                # a null address means all rows
+                call.output_rows = slots[0].data_ptr()
         if self._run(byref(call), self._level):
             raise ValueError(CHANGED)
         return out
@@ -134,10 +149,9 @@ def _norm(weight: Tensor, eps: float) -> FusedNorm:
     return FusedNorm(weight=weight.data_ptr(), weight_dtype=NATIVE_DTYPES[weight.dtype], eps=eps)
 
 
-def _decode_call(plan: AttentionPlan, num_rows: int) -> DecodeCall | None:
-    if not isinstance(plan, NativeAttentionPlan) or plan.kv_cache.dtype is not torch.bfloat16:
-        return None
-    return plan.decode_call(num_rows)
+def _native_plan(plan: AttentionPlan) -> NativeAttentionPlan | None:
+    """The plan if C++ reads its pages, in bfloat16."""
+    return plan if isinstance(plan, NativeAttentionPlan) and plan.kv_cache.dtype is torch.bfloat16 else None
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:

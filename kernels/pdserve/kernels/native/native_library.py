@@ -140,9 +140,10 @@ class FusedCall(ctypes.Structure):
 
     _fields_ = (
         ("layers", POINTER(FusedLayer)), ("num_layers", c_int64), ("num_rows", c_int64), ("hidden_size", c_int64),
-        ("attention", POINTER(POINTER(DecodeCall))), ("slots", POINTER(c_void_p)), ("phases", POINTER(c_void_p)),
-        ("residual", c_void_p), ("x", c_void_p), ("qkv", c_void_p), ("attended", c_void_p), ("gate_up", c_void_p),
-        ("inner", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p), ("barrier", c_void_p),
+        ("decodes", POINTER(POINTER(DecodeCall))), ("chunks", POINTER(POINTER(PrefillCall))), ("slots", POINTER(c_void_p)),
+        ("phases", POINTER(c_void_p)), ("residual", c_void_p), ("x", c_void_p), ("output_rows", c_void_p),
+        ("num_outputs", c_int64), ("qkv", c_void_p), ("attended", c_void_p), ("gate_up", c_void_p), ("inner", c_void_p),
+        ("chosen", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p), ("barrier", c_void_p),
     )  # fmt: skip
 
 
