@@ -36,6 +36,10 @@ SHAPE = {
 }
 
 
+Step = tuple[Sequence[tuple[int, int, int]], Sequence[int] | None]
+"""Arguments of `Run.mixed`."""
+
+
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -113,30 +117,40 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "fields"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "")
-def test_one_call_has_the_bits_of_calls_by_layer(
-    library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
-) -> None:
-    decoder = _decoder(tmp_path, family, fields)
+def assert_same_bits(library: NativeLibrary, decoder: Decoder, steps: Sequence[Step]) -> None:
+    """One call and calls by layer have equal results and caches, at every instruction set; the first is indeed one call."""
     for level in library.levels:
         use_level(decoder, library, level)
         ops = NativeLayerOps(library, level)
         one, other = Run(decoder, library, ops, level), Run(decoder, library, ops, level)
-        for number, rows in enumerate(([2], [0, 1], [3, 2, 7], range(len(LENGTHS)), [5], range(1, len(LENGTHS)))):
-            lengths = [length + number % 4 for length in LENGTHS]
+        for number, (rows, outputs) in enumerate(steps):
             with num_threads(1 + number % 3):
-                found = one.step(list(rows), lengths, is_by_layer=False)
-            expected = other.step(list(rows), lengths, is_by_layer=True)
+                found = one.mixed(rows, outputs, is_by_layer=False)
+            expected = other.mixed(rows, outputs, is_by_layer=True)
+            assert len(found) == (sum(count for _, _, count in rows) if outputs is None else len(outputs))
             assert found.isfinite().all()
             assert torch.equal(found, expected), (level, number)
-            assert torch.equal(one.cache.view(torch.int16), other.cache.view(torch.int16))
-        # the first was indeed one call, and beats once
+            assert torch.equal(one.cache.view(torch.int16), other.cache.view(torch.int16)), (level, number)
         assert decoder._fused is not None
         assert decoder._fused[1] is not None
-        assert (one.layers, other.layers) == (6, 6 * len(decoder.layers))
+        assert (one.layers, other.layers) == (len(steps), len(steps) * len(decoder.layers))
 
 
-CHUNKS: list[tuple[list[tuple[int, int, int]], list[int] | None]] = [
+DECODES = ([2], [0, 1], [3, 2, 7], range(len(LENGTHS)), [5], range(1, len(LENGTHS)))
+"""Sequences of decode steps."""
+
+
+@pytest.mark.parametrize(("family", "fields"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "")
+def test_one_call_has_the_bits_of_calls_by_layer(
+    library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
+) -> None:
+    steps: list[Step] = [
+        ([(row, LENGTHS[row] + number % 4, 1) for row in rows], None) for number, rows in enumerate(DECODES)
+    ]
+    assert_same_bits(library, _decoder(tmp_path, family, fields), steps)
+
+
+CHUNKS: list[Step] = [
     ([(3, 40, 40)], [39]),
     ([(2, 290, 50)], []),  # in the middle of a prompt
     ([(0, 1, 1), (1, 17, 1), (5, 33, 20), (7, 90, 7)], [0, 1, 21, 28]),
@@ -151,19 +165,7 @@ CHUNKS: list[tuple[list[tuple[int, int, int]], list[int] | None]] = [
 def test_chunks_of_prompts_and_output_rows(
     library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
-    decoder = _decoder(tmp_path, family, fields)
-    for level in library.levels:
-        use_level(decoder, library, level)
-        ops = NativeLayerOps(library, level)
-        one, other = Run(decoder, library, ops, level), Run(decoder, library, ops, level)
-        for number, (rows, outputs) in enumerate(CHUNKS):
-            with num_threads(1 + number % 3):
-                found = one.mixed(rows, outputs, is_by_layer=False)
-            expected = other.mixed(rows, outputs, is_by_layer=True)
-            assert len(found) == (sum(count for _, _, count in rows) if outputs is None else len(outputs))
-            assert torch.equal(found, expected), (level, number)
-            assert torch.equal(one.cache.view(torch.int16), other.cache.view(torch.int16)), (level, number)
-        assert (one.layers, other.layers) == (len(CHUNKS), len(CHUNKS) * len(decoder.layers))
+    assert_same_bits(library, _decoder(tmp_path, family, fields), CHUNKS)
 
 
 def test_other_families_and_operations_compute_layer_by_layer(library: NativeLibrary, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ void run_layers(void* data) {
   Thread thread = {work, number, step.residual, step.num_rows, 0};
   for (int64_t index = 0; index < step.num_layers; ++index) {
     const FusedLayer& layer = step.layers[index];
-    const bool is_chosen = step.output_rows && index + 1 == step.num_layers;
+    const bool is_chosen = step.num_outputs >= 0 && index + 1 == step.num_layers;
     uint16_t* attended = step.attended;
     multiply(thread, layer.qkv, step.x, step.qkv, 0);
     rotate_and_store(thread, layer);

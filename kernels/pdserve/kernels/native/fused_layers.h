@@ -33,7 +33,7 @@ struct FusedCall {
   // residual[num_rows, H], overwritten; x[num_rows, H]: its norm, and the result
   uint16_t* residual;
   uint16_t* x;
-  // output_rows[num_outputs]: rows of the result, or null for all; the last layer computes no others behind its attention
+  // output_rows[num_outputs]: rows of the result, -1 for all; the last layer computes no others behind its attention
   const int64_t* output_rows;
   int64_t num_outputs;
   // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I], inner[num_rows, I],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.native.native_library import BfloatCall, BfloatMatrix, NativeLibrary
+from pdserve.kernels.native.native_rows import NativeRows
 
 _PAIR, _CHANNELS = 2, 64
 """Inputs side by side; channels of a block."""
@@ -47,7 +48,7 @@ def packed_inputs(packed: Tensor, weight: Tensor) -> int | None:
     return padded if torch.equal(found, expected) else None
 
 
-class NativeBfloatRows:
+class NativeBfloatRows(NativeRows):
     """`x W^T + bias` over a weight that oneDNN packed."""
 
     def __init__(
@@ -60,10 +61,11 @@ class NativeBfloatRows:
         level: str | None = None,
     ) -> None:
         """padded: of `packed_inputs`. weight: `[out, in]`, not kept. level: one of `library.levels`; default: the fastest."""
+        super().__init__(len(weight))
         # held here: the call has addresses alone
         self._packed = packed
         self._bias = None if bias is None else bias.float().contiguous()
-        self._num_outputs, self._num_inputs = weight.shape
+        self._num_inputs = weight.shape[1]
         self._level = 0 if level is None else library.levels.index(level)
         self._multiply = library.multiply_bfloats
         self.matrix = BfloatMatrix(
@@ -72,17 +74,6 @@ class NativeBfloatRows:
         )  # fmt: skip
         """The weight for C++; its addresses are valid as long as this object."""
         self._constants = BfloatCall(matrix=self.matrix, parallel=library.parallel)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """bfloat16 `[T, in]` -> `[T, out]`."""
-        out = torch.empty(len(x), self._num_outputs, dtype=torch.bfloat16)
-        self._run(x, out, 0)
-        return out
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual: bfloat16 `[T, out]`, whose rows are contiguous; overwritten with the sum."""
-        self._run(x, residual, 1)
-        return residual
 
     def _run(self, x: Tensor, out: Tensor, adds: int) -> None:
         if x.shape[1] != self._num_inputs or out.shape != (len(x), self._num_outputs):

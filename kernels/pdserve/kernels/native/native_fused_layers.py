@@ -60,7 +60,7 @@ class NativeFusedLayers:
         """Numbers per row of the room for qkv, attended, gate_up, inner and chosen."""
         self._constants = FusedCall(
             layers=self._native, num_layers=len(layers), hidden_size=matrices[0][0].num_inputs,
-            parallel=library.parallel, barrier=library.barrier,
+            num_outputs=-1, parallel=library.parallel, barrier=library.barrier,
         )  # fmt: skip
         self._rooms = [torch.empty(0, dtype=torch.bfloat16)] * len(self._sizes)
 
@@ -98,9 +98,6 @@ class NativeFusedLayers:
             output_rows = output_rows.contiguous()
             call.output_rows, call.num_outputs = output_rows.data_ptr(), len(output_rows)
             out = out[: len(output_rows)]
-            if not len(output_rows):
-                # a null address means all rows
-                call.output_rows = slots[0].data_ptr()
         if self._run(byref(call), self._level):
             raise ValueError(CHANGED)
         return out

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, Int8Call, NativeLibrary
+from pdserve.kernels.native.native_rows import NativeRows
 
 _ZERO = 128
 _QUAD, _CHANNELS, _INPUT_UNIT = 4, 64, 64
@@ -75,7 +76,7 @@ def _is_onednn_blocked(num_outputs: int, num_inputs: int) -> bool:
     return torch.equal(found, expected)
 
 
-class NativeInt8Rows:
+class NativeInt8Rows(NativeRows):
     """`x W^T * scales * x_scales + bias` over blocked values."""
 
     def __init__(
@@ -89,12 +90,13 @@ class NativeInt8Rows:
     ) -> None:
         """plain: the same values `[out, in]`; not kept. scales: float32 `[out]`. level: one of `library.int8_levels`; default: the
         fastest."""
+        super().__init__(len(plain))
         # held here: the call has addresses alone
         self._values = values
         self._offsets = plain.sum(1, dtype=torch.int32).mul_(_ZERO)
         self._scales = scales.contiguous()
         self._bias = None if bias is None else bias.float().contiguous()
-        self._num_outputs, self._num_inputs = plain.shape
+        self._num_inputs = plain.shape[1]
         self._level = 0 if level is None else library.int8_levels.index(level)
         self._multiply = library.multiply_rows
         self.constants = Int8Call(
@@ -103,17 +105,6 @@ class NativeInt8Rows:
             num_outputs=self._num_outputs, padded=values.padded, parallel=library.parallel,
         )  # fmt: skip
         """The fields of a call that do not change. Their addresses are valid as long as this object."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """float32 or bfloat16 `[T, in]` -> `[T, out]` in its dtype."""
-        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype)
-        self._run(x, out, 0)
-        return out
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual `[T, out]` in the dtype of x, overwritten with the sum."""
-        self._run(x, residual, 1)
-        return residual
 
     def _run(self, x: Tensor, out: Tensor, adds: int) -> None:
         if x.stride(1) != 1:
