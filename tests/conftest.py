@@ -39,9 +39,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed torch with the name of the test's file, so that a test that fails has the same random numbers when it is run again.
+    """Seed torch with the name of the test's file, so that a failed test has the same random numbers when it is run again.
 
-    A module's fixtures are made within the first of its tests that runs, which differs from worker to worker: hence the file's name.
+    The first of a module's tests that runs makes its fixtures, and which is first differs from run to run: hence the file's name.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(zlib.crc32(item.location[0].encode()))

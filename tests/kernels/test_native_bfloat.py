@@ -1,4 +1,4 @@
-"""Products of few rows with bfloat16 matrices in C++ over oneDNN's memory: instruction sets, threads, strides, unknown layouts."""
+"""Products with bfloat16 matrices in C++ over oneDNN's memory: instruction sets, threads, strides, unknown layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels import linear
 from pdserve.kernels.linear import PackedLinear
-from pdserve.kernels.native.native_bfloat import NativeBfloatRows, packed_inputs
+from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, NativeBfloatRows, packed_inputs
 from pdserve.kernels.native.native_library import NativeLibrary
 from tests.support.torch_threads import num_threads
 
@@ -35,8 +35,8 @@ def _weight(num_outputs: int, num_inputs: int, seed: int = 0) -> Tensor:
 def test_every_instruction_set_and_number_of_rows(built: NativeLibrary) -> None:
     """Random shapes, rows of other strides, with and without a bias and a residual: within a rounding of the exact sums."""
     generator = torch.Generator().manual_seed(1)
-    for number, num_rows in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31, 33, 70)):
-        outputs, inputs = (int(torch.randint(16, most, (), generator=generator)) for most in (300, 400))
+    for number, num_rows in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 25, 31, 33, 70, 97, 200)):
+        outputs, inputs = (int(torch.randint(16, most, (), generator=generator)) for most in (300, 1200))
         inputs *= 2
         weight = _weight(outputs, inputs, number)
         bias = torch.randn(outputs, generator=generator).bfloat16() if number % 2 else None
@@ -70,14 +70,14 @@ def test_sums_are_rounded_once(built: NativeLibrary) -> None:
 
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_number_of_threads(built: NativeLibrary) -> None:
     weight = _weight(1000, 900)
-    x = torch.randn(70, 900, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x = torch.randn(230, 900, generator=torch.Generator().manual_seed(4)).bfloat16()
     for level in built.levels:
         layer = _made(weight, None, built, level)
         with num_threads(1):
             alone = torch.cat([layer(x[row : row + 1]) for row in range(len(x))])
         for threads in (1, 2, 3, 20):
             with num_threads(threads):
-                for num_rows in (2, 7, 8, 33, 70):
+                for num_rows in (2, 7, 8, 33, 70, 97, 230):
                     assert torch.equal(layer(x[:num_rows]), alone[:num_rows])
 
 
@@ -118,8 +118,13 @@ def test_a_layout_that_cpp_does_not_read_is_left_to_onednn(
     torch.testing.assert_close(alone(x).double(), x.double() @ weight.double().t(), rtol=2**-8, atol=1e-2)
 
 
-def test_a_packed_layer_leaves_many_rows_to_onednn(built: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_a_packed_layer_leaves_rows_beyond_a_number_to_onednn(
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, has_amx: bool
+) -> None:
     monkeypatch.setattr(linear, "built_library", lambda: built)
+    monkeypatch.setattr(linear, "has_amx", lambda: has_amx)
+    monkeypatch.setattr(built, "levels", built.levels[built.levels.index("avx2") :])
     _packed(_weight(200, 128))  # skips where oneDNN has no bfloat16
     layer = PackedLinear(_weight(200, 128), None)
     assert layer.native is not None
@@ -131,7 +136,19 @@ def test_a_packed_layer_leaves_many_rows_to_onednn(built: NativeLibrary, monkeyp
         return native(x)
 
     monkeypatch.setattr(layer, "native", count)
-    most = layer.native_rows
+    most = 8 if has_amx else 64
     for num_rows in (1, most, most + 1):
         layer(torch.ones(num_rows, 128).bfloat16())
     assert counted == [1, most]
+
+
+def test_cpp_multiplies_any_number_of_rows_with_bfloat16_instructions(
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if built.levels[0] != PAIRS_LEVEL:
+        pytest.skip("this processor has no bfloat16 instructions")
+    monkeypatch.setattr(linear, "built_library", lambda: built)
+    monkeypatch.setattr(linear, "has_amx", lambda: False)
+    layer = PackedLinear(_weight(200, 128), None)
+    x = torch.randn(700, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(layer(x)[13:14], layer(x[13:14]))

@@ -1,8 +1,9 @@
-"""Few tokens through all layers in one C++ call: the bits of calls layer by layer, in the result and in the cache."""
+"""Steps through all layers in one C++ call: the bits of calls layer by layer, in the result and in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.native import native_fused_layers
 from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_attention import NativeAttentionBackend
 from pdserve.kernels.native.native_layer_ops import NativeLayerOps
@@ -96,19 +98,28 @@ def _decoder(folder: Path, family: str, fields: dict[str, Any]) -> Decoder:
     return decoder
 
 
-def use_level(decoder: Decoder, library: NativeLibrary, level: str) -> None:
-    """Multiply by this instruction set layer by layer, too."""
+def linears(decoder: Decoder) -> Iterator[PackedLinear]:
     for layer in decoder.layers:
         assert isinstance(layer.mlp, GatedMlp)
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
             assert isinstance(linear, PackedLinear)
-            assert linear.native is not None
-            linear.native._level = library.levels.index(level)
+            yield linear
+
+
+def use_level(decoder: Decoder, library: NativeLibrary, level: str) -> None:
+    """Multiply any number of rows by this instruction set layer by layer, too."""
+    for linear in linears(decoder):
+        linear.native_rows = sys.maxsize
+        assert linear.native is not None
+        linear.native._level = library.levels.index(level)
 
 
 FAMILIES = [
     ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
+    # gates and ups in whole blocks of channels, which are multiplied with each other as they are computed
+    ("llama", {"mlp_bias": True, "intermediate_size": 192}),
+    ("qwen2", {"intermediate_size": 1024}),
     ("mistral", {"sliding_window": 19}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     ("qwen3", {"attention_bias": True}),
@@ -156,6 +167,8 @@ CHUNKS: list[Step] = [
     ([(0, 1, 1), (1, 17, 1), (5, 33, 20), (7, 90, 7)], [0, 1, 21, 28]),
     ([(4, 16, 2), (6, 5, 5)], None),
     ([(2, 300, 64)], [0, 5, 63]),
+    ([(0, 1, 1), (1, 17, 1), (2, 300, 300), (7, 90, 41)], [0, 1, 301, 342]),
+    ([(2, 300, 290)], None),
     ([(1, 18, 1), (4, 17, 1)], [1]),
 ]
 """Steps of chunks of prompts, some behind decode rows, and their output rows."""
@@ -166,6 +179,23 @@ def test_chunks_of_prompts_and_output_rows(
     library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     assert_same_bits(library, _decoder(tmp_path, family, fields), CHUNKS)
+
+
+def test_a_step_of_many_rows_is_several_calls(
+    library: NativeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress is visible between them; the bits are those of one."""
+    decoder = _decoder(tmp_path, "llama", {"num_hidden_layers": 5})
+    steps: list[Step] = [([(2, 300, 60)], [0, 59]), ([(2, 300, 35)], None), ([(1, 17, 1), (7, 90, 70)], [])]
+    for (rows, outputs), num_calls in zip(steps, (3, 2, 5), strict=True):
+        one, several = Run(decoder, library, NativeLayerOps(library)), Run(decoder, library, NativeLayerOps(library))
+        expected = one.mixed(rows, outputs, is_by_layer=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(native_fused_layers, "_LAYER_ROWS", 128)
+            found = several.mixed(rows, outputs, is_by_layer=False)
+        assert (one.layers, several.layers) == (1, num_calls)
+        assert torch.equal(found, expected)
+        assert torch.equal(one.cache.view(torch.int16), several.cache.view(torch.int16))
 
 
 def test_other_families_and_operations_compute_layer_by_layer(library: NativeLibrary, tmp_path: Path) -> None:
@@ -181,9 +211,13 @@ def test_other_families_and_operations_compute_layer_by_layer(library: NativeLib
 
 def test_more_rows_than_cpp_multiplies_compute_layer_by_layer(library: NativeLibrary, tmp_path: Path) -> None:
     decoder = _decoder(tmp_path, "llama", {})
+    for linear in linears(decoder):
+        linear.native_rows = 64
     run = Run(decoder, library, NativeLayerOps(library))
+    run.step([0] * 64, LENGTHS, is_by_layer=False)
+    assert run.layers == 1
     run.step([0] * 65, LENGTHS, is_by_layer=False)
-    assert run.layers >= len(decoder.layers)
+    assert run.layers == 1 + len(decoder.layers)
 
 
 def test_a_slot_outside_the_cache_is_refused(library: NativeLibrary, tmp_path: Path) -> None:

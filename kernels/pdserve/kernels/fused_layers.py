@@ -1,8 +1,8 @@
-"""`FusedLayers`: a step of few tokens through all layers of a decoder in one call, where an implementation of `LayerOps` can."""
+"""`FusedLayers`: a step through all layers of a decoder in one call, where an implementation of `LayerOps` can."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,11 +46,13 @@ class FusedLayers(Protocol):
         phases: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         output_rows: Tensor | None,
+        before_call: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Write keys and values of a step's tokens into the cache, and compute the last norm; None, and nothing is written, for
         steps that it leaves to calls layer by layer. The result has the bits of those.
 
         residual `[T, H]`, overwritten; x `[T, H]`: its first norm; phases: `[T, 1, D / 2]` by `LayerParts.rope`; plans: of each
-        layer; output_rows: `[N]` int64, ascending, None: all T -> `[N, H]`. Raises: ValueError for a slot or a block number outside
+        layer; output_rows: `[N]` int64, ascending, None: all T; before_call: called before each part of a
+        long step, at least once -> `[N, H]`. Raises: ValueError for a slot or a block number outside
         the cache.
         """

@@ -71,7 +71,7 @@ class LayerOps(Protocol):
         """
 
     def fuse_layers(self, layers: Sequence[LayerParts]) -> FusedLayers | None:
-        """Return a function for few tokens through all of these layers in one call; None: they are called one by one."""
+        """Return a function for a step through all of these layers in one call; None: they are called one by one."""
 
     def move_blocks(self, source: Tensor, target: Tensor, pairs: Sequence[Block]) -> None:
         """`target[b] = source[a]` for each pair (a, b). All sources are read before any target is written.

@@ -1,7 +1,8 @@
-"""Linear layers: on a processor oneDNN's packed weights where they pay, which C++ multiplies by few rows; elsewhere plain torch."""
+"""Linear layers: on a processor oneDNN's packed weights where they pay, which C++ multiplies in bfloat16; elsewhere plain torch."""
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
-from pdserve.kernels.native.native_bfloat import NativeBfloatRows, packed_inputs
+from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, NativeBfloatRows, packed_inputs
 from pdserve.kernels.native.native_library import built_library
 
 _PACKED_FLOAT32_NUMEL = 1 << 20
@@ -17,7 +18,8 @@ _PACKED_FLOAT32_NUMEL = 1 << 20
 
 
 _NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 64, 8
-"""Number of rows up to which C++ computes in bfloat16. With AMX, which it does not use: not measured; the weights' bytes decide."""
+"""Number of rows up to which C++ computes without bfloat16 instructions, and beside AMX, which it does not use. Not measured on such
+processors: up to so few rows the weights' bytes decide."""
 
 
 class Linear(Protocol):
@@ -52,7 +54,7 @@ class PlainLinear:
 class PackedLinear:
     """A weight in the layout of oneDNN's matrix product, for any number of rows.
 
-    C++ multiplies few rows in bfloat16 over the same memory, where it is built and oneDNN's layout is the one that it reads.
+    C++ multiplies in bfloat16 over the same memory, where it is built and oneDNN's layout is the one that it reads.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -63,7 +65,7 @@ class PackedLinear:
         self._multiply_with = torch.ops.mkldnn._linear_pointwise.binary
         self.native = _native_rows(self._packed, weight, bias)
         """Computes at most `native_rows` rows; None where oneDNN computes all."""
-        self.native_rows = _NATIVE_ROWS_WITH_AMX if has_amx() else _NATIVE_ROWS
+        self.native_rows = _most_rows()
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.native is not None and len(x) <= self.native_rows:
@@ -83,6 +85,14 @@ def _native_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> NativeB
         return None
     padded = packed_inputs(packed, weight)
     return None if padded is None else NativeBfloatRows(packed, padded, weight, bias, library)
+
+
+def _most_rows() -> int:
+    """Number of rows up to which C++ takes no longer than oneDNN."""
+    if has_amx():
+        return _NATIVE_ROWS_WITH_AMX
+    library = built_library()
+    return sys.maxsize if library is not None and library.levels[0] == PAIRS_LEVEL else _NATIVE_ROWS
 
 
 def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:

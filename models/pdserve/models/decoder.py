@@ -173,9 +173,8 @@ class Decoder:
             self._fused = inputs.ops, inputs.ops.fuse_layers(known) if len(known) == len(parts) else None
         if (fused := self._fused[1]) is None:
             return None
-        if inputs.before_layer is not None:
-            inputs.before_layer()
-        return fused(residual, x, phases, [plans[index] for index in self._spec_indices], inputs.output_rows)
+        of_layers = [plans[index] for index in self._spec_indices]
+        return fused(residual, x, phases, of_layers, inputs.output_rows, inputs.before_layer)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""

@@ -10,9 +10,10 @@ constexpr int64_t CHANNELS = BFLOAT_CHANNELS;
 constexpr int64_t LINE = 64, PAIR_LINES = CHANNELS * BFLOAT_PAIR * 2 / LINE;
 // Bytes of the matrix between what is asked for and what is used, with one group of rows.
 constexpr int64_t AHEAD = 8192;
-// Pairs of inputs whose values stay in the first cache while several groups of rows are multiplied by them. Each group asks for a part
-// of the next chunk, so that memory is read all the time.
-constexpr int64_t CHUNK = 64;
+// Pairs of inputs whose values stay in the first cache while up to FEW_GROUPS groups of rows are multiplied by them, or more. Each group
+// asks for a part of the next chunk, so that memory is read all the time: with few groups a large part, of which more would leave the
+// cache again. With more groups loading and storing sums takes longer than memory.
+constexpr int64_t FEW_GROUPS = 4, FEW_CHUNK = 64, MANY_CHUNK = 448;
 
 inline uint32_t pair_at(const uint16_t* x, int64_t pair) {
   uint32_t found;
@@ -77,6 +78,8 @@ template <int ROWS>
 OUTSIDE void multiply_rows(
     const uint16_t* x, int64_t stride, const uint16_t* values, int64_t num_pairs, int64_t lines, const char* ahead, float* sums) {
   switch (lines) {
+    case 0:
+      return multiply_channels<ROWS, 0>(x, stride, values, num_pairs, ahead, sums);
     case 1:
       return multiply_channels<ROWS, 1>(x, stride, values, num_pairs, ahead, sums);
     case 2:
@@ -86,47 +89,31 @@ OUTSIDE void multiply_rows(
   }
 }
 
-void finish(const BfloatCall& call, int64_t first, int64_t row, float* sums) {
-  const int64_t rest = call.matrix.num_outputs - first, count = rest < CHANNELS ? rest : CHANNELS;
-  BFloat* out = reinterpret_cast<BFloat*>(call.out) + row * call.out_stride + first;
-  const float* bias = call.matrix.bias ? call.matrix.bias + first : nullptr;
-  int64_t i = 0;
-  for (; i + WIDTH <= count; i += WIDTH) {
-    Floats y = load(sums + i);
-    if (bias) y += load(bias + i);
-    if (call.adds) y += load(out + i);
-    store(out + i, y);
-  }
-  for (; i < count; ++i) {
-    float y = sums[i];
-    if (bias) y += bias[i];
-    if (call.adds) y += wide(out[i]);
-    narrow(y, out + i);
-  }
-}
+// Rows that are multiplied at once, at most: more would leave the second cache.
+constexpr int64_t GROUPS_ROWS = 96;
 
-// Rows that are multiplied at once, at most: more would leave the first cache.
-constexpr int64_t GROUPS_ROWS = 32;
-
-void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows) {
-  alignas(64) float sums[GROUPS_ROWS * CHANNELS] = {};
+// sums[num_rows * CHANNELS] of one block of channels and the rows from `first` on.
+void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
   const BfloatMatrix& matrix = call.matrix;
   const uint16_t* values = matrix.values + block * matrix.padded * CHANNELS;
   const int64_t pairs = matrix.num_inputs / BFLOAT_PAIR;
   const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-  const int64_t chunk = num_groups == 1 ? pairs : CHUNK, lines = (PAIR_LINES + num_groups - 1) / num_groups;
+  const int64_t chunk = num_groups == 1 ? pairs : num_groups <= FEW_GROUPS ? FEW_CHUNK : MANY_CHUNK;
+  const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_asking = PAIR_LINES / lines;
+  __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
   for (int64_t pair = 0; pair < pairs; pair += chunk) {
     const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;
     const uint16_t* from = values + pair * CHANNELS * BFLOAT_PAIR;
     const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? AHEAD : count * PAIR_LINES * LINE);
     for (int64_t row = 0, group = num_groups; group > 0; --group, ahead += count * lines * LINE) {
+      const int64_t asked = num_groups - group < num_asking ? lines : 0;
       const int64_t size = (num_rows - row + group - 1) / group;  // groups of about the same size
       const uint16_t* x = call.x + (first + row) * call.x_stride + pair * BFLOAT_PAIR;
       float* to = sums + row * CHANNELS;
       switch (size) {
 #define ROWS(n)                                                                \
   case n:                                                                      \
-    multiply_rows<n>(x, call.x_stride, from, count, lines, ahead, to);         \
+    multiply_rows<n>(x, call.x_stride, from, count, asked, ahead, to);         \
     break;
         ROWS(1)
         ROWS(2)
@@ -141,15 +128,61 @@ void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t
       row += size;
     }
   }
-  for (int64_t row = 0; row < num_rows; ++row) finish(call, block * CHANNELS, first + row, sums + row * CHANNELS);
+}
+
+// Writes a row's sums of the channels from `first` on, with the bias, to `out`; adds: and with what `out` contains.
+void finish(const BfloatMatrix& matrix, int64_t first, const float* sums, BFloat* out, bool adds) {
+  const int64_t rest = matrix.num_outputs - first, count = rest < CHANNELS ? rest : CHANNELS;
+  const float* bias = matrix.bias ? matrix.bias + first : nullptr;
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) {
+    Floats y = load(sums + i);
+    if (bias) y += load(bias + i);
+    if (adds) y += load(out + i);
+    store(out + i, y);
+  }
+  for (; i < count; ++i) {
+    float y = sums[i];
+    if (bias) y += bias[i];
+    if (adds) y += wide(out[i]);
+    narrow(y, out + i);
+  }
+}
+
+// Calls task(first, num_rows) for all rows, GROUPS_ROWS at a time.
+template <class Task>
+inline void each_group(int64_t num_rows, const Task& task) {
+  for (int64_t row = 0; row < num_rows; row += GROUPS_ROWS) task(row, num_rows - row < GROUPS_ROWS ? num_rows - row : GROUPS_ROWS);
 }
 
 void multiply_block(const BfloatCall& call, int64_t block) {
-  for (int64_t row = 0; row < call.num_rows; row += GROUPS_ROWS)
-    multiply_some(call, block, row, call.num_rows - row < GROUPS_ROWS ? call.num_rows - row : GROUPS_ROWS);
+  alignas(64) float sums[GROUPS_ROWS * CHANNELS];
+  BFloat* out = reinterpret_cast<BFloat*>(call.out) + block * CHANNELS;
+  each_group(call.num_rows, [&](int64_t first, int64_t num_rows) {
+    multiply_some(call, block, first, num_rows, sums);
+    for (int64_t row = 0; row < num_rows; ++row)
+      finish(call.matrix, block * CHANNELS, sums + row * CHANNELS, out + (first + row) * call.out_stride, call.adds);
+  });
+}
+
+void multiply_gated_block(const BfloatCall& call, int64_t block) {
+  alignas(64) float gate_sums[GROUPS_ROWS * CHANNELS], up_sums[GROUPS_ROWS * CHANNELS];
+  const int64_t num_gates = call.matrix.num_outputs / 2, first_gate = block * CHANNELS;
+  BFloat* out = reinterpret_cast<BFloat*>(call.out) + first_gate;
+  each_group(call.num_rows, [&](int64_t first, int64_t num_rows) {
+    multiply_some(call, block, first, num_rows, gate_sums);
+    multiply_some(call, num_gates / CHANNELS + block, first, num_rows, up_sums);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      BFloat gates[CHANNELS], ups[CHANNELS];  // rounded, as between a product and a gate of their own
+      finish(call.matrix, first_gate, gate_sums + row * CHANNELS, gates, false);
+      finish(call.matrix, num_gates + first_gate, up_sums + row * CHANNELS, ups, false);
+      for (int64_t i = 0; i < CHANNELS; i += WIDTH)
+        store(out + (first + row) * call.out_stride + i, silu(load(gates + i)) * load(ups + i));
+    }
+  });
 }
 
 }  // namespace
 
 extern const BfloatLevel SYMBOL(BFLOAT_, LEVEL);
-const BfloatLevel SYMBOL(BFLOAT_, LEVEL) = {multiply_block};
+const BfloatLevel SYMBOL(BFLOAT_, LEVEL) = {multiply_block, multiply_gated_block};

@@ -31,6 +31,9 @@ struct BfloatCall {
 struct BfloatLevel {
   // Writes `out` of one block of channels.
   void (*multiply_block)(const BfloatCall& call, int64_t block);
+  // Writes `out`[num_rows, num_outputs / 2] of one block of channels: silu(gate) * up, of which the matrix has the gates first, both in
+  // whole blocks.
+  void (*multiply_gated_block)(const BfloatCall& call, int64_t block);
 };
 
 static inline int64_t num_channel_blocks(const BfloatMatrix& matrix) {

@@ -1,4 +1,4 @@
-// A step of few tokens through all layers in one call and one parallel region: the functions of `paged_decode.h`, `paged_prefill.h`,
+// A step through all layers in one call and one parallel region: the functions of `paged_decode.h`, `paged_prefill.h`,
 // `layer_rows.h` and `bfloat_rows.h` in the order of a decoder layer, so that the result has the bits of calls one by one.
 #include "fused_layers.h"
 
@@ -26,7 +26,7 @@ const BfloatLevel* const BFLOAT_LEVELS[] = ALL_LEVELS(&BFLOAT_LEVEL);
 // Bytes of a layer's matrices below which a further thread waits longer at barriers than it multiplies.
 constexpr int64_t THREAD_BYTES = 1 << 19;
 // Parts into which a thread's share of a stage is cut, so that a thread that is late leaves work to the others.
-constexpr int64_t PARTS = 4;
+constexpr int64_t PARTS = 16;
 
 struct Work {
   const FusedCall* call;
@@ -56,7 +56,7 @@ struct Thread {
       for (int64_t number = 0; number < num_tasks; ++number) task(number);
       return;
     }
-    const int64_t size = num_tasks / (PARTS * work.num_threads) + 1;
+    const int64_t parts = PARTS * work.num_threads, size = num_tasks < parts ? 1 : num_tasks / parts;
     int64_t* next = &work.next_task[stage % 2];
     // nobody has used the other counter since the last barrier
     __atomic_store_n(&work.next_task[(stage + 1) % 2], 0, __ATOMIC_RELAXED);
@@ -71,14 +71,19 @@ struct Thread {
   }
 };
 
-void multiply(Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uint16_t* out, int64_t adds) {
+BfloatCall product(const Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uint16_t* out, int64_t out_size) {
   BfloatCall call = {};
   call.matrix = matrix;
   call.x = x;
   call.x_stride = matrix.num_inputs;
   call.out = out;
-  call.out_stride = matrix.num_outputs;
+  call.out_stride = out_size;
   call.num_rows = thread.num_rows;
+  return call;
+}
+
+void multiply(Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uint16_t* out, int64_t adds) {
+  BfloatCall call = product(thread, matrix, x, out, matrix.num_outputs);
   call.adds = adds;
   thread.run(num_channel_blocks(matrix), [&](int64_t block) { thread.work.bfloat->multiply_block(call, block); });
 }
@@ -193,8 +198,16 @@ uint16_t* choose_rows(Thread& thread, int64_t size) {
   return step.qkv;
 }
 
-void gate(Thread& thread, int64_t inner_size) {
+// step.inner = silu(gate) * up
+void multiply_gated(Thread& thread, const FusedLayer& layer) {
   const FusedCall& step = *thread.work.call;
+  const int64_t inner_size = layer.gate_up.num_outputs / 2;
+  if (layer.is_gated) {
+    const BfloatCall call = product(thread, layer.gate_up, step.x, step.inner, inner_size);
+    thread.run(inner_size / BFLOAT_CHANNELS, [&](int64_t block) { thread.work.bfloat->multiply_gated_block(call, block); });
+    return;
+  }
+  multiply(thread, layer.gate_up, step.x, step.gate_up, 0);
   LayerCall call = {};
   call.x = step.gate_up;
   call.x_stride = 2 * inner_size;
@@ -222,8 +235,7 @@ void run_layers(void* data) {
     if (is_chosen) attended = choose_rows(thread, layer.output.num_inputs);
     multiply(thread, layer.output, attended, thread.residual, 1);
     normalise(thread, layer.mlp_norm);
-    multiply(thread, layer.gate_up, step.x, step.gate_up, 0);
-    gate(thread, layer.down.num_inputs);
+    multiply_gated(thread, layer);
     multiply(thread, layer.down, step.inner, thread.residual, 1);
     normalise(thread, layer.next_norm);
   }

@@ -1,4 +1,4 @@
-// Arguments of a step of few tokens through all layers in one call, shared by Python (`native_fused_layers.py`) and the entry point.
+// Arguments of a step through all layers in one call, shared by Python (`native_fused_layers.py`) and the entry point.
 #pragma once
 #include "bfloat_rows.h"
 #include "paged_decode.h"
@@ -18,6 +18,8 @@ struct FusedLayer {
   FusedNorm qk_norm, mlp_norm, next_norm;
   // indices into `attention` and `slots`, into `phases`, and of the layer in its cache
   int64_t spec, rope, index;
+  // 1: gates and ups of `gate_up` are whole blocks of channels
+  int64_t is_gated;
 };
 
 struct FusedCall {
@@ -36,7 +38,8 @@ struct FusedCall {
   // output_rows[num_outputs]: rows of the result, -1 for all; the last layer computes no others behind its attention
   const int64_t* output_rows;
   int64_t num_outputs;
-  // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I], inner[num_rows, I],
+  // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I] of layers
+  // without `is_gated`, inner[num_rows, I],
   // chosen[num_rows, H]
   uint16_t* qkv;
   uint16_t* attended;

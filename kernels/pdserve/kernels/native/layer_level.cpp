@@ -40,25 +40,21 @@ void norm_row(const LayerCall& call, int64_t row) {
   }
 }
 
-inline Floats silu(Floats x) {
-  const Floats cut = larger(x, all(-80.0f)) + (x - x);  // below, the result is 0 in any dtype; NaN stays
-  return cut / (exponential(-cut) + 1.0f);
-}
-
 template <class Number>
 void gate_row(const LayerCall& call, int64_t row) {
   const Number *gate = static_cast<const Number*>(call.x) + row * call.x_stride, *up = gate + call.size;
   Number* out = static_cast<Number*>(call.out) + row * call.out_stride;
+  const int64_t size = call.size;
   int64_t place = 0;
-  for (; place + WIDTH <= call.size; place += WIDTH) store(out + place, silu(load(gate + place)) * load(up + place));
-  if (place < call.size) {
+  for (; place + WIDTH <= size; place += WIDTH) store(out + place, silu(load(gate + place)) * load(up + place));
+  if (place < size) {
     float gates[WIDTH] = {}, ups[WIDTH] = {};
-    for (int64_t rest = place; rest < call.size; ++rest) {
+    for (int64_t rest = place; rest < size; ++rest) {
       gates[rest - place] = wide(gate[rest]);
       ups[rest - place] = wide(up[rest]);
     }
     const Floats found = silu(load(gates)) * load(ups);
-    for (int64_t rest = place; rest < call.size; ++rest) narrow(found[rest - place], out + rest);
+    for (int64_t rest = place; rest < size; ++rest) narrow(found[rest - place], out + rest);
   }
 }
 

@@ -41,7 +41,11 @@ inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloa
 inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
 inline Floats load(const BFloat* from) {
   const Halves halves = *reinterpret_cast<const LooseHalves*>(from);
+#if defined(__AVX512F__)
+  return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)halves) << 16);  // GCC widens each half and joins them
+#else
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 inline float wide(float value) { return value; }
 inline float wide(BFloat value) {
@@ -62,7 +66,12 @@ inline Words rounded(Floats value) {
   return (((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & ~isnt) | (isnt & 0x7fc0);
 }
 inline void store(BFloat* to, Floats value) {
+#if defined(__AVX512BF16__)
+  const __m256bh found = _mm512_cvtneps_pbh(value);  // as `rounded`, but for numbers below 1.2e-38, which become 0
+  __builtin_memcpy(static_cast<void*>(to), &found, sizeof(found));
+#else
   *reinterpret_cast<LooseHalves*>(to) = __builtin_convertvector(rounded(value), Halves);
+#endif
 }
 
 inline Floats all(float value) { return value - Floats{}; }
@@ -75,11 +84,15 @@ inline Floats larger(Floats a, Floats b) {
 }
 #endif
 
-// exp(x) for x <= 88; 0 below -87.
+// exp(x) to 1e-7 relatively; 0 below -87. x is at most 88: beyond, AVX-512 finds infinity and others nothing useful.
 inline Floats exponential(Floats x) {
+#if defined(__AVX512F__)
+  const Floats power = _mm512_roundscale_ps(x * 1.44269504f, 0);
+#else
   const Ints tiny = x < all(-87.0f);
   x = larger(x, all(-87.0f)) + (x - x);  // NaN stays
   const Floats shifted = x * 1.44269504f + 12582912.0f, power = shifted - 12582912.0f;
+#endif
   const Floats rest = x - power * 0.693359375f + power * 2.12194440e-4f;
   Floats sum = all(1.9875691500e-4f);
   sum = sum * rest + 1.3981999507e-3f;
@@ -88,8 +101,19 @@ inline Floats exponential(Floats x) {
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * rest * rest + rest + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-87.0f), _CMP_NLT_UQ), sum, power);  // NaN stays
+#else
   const Ints exponent = ((Ints)shifted + 127) << 23;
   return (Floats)((Ints)(sum * (Floats)exponent) & ~tiny);
+#endif
+}
+
+inline Floats silu(Floats x) {
+#if !defined(__AVX512F__)
+  x = larger(x, all(-80.0f)) + (x - x);  // below, the result is 0 in any dtype; NaN stays
+#endif
+  return x / (exponential(-x) + 1.0f);
 }
 
 // tanh(x), to 1e-7 absolutely.

@@ -1,7 +1,7 @@
-"""Products of a few rows with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place.
+"""Products with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place.
 
-Each weight is read once and asked for ahead of its use; sums are float32 and are rounded once. A row has the same bits whatever is
-beside it, with any number of threads.
+A weight is read once for up to 96 rows, and asked for ahead of its use; sums are float32 and are rounded once. A row has the same bits
+whatever is beside it, with any number of threads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from torch import Tensor
 from pdserve.kernels.native.native_library import BfloatCall, BfloatMatrix, NativeLibrary
 from pdserve.kernels.native.native_rows import NativeRows
 
-_PAIR, _CHANNELS = 2, 64
-"""Inputs side by side; channels of a block."""
+PAIRS_LEVEL = "avx512_bf16"
+"""The level that multiplies pairs of bfloat16 numbers in one instruction."""
+CHANNELS = 64
+"""Output channels of a block."""
+_PAIR = 2
+"""Inputs side by side."""
 _SAMPLES, _DIFFERENT = 4096, 64
 """Numbers of a weight that are compared with oneDNN's bytes, and how many of them must differ for that to say anything."""
 
@@ -30,8 +34,8 @@ def packed_inputs(packed: Tensor, weight: Tensor) -> int | None:
     num_outputs, num_inputs = weight.shape
     if num_inputs % _PAIR or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return None
-    num_blocks = -(-num_outputs // _CHANNELS)
-    padded, rest = divmod(int(torch.ops.mkldnn._nbytes(packed)), 2 * num_blocks * _CHANNELS)
+    num_blocks = -(-num_outputs // CHANNELS)
+    padded, rest = divmod(int(torch.ops.mkldnn._nbytes(packed)), 2 * num_blocks * CHANNELS)
     if rest or padded % _PAIR or padded < num_inputs:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -40,9 +44,9 @@ def packed_inputs(packed: Tensor, weight: Tensor) -> int | None:
     expected = weight[outputs, inputs]
     if len(torch.unique(expected)) < _DIFFERENT:
         return None
-    places = outputs // _CHANNELS * padded * _CHANNELS + outputs % _CHANNELS * _PAIR
-    places += inputs // _PAIR * _CHANNELS * _PAIR + inputs % _PAIR
-    size = num_blocks * _CHANNELS * padded
+    places = outputs // CHANNELS * padded * CHANNELS + outputs % CHANNELS * _PAIR
+    places += inputs // _PAIR * CHANNELS * _PAIR + inputs % _PAIR
+    size = num_blocks * CHANNELS * padded
     held = (ctypes.c_int16 * size).from_address(torch.ops.mkldnn.data_ptr(packed))
     found = torch.frombuffer(held, dtype=torch.bfloat16)[places]
     return padded if torch.equal(found, expected) else None

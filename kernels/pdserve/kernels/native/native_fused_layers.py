@@ -1,4 +1,4 @@
-"""`NativeFusedLayers`: a step of few tokens through all layers in one C++ call and one parallel region (`fused_layers.h`).
+"""`NativeFusedLayers`: a step through all layers in one C++ call and one parallel region (`fused_layers.h`).
 
 Between two products of a small model, Python, torch and the start of threads take as long as the products themselves. The functions
 are those of `native_bfloat.py`, `native_layer_ops.py` and `native_attention.py`, and so are the bits.
@@ -6,7 +6,7 @@ are those of `native_bfloat.py`, `native_layer_ops.py` and `native_attention.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Array, byref, c_void_p, pointer
 
 import torch
@@ -16,9 +16,10 @@ from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.fused_layers import LayerParts
 from pdserve.kernels.linear import Linear, PackedLinear
 from pdserve.kernels.native.native_attention import CHANGED, NativeAttentionPlan
-from pdserve.kernels.native.native_bfloat import NativeBfloatRows
+from pdserve.kernels.native.native_bfloat import CHANNELS, NativeBfloatRows
 from pdserve.kernels.native.native_library import (
     NATIVE_DTYPES,
+    BfloatMatrix,
     DecodeCall,
     FusedCall,
     FusedLayer,
@@ -26,6 +27,9 @@ from pdserve.kernels.native.native_library import (
     NativeLibrary,
     PrefillCall,
 )
+
+_LAYER_ROWS = 2048
+"""Number of layers times rows of one call: a step of many rows is several calls, so that its progress is visible between them."""
 
 
 class NativeFusedLayers:
@@ -48,18 +52,19 @@ class NativeFusedLayers:
                 made.qk_norm = _norm(layer.qk_norm.weights, layer.qk_norm.eps)
             made.mlp_norm = _norm(layer.mlp_norm.weight, layer.mlp_norm.eps)
             made.next_norm = _norm(layer.next_norm.weight, layer.next_norm.eps)
+            made.is_gated = _is_gated(made.gate_up)
             made.spec, made.rope, made.index = unique.index(layer.spec), layer.rope, layer.index
         matrices = [[native.matrix for native in _natives(layer)] for layer in layers]
         self._sizes = (
             max(qkv.num_outputs for qkv, _, _, _ in matrices),
             max(output.num_inputs for _, output, _, _ in matrices),
-            max(gate_up.num_outputs for _, _, gate_up, _ in matrices),
+            max(0 if _is_gated(gate_up) else gate_up.num_outputs for _, _, gate_up, _ in matrices),
             max(down.num_inputs for _, _, _, down in matrices),
             matrices[0][0].num_inputs,
         )
         """Numbers per row of the room for qkv, attended, gate_up, inner and chosen."""
         self._constants = FusedCall(
-            layers=self._native, num_layers=len(layers), hidden_size=matrices[0][0].num_inputs,
+            hidden_size=matrices[0][0].num_inputs,
             num_outputs=-1, parallel=library.parallel, barrier=library.barrier,
         )  # fmt: skip
         self._rooms = [torch.empty(0, dtype=torch.bfloat16)] * len(self._sizes)
@@ -71,6 +76,7 @@ class NativeFusedLayers:
         phases: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         output_rows: Tensor | None,
+        before_call: Callable[[], None] | None = None,
     ) -> Tensor | None:
         num_rows = len(residual)
         if not 0 < num_rows <= self._max_rows or residual.dtype is not torch.bfloat16:
@@ -94,12 +100,18 @@ class NativeFusedLayers:
         call.slots, call.phases = _addresses(slots), _addresses(angles)
         call.residual, call.x = residual.data_ptr(), out.data_ptr()
         call.qkv, call.attended, call.gate_up, call.inner, call.chosen = (room.data_ptr() for room in self._rooms)
-        if output_rows is not None:
-            output_rows = output_rows.contiguous()
-            call.output_rows, call.num_outputs = output_rows.data_ptr(), len(output_rows)
-            out = out[: len(output_rows)]
-        if self._run(byref(call), self._level):
-            raise ValueError(CHANGED)
+        num_layers = len(self._native)
+        at_once = max(1, _LAYER_ROWS // num_rows)
+        for first in range(0, num_layers, at_once):
+            call.layers, call.num_layers = pointer(self._native[first]), min(at_once, num_layers - first)
+            if output_rows is not None and first + at_once >= num_layers:
+                output_rows = output_rows.contiguous()
+                call.output_rows, call.num_outputs = output_rows.data_ptr(), len(output_rows)
+                out = out[: len(output_rows)]
+            if before_call is not None:
+                before_call()
+            if self._run(byref(call), self._level):
+                raise ValueError(CHANGED)
         return out
 
 
@@ -140,6 +152,11 @@ def _packed(layer: LayerParts) -> list[PackedLinear]:
 
 def _natives(layer: LayerParts) -> list[NativeBfloatRows]:
     return [linear.native for linear in _packed(layer) if linear.native is not None]
+
+
+def _is_gated(gate_up: BfloatMatrix) -> bool:
+    """True if gates and ups share no block of channels, so that they are multiplied with each other as they are computed."""
+    return gate_up.num_outputs % (2 * CHANNELS) == 0
 
 
 def _norm(weight: Tensor, eps: float) -> FusedNorm:

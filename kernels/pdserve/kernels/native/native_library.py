@@ -131,7 +131,7 @@ class FusedLayer(ctypes.Structure):
     _fields_ = (
         ("qkv", BfloatMatrix), ("output", BfloatMatrix), ("gate_up", BfloatMatrix), ("down", BfloatMatrix),
         ("qk_norm", FusedNorm), ("mlp_norm", FusedNorm), ("next_norm", FusedNorm),
-        ("spec", c_int64), ("rope", c_int64), ("index", c_int64),
+        ("spec", c_int64), ("rope", c_int64), ("index", c_int64), ("is_gated", c_int64),
     )  # fmt: skip
 
 
