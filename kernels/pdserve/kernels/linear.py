@@ -18,8 +18,8 @@ _PACKED_FLOAT32_NUMEL = 1 << 20
 
 
 _NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 64, 8
-"""Number of rows up to which C++ computes without bfloat16 instructions, and beside AMX, which it does not use. Not measured on such
-processors: up to so few rows the weights' bytes decide."""
+"""Number of rows up to which C++ computes without bfloat16 instructions, and beside AMX, which it does not use. Not measured
+there: up to so few rows the weights' bytes decide."""
 
 
 class Linear(Protocol):

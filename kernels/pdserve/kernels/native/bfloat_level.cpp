@@ -98,8 +98,9 @@ void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t
   const uint16_t* values = matrix.values + block * matrix.padded * CHANNELS;
   const int64_t pairs = matrix.num_inputs / BFLOAT_PAIR;
   const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-  const int64_t chunk = num_groups == 1 ? pairs : num_groups <= FEW_GROUPS ? FEW_CHUNK : MANY_CHUNK;
-  const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_asking = PAIR_LINES / lines;
+  const bool is_few = num_groups <= FEW_GROUPS;
+  const int64_t chunk = num_groups == 1 ? pairs : is_few ? FEW_CHUNK : MANY_CHUNK;
+  const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_asking = is_few ? num_groups : PAIR_LINES / lines;
   __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
   for (int64_t pair = 0; pair < pairs; pair += chunk) {
     const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;

@@ -156,7 +156,7 @@ def _natives(layer: LayerParts) -> list[NativeBfloatRows]:
 
 def _is_gated(gate_up: BfloatMatrix) -> bool:
     """True if gates and ups share no block of channels, so that they are multiplied with each other as they are computed."""
-    return gate_up.num_outputs % (2 * CHANNELS) == 0
+    return bool(gate_up.num_outputs % (2 * CHANNELS) == 0)
 
 
 def _norm(weight: Tensor, eps: float) -> FusedNorm:
