@@ -92,6 +92,27 @@ async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(eng
         await eventually(lambda: not client._taken)
 
 
+async def test_of_two_requests_with_a_sequence_of_one_name_the_second_is_refused(engine: ClientHarness) -> None:
+    """Both were verified before one was submitted. The engine would lose the blocks of one of two sequences of a name."""
+    client = engine.client
+    forks = engine.request(PROMPT, "r", params={"n": 2, "max_tokens": 4})
+    for other in (forks, engine.request([*PROMPT, 1], forks.sequence_id(1))):
+        client.verify(forks)
+        client.verify(other)
+        stream = client.submit(forks)
+        with pytest.raises(InvalidRequest, match="is here already") as refused:
+            client.submit(other)
+        assert refused.value.field == "request_id"
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        while min(map(len, tokens.values())) < 4:
+            output = await asyncio.wait_for(stream.get(), HANG_S)
+            tokens[output.index] += output.new_token_ids
+        assert tokens[0] == tokens[1] == greedy_answer(PROMPT, 4)
+        client.release(stream)
+        await eventually(lambda: not client._taken)
+        await eventually(lambda: not engine.scheduler.pool.num_in_use)
+
+
 async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: ClientHarness) -> None:
     stream = engine.client.submit(engine.request([1] * 41))
     with pytest.raises(NeedsPrefill) as caught:

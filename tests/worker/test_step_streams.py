@@ -51,9 +51,10 @@ class Router:
         self.events: dict[int, list[str]] = {}
         self.ends: dict[int, str] = {}
 
-    def submission(self, key: int, **changes: Any) -> step_stream_pb2.Submission:
+    def submission(self, key: int, request_id: str | None = None, **changes: Any) -> step_stream_pb2.Submission:
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, **{"max_tokens": 8} | changes)
-        request = encode_request(generation_request(self._worker, sampling_params=sampling))
+        named = {} if request_id is None else {"request_id": request_id}
+        request = encode_request(generation_request(self._worker, sampling_params=sampling, **named))
         message = decode_pb2.DecodeRequest(generation_request=request)
         return step_stream_pb2.Submission(key=key, decode_request=message.SerializeToString())
 
@@ -125,6 +126,20 @@ async def test_what_one_call_brings_ends_no_other(pair: Pair) -> None:
         1: "", 2: "peer_error", 3: "invalid_request", 4: "invalid_request", 5: "invalid_request",
     }  # fmt: skip
     assert len(router.tokens[1]) == 8
+    router.close()
+
+
+async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
+    """Calls with log-probabilities of the prompt begin in later turns of the loop, after all of a message were read."""
+    router = Router(pair)
+    await router.send(*(router.submission(key, "same", n=4, prompt_logprobs=1) for key in (1, 2, 3)))
+    await router.until(lambda: len(router.ends) == 3)
+    assert router.ends == {1: "", 2: "invalid_request", 3: "invalid_request"}
+    assert len(router.tokens[1]) == 4 * 8
+    await check_at_rest(pair.d)
+    await router.send(router.submission(4, "same", n=4, prompt_logprobs=1))
+    await router.until(lambda: 4 in router.ends)
+    assert router.ends[4] == ""
     router.close()
 
 

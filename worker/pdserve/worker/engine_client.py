@@ -153,6 +153,9 @@ class EngineClient:
         AdapterUnavailable."""
         self._verify_adapter(request)
         self.host.verifier.verify(request)
+        self._verify_unused(request)
+
+    def _verify_unused(self, request: EngineCoreRequest) -> None:
         for sequence_id in _sequence_ids(request):
             if sequence_id in self._taken:
                 raise InvalidRequest(f"request {sequence_id} is here already", "request_id")
@@ -183,7 +186,8 @@ class EngineClient:
 
         stream_interval: `OutputStream`'s. transfer: where the request's blocks go, or come from; one that cannot begin ends the
         request with InvalidRequest or TransferFailed. on_output: `OutputStream`'s; it may be called before this returns.
-        Raises: Draining, WorkerLost; Overloaded when `max_waiting` requests wait.
+        Raises: Draining, WorkerLost; Overloaded when `max_waiting` requests wait; InvalidRequest when a sequence of that name has
+        come since `verify`.
         """
         if self.draining:
             raise Draining("the worker is draining")
@@ -193,6 +197,8 @@ class EngineClient:
             raise Overloaded(
                 f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
             )
+        # here, too: other submissions may have come since `verify`, and the engine would lose the blocks of one of two sequences of a name
+        self._verify_unused(request)
         stream = RequestStream(request, observer, stream_interval, on_output)
         self._streams[request.request_id] = stream
         self._sequence_ids[request.request_id] = _sequence_ids(request)
