@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.common.errors import (
@@ -95,7 +96,8 @@ async def test_a_name_is_taken_until_the_engine_has_said_its_last_word_of_it(eng
 async def test_of_two_requests_with_a_sequence_of_one_name_the_second_is_refused(engine: ClientHarness) -> None:
     """Both were verified before one was submitted. The engine would lose the blocks of one of two sequences of a name."""
     client = engine.client
-    forks = engine.request(PROMPT, "r", params={"n": 2, "max_tokens": 4})
+    one = engine.request(PROMPT, "r")
+    forks = msgspec.structs.replace(one, n=2, sampling_params=msgspec.structs.replace(one.sampling_params, n=2))
     for other in (forks, engine.request([*PROMPT, 1], forks.sequence_id(1))):
         client.verify(forks)
         client.verify(other)
@@ -121,8 +123,6 @@ async def test_what_the_engine_refuses_is_raised_from_the_stream(engine: ClientH
 
 
 async def test_a_wrong_request_never_reaches_the_engine(engine: ClientHarness) -> None:
-    import msgspec
-
     good = engine.request(PROMPT, "r")
     for changes, field in (
         ({"prompt_token_ids": []}, "prompt_token_ids"),

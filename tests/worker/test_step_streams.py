@@ -53,7 +53,7 @@ class Router:
 
     def submission(self, key: int, request_id: str | None = None, **changes: Any) -> step_stream_pb2.Submission:
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, **{"max_tokens": 8} | changes)
-        named = {} if request_id is None else {"request_id": request_id}
+        named: dict[str, Any] = {} if request_id is None else {"request_id": request_id}
         request = encode_request(generation_request(self._worker, sampling_params=sampling, **named))
         message = decode_pb2.DecodeRequest(generation_request=request)
         return step_stream_pb2.Submission(key=key, decode_request=message.SerializeToString())
@@ -137,6 +137,7 @@ async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
     assert router.ends == {1: "", 2: "invalid_request", 3: "invalid_request"}
     assert len(router.tokens[1]) == 4 * 8
     await check_at_rest(pair.d)
+    await eventually(lambda: not pair.d.engine._taken)
     await router.send(router.submission(4, "same", n=4, prompt_logprobs=1))
     await router.until(lambda: 4 in router.ends)
     assert router.ends[4] == ""

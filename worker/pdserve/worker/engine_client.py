@@ -197,7 +197,7 @@ class EngineClient:
             raise Overloaded(
                 f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
             )
-        # here, too: other submissions may have come since `verify`, and the engine would lose the blocks of one of two sequences of a name
+        # other submissions may have come since `verify`, and of two sequences of a name the engine would lose one's blocks
         self._verify_unused(request)
         stream = RequestStream(request, observer, stream_interval, on_output)
         self._streams[request.request_id] = stream
