@@ -118,15 +118,8 @@ def test_a_layout_that_cpp_does_not_read_is_left_to_onednn(
     torch.testing.assert_close(alone(x).double(), x.double() @ weight.double().t(), rtol=2**-8, atol=1e-2)
 
 
-@pytest.mark.parametrize("has_amx", [True, False])
-def test_a_packed_layer_leaves_rows_beyond_a_number_to_onednn(
-    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, has_amx: bool
-) -> None:
-    monkeypatch.setattr(linear, "built_library", lambda: built)
-    monkeypatch.setattr(linear, "has_amx", lambda: has_amx)
-    monkeypatch.setattr(built, "levels", built.levels[built.levels.index("avx2") :])
-    _packed(_weight(200, 128))  # skips where oneDNN has no bfloat16
-    layer = PackedLinear(_weight(200, 128), None)
+def _count_rows(layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of rows that C++ will have multiplied."""
     assert layer.native is not None
     counted: list[int] = []
     native = layer.native
@@ -136,6 +129,19 @@ def test_a_packed_layer_leaves_rows_beyond_a_number_to_onednn(
         return native(x)
 
     monkeypatch.setattr(layer, "native", count)
+    return counted
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_a_packed_layer_leaves_rows_beyond_a_number_to_onednn(
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, has_amx: bool
+) -> None:
+    monkeypatch.setattr(linear, "built_library", lambda: built)
+    monkeypatch.setattr(linear, "has_amx", lambda: has_amx)
+    monkeypatch.setattr(built, "levels", built.levels[built.levels.index("avx2") :])
+    _packed(_weight(200, 128))  # skips where oneDNN has no bfloat16
+    layer = PackedLinear(_weight(200, 128), None)
+    counted = _count_rows(layer, monkeypatch)
     most = 8 if has_amx else 64
     for num_rows in (1, most, most + 1):
         layer(torch.ones(num_rows, 128).bfloat16())
@@ -150,5 +156,7 @@ def test_cpp_multiplies_any_number_of_rows_with_bfloat16_instructions(
     monkeypatch.setattr(linear, "built_library", lambda: built)
     monkeypatch.setattr(linear, "has_amx", lambda: False)
     layer = PackedLinear(_weight(200, 128), None)
+    counted = _count_rows(layer, monkeypatch)
     x = torch.randn(700, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
     assert torch.equal(layer(x)[13:14], layer(x[13:14]))
+    assert counted == [700, 1]

@@ -63,7 +63,7 @@ class EngineCore:
         logits_processors: LogitsProcessors | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """heartbeat: advanced at each step, and by the executor before each layer.
+        """heartbeat: advanced at each step, and by the executor before each call that computes layers.
 
         grammars: None without a tokenizer; requests for structured outputs are refused then. logits_processors: plug-ins that
         requests may name; default: none. adapters: None without LoRA.

@@ -6,7 +6,7 @@ import time
 
 
 class Heartbeat:
-    """Advances at each turn of the engine's loop and before each layer or few layers, so that progress within a step is visible.
+    """Advances at each turn of the engine's loop and before each call that computes layers: progress within a step is visible.
 
     One thread beats; any thread may read.
     """

@@ -46,13 +46,12 @@ class FusedLayers(Protocol):
         phases: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         output_rows: Tensor | None,
-        before_call: Callable[[], None] | None = None,
+        before_call: Callable[[], None] | None,
     ) -> Tensor | None:
         """Write keys and values of a step's tokens into the cache, and compute the last norm; None, and nothing is written, for
         steps that it leaves to calls layer by layer. The result has the bits of those.
 
         residual `[T, H]`, overwritten; x `[T, H]`: its first norm; phases: `[T, 1, D / 2]` by `LayerParts.rope`; plans: of each
-        layer; output_rows: `[N]` int64, ascending, None: all T; before_call: called before each part of a
-        long step, at least once -> `[N, H]`. Raises: ValueError for a slot or a block number outside
-        the cache.
+        layer; output_rows: `[N]` int64, ascending, None: all T; before_call: called before each part of a long step, at least once
+        -> `[N, H]`. Raises: ValueError for a slot or a block number outside the cache.
         """

@@ -153,10 +153,10 @@ class EngineClient:
         AdapterUnavailable."""
         self._verify_adapter(request)
         self.host.verifier.verify(request)
-        self._verify_unused(request)
+        self._verify_unused(_sequence_ids(request))
 
-    def _verify_unused(self, request: EngineCoreRequest) -> None:
-        for sequence_id in _sequence_ids(request):
+    def _verify_unused(self, sequence_ids: tuple[str, ...]) -> None:
+        for sequence_id in sequence_ids:
             if sequence_id in self._taken:
                 raise InvalidRequest(f"request {sequence_id} is here already", "request_id")
 
@@ -198,11 +198,12 @@ class EngineClient:
                 f"{num_waiting} requests wait on this worker, at most {self.max_waiting} may (max_waiting)"
             )
         # other submissions may have come since `verify`, and of two sequences of a name the engine would lose one's blocks
-        self._verify_unused(request)
+        sequence_ids = _sequence_ids(request)
+        self._verify_unused(sequence_ids)
         stream = RequestStream(request, observer, stream_interval, on_output)
         self._streams[request.request_id] = stream
-        self._sequence_ids[request.request_id] = _sequence_ids(request)
-        self._taken.update(_sequence_ids(request))
+        self._sequence_ids[request.request_id] = sequence_ids
+        self._taken.update(sequence_ids)
         if request.deadline:
             left_s = max(0.0, request.deadline - time.monotonic())
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(left_s, self._expire, stream)

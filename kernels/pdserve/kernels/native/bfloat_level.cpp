@@ -150,16 +150,16 @@ void finish(const BfloatMatrix& matrix, int64_t first, const float* sums, BFloat
   }
 }
 
-// Calls task(first, num_rows) for all rows, GROUPS_ROWS at a time.
+// Calls task(first, num_rows) for all rows, at most GROUPS_ROWS at a time.
 template <class Task>
-inline void each_group(int64_t num_rows, const Task& task) {
+inline void for_all_rows(int64_t num_rows, const Task& task) {
   for (int64_t row = 0; row < num_rows; row += GROUPS_ROWS) task(row, num_rows - row < GROUPS_ROWS ? num_rows - row : GROUPS_ROWS);
 }
 
 void multiply_block(const BfloatCall& call, int64_t block) {
   alignas(64) float sums[GROUPS_ROWS * CHANNELS];
   BFloat* out = reinterpret_cast<BFloat*>(call.out) + block * CHANNELS;
-  each_group(call.num_rows, [&](int64_t first, int64_t num_rows) {
+  for_all_rows(call.num_rows, [&](int64_t first, int64_t num_rows) {
     multiply_some(call, block, first, num_rows, sums);
     for (int64_t row = 0; row < num_rows; ++row)
       finish(call.matrix, block * CHANNELS, sums + row * CHANNELS, out + (first + row) * call.out_stride, call.adds);
@@ -170,7 +170,7 @@ void multiply_gated_block(const BfloatCall& call, int64_t block) {
   alignas(64) float gate_sums[GROUPS_ROWS * CHANNELS], up_sums[GROUPS_ROWS * CHANNELS];
   const int64_t num_gates = call.matrix.num_outputs / 2, first_gate = block * CHANNELS;
   BFloat* out = reinterpret_cast<BFloat*>(call.out) + first_gate;
-  each_group(call.num_rows, [&](int64_t first, int64_t num_rows) {
+  for_all_rows(call.num_rows, [&](int64_t first, int64_t num_rows) {
     multiply_some(call, block, first, num_rows, gate_sums);
     multiply_some(call, num_gates / CHANNELS + block, first, num_rows, up_sums);
     for (int64_t row = 0; row < num_rows; ++row) {

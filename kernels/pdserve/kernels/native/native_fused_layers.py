@@ -19,7 +19,6 @@ from pdserve.kernels.native.native_attention import CHANGED, NativeAttentionPlan
 from pdserve.kernels.native.native_bfloat import CHANNELS, NativeBfloatRows
 from pdserve.kernels.native.native_library import (
     NATIVE_DTYPES,
-    BfloatMatrix,
     DecodeCall,
     FusedCall,
     FusedLayer,
@@ -52,21 +51,21 @@ class NativeFusedLayers:
                 made.qk_norm = _norm(layer.qk_norm.weights, layer.qk_norm.eps)
             made.mlp_norm = _norm(layer.mlp_norm.weight, layer.mlp_norm.eps)
             made.next_norm = _norm(layer.next_norm.weight, layer.next_norm.eps)
-            made.is_gated = _is_gated(made.gate_up)
+            # gates and ups share no block of channels, so they are multiplied with each other as they are computed
+            made.is_gated = made.gate_up.num_outputs % (2 * CHANNELS) == 0
             made.spec, made.rope, made.index = unique.index(layer.spec), layer.rope, layer.index
-        matrices = [[native.matrix for native in _natives(layer)] for layer in layers]
+        hidden_size = self._native[0].qkv.num_inputs
         self._sizes = (
-            max(qkv.num_outputs for qkv, _, _, _ in matrices),
-            max(output.num_inputs for _, output, _, _ in matrices),
-            max(0 if _is_gated(gate_up) else gate_up.num_outputs for _, _, gate_up, _ in matrices),
-            max(down.num_inputs for _, _, _, down in matrices),
-            matrices[0][0].num_inputs,
+            max(made.qkv.num_outputs for made in self._native),
+            max(made.output.num_inputs for made in self._native),
+            max(0 if made.is_gated else made.gate_up.num_outputs for made in self._native),
+            max(made.down.num_inputs for made in self._native),
+            hidden_size,
         )
         """Numbers per row of the room for qkv, attended, gate_up, inner and chosen."""
         self._constants = FusedCall(
-            hidden_size=matrices[0][0].num_inputs,
-            num_outputs=-1, parallel=library.parallel, barrier=library.barrier,
-        )  # fmt: skip
+            hidden_size=hidden_size, num_outputs=-1, parallel=library.parallel, barrier=library.barrier
+        )
         self._rooms = [torch.empty(0, dtype=torch.bfloat16)] * len(self._sizes)
 
     def __call__(
@@ -76,7 +75,7 @@ class NativeFusedLayers:
         phases: Sequence[Tensor],
         plans: Sequence[AttentionPlan],
         output_rows: Tensor | None,
-        before_call: Callable[[], None] | None = None,
+        before_call: Callable[[], None] | None,
     ) -> Tensor | None:
         num_rows = len(residual)
         if not 0 < num_rows <= self._max_rows or residual.dtype is not torch.bfloat16:
@@ -100,19 +99,20 @@ class NativeFusedLayers:
         call.slots, call.phases = _addresses(slots), _addresses(angles)
         call.residual, call.x = residual.data_ptr(), out.data_ptr()
         call.qkv, call.attended, call.gate_up, call.inner, call.chosen = (room.data_ptr() for room in self._rooms)
+        if output_rows is not None:
+            output_rows = output_rows.contiguous()
+            call.output_rows = output_rows.data_ptr()
         num_layers = len(self._native)
         at_once = max(1, _LAYER_ROWS // num_rows)
         for first in range(0, num_layers, at_once):
             call.layers, call.num_layers = pointer(self._native[first]), min(at_once, num_layers - first)
             if output_rows is not None and first + at_once >= num_layers:
-                output_rows = output_rows.contiguous()
-                call.output_rows, call.num_outputs = output_rows.data_ptr(), len(output_rows)
-                out = out[: len(output_rows)]
+                call.num_outputs = len(output_rows)
             if before_call is not None:
                 before_call()
             if self._run(byref(call), self._level):
                 raise ValueError(CHANGED)
-        return out
+        return out if output_rows is None else out[: len(output_rows)]
 
 
 def can_fuse(layer: LayerParts) -> bool:
@@ -152,11 +152,6 @@ def _packed(layer: LayerParts) -> list[PackedLinear]:
 
 def _natives(layer: LayerParts) -> list[NativeBfloatRows]:
     return [linear.native for linear in _packed(layer) if linear.native is not None]
-
-
-def _is_gated(gate_up: BfloatMatrix) -> bool:
-    """True if gates and ups share no block of channels, so that they are multiplied with each other as they are computed."""
-    return bool(gate_up.num_outputs % (2 * CHANNELS) == 0)
 
 
 def _norm(weight: Tensor, eps: float) -> FusedNorm:
