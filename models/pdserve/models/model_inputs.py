@@ -30,7 +30,7 @@ class ModelInputs:
     inputs_embeds: Tensor | None = None
     """`[T, H]`, in the dtype of the weights; may be overwritten."""
     before_layer: Callable[[], None] | None = None
-    """Called before each layer, or before each call that computes several, so that a caller can distinguish a long step from one that
+    """Called before each layer, or before each call that computes several: a caller can distinguish a long step from one that
     hangs."""
     is_by_layer: bool = False
     """True: all layers are not one call, even where they could be, since `before_layer` measures each."""
