@@ -17,13 +17,13 @@ from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, Nix
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
 from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
 from pdserve.kv_transfer.totals import Totals
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 from .recorded_read import RecordedRead, make_pool
 
 POOL = make_pool(seed=3)
 LIMITS = ConnectionLimits(
-    max_readers=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=60.0
+    max_readers=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=16, idle_close_s=60.0
 )
 
 
@@ -32,11 +32,19 @@ class ScriptedWire:
 
     def __init__(self, is_broken: bool = False) -> None:
         self.is_broken = is_broken
+        self.meets: threading.Barrier | None = None
+        """Where fetches meet before they break, as their peer has ended."""
+        self.may_serve = threading.Event()
+        self.may_serve.set()
         self.closing, self.may_close = threading.Event(), threading.Event()
 
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
+        if self.meets is not None:
+            self.meets.wait(HANG_S)
+            raise ConnectionBroken("its peer has ended", is_unanswered=True)
         if self.is_broken:
             raise ConnectionBroken("it hangs")
+        assert self.may_serve.wait(HANG_S)
         yield len(blocks)
 
     def interrupt(self) -> bool:
@@ -53,17 +61,22 @@ class Connections:
 
     def __init__(self, *wires: ScriptedWire) -> None:
         self._wires = iter(wires)
+        self.connecting = threading.Semaphore(0)
+        self.may_connect = threading.Semaphore(len(wires))
+        self.totals = Totals()
         self.events = EventThread("reader-events")
         self.connections = PeerConnections(
-            "peer", POOL, LIMITS, Totals(), self._connect, self.events.call_soon, "reader"
+            "peer", POOL, LIMITS, self.totals, self._connect, self.events.call_soon, "reader"
         )
 
     def _connect(self) -> Connection:
+        self.connecting.release()
+        assert self.may_connect.acquire(timeout=HANG_S)
         return next(self._wires)
 
-    def read(self, block: int) -> RecordedRead:
-        heard = RecordedRead(1)
-        blocks = [BlockToRead(block, XXH3.of(POOL.block(block), block), block)]
+    def read(self, block: int, count: int = 1) -> RecordedRead:
+        heard = RecordedRead(count)
+        blocks = [BlockToRead(each, XXH3.of(POOL.block(each), each), each) for each in range(block, block + count)]
         self.connections.read(bytes(16), blocks, heard)
         return heard
 
@@ -81,6 +94,33 @@ def test_a_read_does_not_wait_for_a_lane_that_gives_up_its_wire() -> None:
     assert first.outcome is None, "its wire may still write"
     hung.may_close.set()
     assert first.wait_failed() == "it hangs"
+    connections.close()
+
+
+def test_connections_that_never_served_are_replaced_like_others_when_the_peer_has_ended() -> None:
+    """One connection serves all of the first read, while the other one is being made."""
+    wires = [ScriptedWire() for _ in range(4)]
+    connections = Connections(*wires)
+    connections.may_connect = threading.Semaphore(1)
+    wires[0].may_serve.clear()
+    first = connections.read(0, 2 * LIMITS.window_blocks)
+    for _ in range(2):
+        assert connections.connecting.acquire(timeout=HANG_S)
+    wires[0].may_serve.set()
+    assert first.wait_ended() is ReadOutcome.DONE
+    connections.may_connect.release(3)
+    assert wait_until(lambda: connections.totals["connections"] == 2)
+    wires[0].meets = wires[1].meets = threading.Barrier(2)
+    assert connections.read(0, 2 * LIMITS.window_blocks).wait_ended() is ReadOutcome.DONE
+    assert connections.totals["stale_connections"] == 2
+    connections.close()
+
+
+def test_a_new_connection_that_breaks_fails_its_read() -> None:
+    broken = ScriptedWire()
+    broken.meets = threading.Barrier(1)
+    connections = Connections(broken, ScriptedWire())
+    assert connections.read(0).wait_failed() == "its peer has ended"
     connections.close()
 
 

@@ -10,11 +10,11 @@ from pdserve.kv_transfer.connector import BlockToRead
 
 
 class ConnectionBroken(TransferFailed):
-    """The connection cannot be used again. stale: it worked before, and broke before a byte of this answer arrived."""
+    """The connection cannot be used again. is_unanswered: it broke before a byte of this answer arrived, and did not stall."""
 
-    def __init__(self, message: str, stale: bool = False) -> None:
+    def __init__(self, message: str, is_unanswered: bool = False) -> None:
         super().__init__(message)
-        self.stale = stale
+        self.is_unanswered = is_unanswered
 
 
 class Connection(Protocol):

@@ -159,6 +159,9 @@ class _ReaderThread:
         self._connections = connections
         self._queue = connections.queue
         self._connection: Connection | None = None
+        self._connected_at = 0.0
+        self._has_served = False
+        """True if the connection has delivered a window."""
         self._window: Window | None = None
         self._interrupted = False
         self._closes_connection = False
@@ -179,6 +182,7 @@ class _ReaderThread:
             while self._wait_for_work():
                 if self._connection is None:
                     self._connection = self._connections.connect()
+                    self._connected_at, self._has_served = time.monotonic(), False
                     self._connections.counters.add(connections=1)
                 if (taken := self._take(self._connection)) is not None:
                     self._move(*taken)
@@ -227,12 +231,21 @@ class _ReaderThread:
         except Exception as error:
             logger.exception("reading from %s failed", self._connections.peer)
             cause = ConnectionBroken(f"reading from {self._connections.peer} failed: {error}")
+        is_stale = isinstance(cause, ConnectionBroken) and cause.is_unanswered and self._is_kept(window.read)
+        self._has_served |= cause is None
         self._release(is_broken=isinstance(cause, ConnectionBroken))
-        if isinstance(cause, ConnectionBroken) and cause.stale:
+        if is_stale:
             self._connections.counters.add(stale_connections=1)
             self._queue.give_back(window)
         else:
             self._verify(window, verdicts, cause)
+
+    def _is_kept(self, read: QueuedRead) -> bool:
+        """True if the peer may have ended since the connection was known to work, so that its end says nothing of the peer now.
+
+        Connections that are made during the read must serve before their end is forgiven, so a read does not try forever.
+        """
+        return self._has_served or self._connected_at < read.began_at
 
     def _release(self, is_broken: bool) -> None:
         # before the queue records the window's end, so that a read that ends by it does not interrupt this reader's next window

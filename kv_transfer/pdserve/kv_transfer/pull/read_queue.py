@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class QueuedRead:
     blocks: Sequence[BlockToRead]
     listener: ReadListener
     digest: BlockDigest
+    began_at: float = field(default_factory=time.monotonic, init=False)
     state: ReadState = field(default=ReadState.READING, init=False)
     outcome: ReadOutcome = field(default=ReadOutcome.DONE, init=False)
     cause: TransferFailed | None = field(default=None, init=False)

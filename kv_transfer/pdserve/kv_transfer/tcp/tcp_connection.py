@@ -27,7 +27,6 @@ class TcpConnection:
         self._pool = pool
         self._step_blocks = max(1, _STEP_BYTES // pool.block_bytes)
         self._serials = itertools.count(1)
-        self._has_served = False
         self._header = bytearray(ReadAnswer.NUM_BYTES)
         try:
             self._stream: Stream = _connect(address, settings)
@@ -83,13 +82,11 @@ class TcpConnection:
             raise self._broken(request, error) from error
         except MalformedFrame as error:
             raise ConnectionBroken(f"asking {self._peer} for block {request.first_index}: {error}") from error
-        self._has_served = True
         return answer
 
     def _broken(self, request: ReadRequest, error: StreamBroken) -> ConnectionBroken:
-        # A kept connection may be stale, because its peer has ended. A stalled or a new connection is not.
-        is_stale = self._has_served and not error.is_stall and error.num_bytes == 0
-        return ConnectionBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_stale)
+        is_unanswered = not error.is_stall and error.num_bytes == 0
+        return ConnectionBroken(f"asking {self._peer} for block {request.first_index}: {error}", is_unanswered)
 
 
 def _connect(address: TcpAddress, settings: TcpSettings) -> Stream:
