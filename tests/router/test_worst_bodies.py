@@ -33,7 +33,7 @@ from pdserve.router.workers.fleet import Fleet
 from pdserve.v1 import inference_pb2, prefill_pb2
 from tests.router import worst_bodies
 from tests.router.worst_bodies import Worst
-from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.loop_watch import LOOP_S, watched
 from tests.support.waiting import HANG_S
 
 MAX_STATUS_BYTES = 1 << 20
@@ -73,13 +73,11 @@ async def test_no_body_stops_the_event_loop(cluster, worst):
 
 async def _check_http(cluster, worst):
     await asyncio.to_thread(ask, cluster.addresses[0], Worst("first", worst_bodies.COMPLETIONS, b'{"prompt":"a"}'))
-    with LoopWatch() as watch:
-        status, answer = await asyncio.to_thread(ask, cluster.addresses[0], worst)
-        grown = watch.grown_bytes
+    (status, answer), watch = await watched(lambda: asyncio.to_thread(ask, cluster.addresses[0], worst))
     assert status == worst.status, answer[:300]
     assert len(answer) < 1000 or status == 200
     assert watch.longest_s < LOOP_S, watch.callback
-    assert grown < MAX_GROWN_BYTES
+    assert watch.grown_bytes < MAX_GROWN_BYTES
 
 
 def call(address: str, worst: Worst) -> tuple[grpc.StatusCode, str | None, str]:
@@ -122,16 +120,14 @@ async def test_no_message_stops_the_event_loop(cluster, worst):
 
 async def _check_grpc(cluster, worst):
     await asyncio.to_thread(call, cluster.addresses[1], Worst("first", "Generate", worst_bodies._TEXT))
-    with LoopWatch() as watch:
-        status, code, details = await asyncio.to_thread(call, cluster.addresses[1], worst)
-        grown = watch.grown_bytes
+    (status, code, details), watch = await watched(lambda: asyncio.to_thread(call, cluster.addresses[1], worst))
     if worst.status == 200:
         assert status is grpc.StatusCode.OK, details
     else:
         assert status is grpc.StatusCode.INVALID_ARGUMENT, details
         assert code in ("invalid_request", "prompt_too_long"), details
     assert watch.longest_s < LOOP_S, watch.callback
-    assert grown < MAX_GROWN_BYTES
+    assert watch.grown_bytes < MAX_GROWN_BYTES
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -189,10 +185,9 @@ async def test_the_largest_embeddings_over_http(cluster, monkeypatch, encoding):
     body = {"input": ["a"] * NUM_INPUTS, "encoding_format": encoding}
     worst = Worst("largest", worst_bodies.EMBEDDINGS, json.dumps(body).encode(), 200)
     await asyncio.to_thread(ask, cluster.addresses[0], Worst("first", worst_bodies.COMPLETIONS, b'{"prompt":"a"}'))
-    with LoopWatch() as watch:
-        status, length, end = await asyncio.to_thread(read_of, cluster.addresses[0], worst)
-        assert watch.longest_s < LOOP_S, watch.callback
-        assert watch.grown_bytes < MAX_GROWN_BYTES
+    (status, length, end), watch = await watched(lambda: asyncio.to_thread(read_of, cluster.addresses[0], worst))
+    assert watch.longest_s < LOOP_S, watch.callback
+    assert watch.grown_bytes < MAX_GROWN_BYTES
     assert status == 200
     assert length > NUM_INPUTS * NUM_DIMENSIONS * 5
     assert end.endswith(b"}}}")
@@ -212,11 +207,14 @@ async def test_the_largest_embeddings_over_grpc(cluster, monkeypatch):
     request = inference_pb2.EmbedRequest(inputs=[entry] * NUM_INPUTS).SerializeToString()
     await asyncio.to_thread(call, cluster.addresses[1], Worst("first", "Generate", worst_bodies._TEXT))
     command = (sys.executable, "-c", EMBED_CLIENT, cluster.addresses[1])
-    with LoopWatch() as watch:
+
+    async def embed() -> bytes:
         client = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        length, _ = await client.communicate(request)
-        assert watch.longest_s < LOOP_S, watch.callback
-        assert watch.grown_bytes < MAX_GROWN_BYTES
+        return (await client.communicate(request))[0]
+
+    length, watch = await watched(embed)
+    assert watch.longest_s < LOOP_S, watch.callback
+    assert watch.grown_bytes < MAX_GROWN_BYTES
     assert int(length) > NUM_INPUTS * NUM_DIMENSIONS * 4
 
 
@@ -265,10 +263,12 @@ async def test_bodies_that_never_end_hold_bounded_memory(cluster):
         writer.close()
         return answer
 
-    with LoopWatch() as watch:
-        answers = await asyncio.gather(*(send() for _ in range(12)), return_exceptions=True)
-        assert watch.longest_s < LOOP_S, watch.callback
-        assert watch.grown_bytes < MAX_GROWN_BYTES
+    async def send_all() -> list[bytes | BaseException]:
+        return await asyncio.gather(*(send() for _ in range(12)), return_exceptions=True)
+
+    answers, watch = await watched(send_all)
+    assert watch.longest_s < LOOP_S, watch.callback
+    assert watch.grown_bytes < MAX_GROWN_BYTES
     assert {answer for answer in answers if isinstance(answer, bytes) and answer} == {
         b"HTTP/1.1 413 Request Entity Too Large\r\n"
     }
@@ -312,10 +312,9 @@ async def test_no_page_stops_the_event_loop(cluster, path, monkeypatch):
     monkeypatch.setattr(Fleet, "lives", lambda fleet, role=None: lives(fleet, role) * 250)
     monkeypatch.setattr(Fleet, "absent", lambda fleet: [(WorkerRole.DECODE, *refused)] * 250)
     await asyncio.to_thread(get, cluster.addresses[0], "/health")
-    with LoopWatch() as watch:
-        status, answer = await asyncio.to_thread(get, cluster.addresses[0], path)
-        assert watch.longest_s < LOOP_S, watch.callback
-        assert watch.grown_bytes < MAX_GROWN_BYTES
+    (status, answer), watch = await watched(lambda: asyncio.to_thread(get, cluster.addresses[0], path))
+    assert watch.longest_s < LOOP_S, watch.callback
+    assert watch.grown_bytes < MAX_GROWN_BYTES
     assert status == (404 if "xxx" in path else 200)
     if path == "/debug/routing":
         assert len(answer) > 10_000_000

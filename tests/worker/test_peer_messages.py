@@ -23,7 +23,7 @@ from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
-from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.loop_watch import LOOP_S, LoopWatch, watched
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import Pair, check_at_rest, host_of, prepared, running_pair, transfers_of
 
@@ -89,20 +89,18 @@ WORST = {
 @pytest.mark.parametrize("raw", WORST.values(), ids=WORST)
 async def test_no_message_stops_the_loop(pair: Pair, raw: bytes) -> None:
     await refusal(pair, GENERATE, decode_pb2.DecodeRequest())
-    with LoopWatch() as watch:
-        error = await refusal(pair, GENERATE, raw)
+    error, watch = await watched(lambda: refusal(pair, GENERATE, raw))
     assert isinstance(error, InvalidRequest | PeerError), error
     assert watch.longest_s < LOOP_S, watch.callback
 
 
 async def test_a_message_larger_than_any_request_is_not_received(pair: Pair) -> None:
-    with LoopWatch() as watch:
-        error = await refusal(pair, GENERATE, long(1, b"\x4a\x00" * (MAX_MESSAGE_BYTES // 2 - 64)))
-        grown = watch.grown_bytes
+    raw = long(1, b"\x4a\x00" * (MAX_MESSAGE_BYTES // 2 - 64))
+    error, watch = await watched(lambda: refusal(pair, GENERATE, raw))
     assert error.code == "body_too_large"
     assert watch.longest_s < LOOP_S, watch.callback
     # this side's own copies are most of it
-    assert grown < 64 << 20
+    assert watch.grown_bytes < 64 << 20
 
 
 async def test_fields_are_counted_before_they_are_parsed(pair: Pair) -> None:
