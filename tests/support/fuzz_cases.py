@@ -11,7 +11,7 @@ import copy
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -83,6 +83,8 @@ class Fuzzer:
         """Looks: seconds since the first case, bytes."""
         self._began_at = time.monotonic()
         self._watch: LoopWatch | None = None
+        self.measure: Callable[[], int] = settled_bytes
+        """Called at each look at memory; `in_use_bytes` where many threads allocate."""
 
     def __str__(self) -> str:
         return f"case {self.num_cases} of seed {self.seed}"
@@ -108,7 +110,7 @@ class Fuzzer:
 
     def look_at_memory(self) -> None:
         began_s = time.thread_time()
-        self._memory.append((time.monotonic() - self._began_at, settled_bytes()))
+        self._memory.append((time.monotonic() - self._began_at, self.measure()))
         if self._watch is not None:
             self._watch.leave_out(time.thread_time() - began_s)
 

@@ -1,5 +1,5 @@
-"""`MemoryWatch`: the peak of this process' memory. `TracedMemory`: that of Python's objects alone. `allocated_bytes`: what is
-in use.
+"""`MemoryWatch`: the peak of this process' memory. `TracedMemory`: that of Python's objects alone. `allocated_bytes`,
+`in_use_bytes`: what is in use.
 
 Memory in RAM is more than memory in use: each thread may allocate from an arena of its own, whose end glibc keeps when all of
 it is free, `malloc_trim` or not. The number of such threads and the size of their arenas depend on everything that a test
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import sys
 import tracemalloc
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +66,12 @@ def allocated_bytes() -> int:
     mallinfo2.restype = _MallocInfo
     info = mallinfo2()
     return int(info.uordblks + info.hblkhd)
+
+
+def in_use_bytes() -> int:
+    """`allocated_bytes` and Python's smaller objects, each counted as 512 bytes: at least what is in use, without what allocators
+    keep for the next request."""
+    return allocated_bytes() + sys.getallocatedblocks() * 512
 
 
 def peak_bytes() -> int:

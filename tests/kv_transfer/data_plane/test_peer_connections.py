@@ -33,7 +33,7 @@ class ScriptedWire:
     def __init__(self, is_broken: bool = False) -> None:
         self.is_broken = is_broken
         self.meets: threading.Barrier | None = None
-        """Where fetches meet before they break, as their peer has ended."""
+        """Fetches meet here before they break, as their peer has ended."""
         self.may_serve = threading.Event()
         self.may_serve.set()
         self.closing, self.may_close = threading.Event(), threading.Event()

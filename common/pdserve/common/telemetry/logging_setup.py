@@ -21,7 +21,7 @@ def configure_logging(service: str, level: str, log_format: str = "text") -> Non
     # these repeat our own lines at INFO
     for chatty in ("uvicorn", "uvicorn.access", "uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(is_news)
 
 
 class _JsonLines(logging.Formatter):
@@ -47,7 +47,7 @@ class _JsonLines(logging.Formatter):
         return msgspec.json.encode(plain).decode()
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def is_news(record: logging.LogRecord) -> bool:
     """A status that could not be sent, because its client left in that moment, is no error of this service."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or kind.__name__ != "ExecuteBatchError"
