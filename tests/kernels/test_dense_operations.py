@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pdserve.kernels.linear import PackedLinear, PlainLinear, make_linear, swiglu
+from pdserve.kernels.linear import PackedLinear, PlainLinear, WidenedLinear, make_linear, swiglu
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.rotary import pair_neighbours, rotary_phases, rotate_heads
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+NEEDS_BFLOAT16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="oneDNN has no bfloat16 here")
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
@@ -73,11 +75,14 @@ def test_pair_neighbours_keeps_heads_apart() -> None:
 @pytest.mark.parametrize(
     ("layer_type", "dtype"),
     [(kind, dtype) for kind in (PlainLinear, make_linear) for dtype in TOLERANCES]
-    + [(PackedLinear, torch.float32), (PackedLinear, torch.bfloat16)],  # float16 is never packed
+    + [(PackedLinear, torch.float32), pytest.param(PackedLinear, torch.bfloat16, marks=NEEDS_BFLOAT16)]
+    + [(WidenedLinear, torch.bfloat16), (WidenedLinear, torch.float16)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("rows", "width", "height"), [(1, 5, 123), (123, 5, 123), (17, 64, 96), (0, 8, 8)])
+@pytest.mark.parametrize(
+    ("rows", "width", "height"), [(1, 5, 123), (123, 5, 123), (17, 64, 96), (0, 8, 8), (4, 40, 256), (6, 40, 700)]
+)
 def test_linear(
     layer_type: type[PlainLinear], dtype: torch.dtype, has_bias: bool, rows: int, width: int, height: int
 ) -> None:
@@ -99,6 +104,19 @@ def test_large_float32_weights_are_packed_and_right() -> None:
     for rows in (1, 33):
         x = torch.randn(rows, 1024, generator=generator)
         _close(layer(x), x.double() @ weight.double().t(), 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_widened_where_the_processor_multiplies_none(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for multiplies, kind in (
+        (False, WidenedLinear),
+        (True, PackedLinear if dtype is torch.bfloat16 else PlainLinear),
+    ):
+        monkeypatch.setattr("pdserve.kernels.linear._multiplies", lambda dtype, multiplies=multiplies: multiplies)
+        if kind is not PackedLinear or HAS_BFLOAT16:
+            assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)
 
 
 def test_a_bias_of_another_length_is_refused() -> None:
