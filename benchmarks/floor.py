@@ -2,6 +2,7 @@
 
 Nothing of an engine is in it: no norms, attention, sampling or Python between layers. The matrices have the model's shapes and
 random numbers in bfloat16, packed as oneDNN wants them and on huge pages, so that what a floor leaves out is what an engine adds.
+Where oneDNN multiplies no bfloat16 they are float32.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+DTYPE = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 REPEATS = 3
 CHUNK_TOKENS = 512
 
@@ -47,8 +49,8 @@ class Floor:
     def linears_s(self, num_rows: int, num_logits: int) -> float:
         """All layers' matrices at this number of rows, and the output matrix at that of logits; the least of 3 runs."""
         least = float("inf")
-        rows = {layer.size: torch.randn(num_rows, layer.size, dtype=torch.bfloat16) for layer in self._layers[0]}
-        last = torch.randn(num_logits, self._head.size, dtype=torch.bfloat16)
+        rows = {layer.size: torch.randn(num_rows, layer.size, dtype=DTYPE) for layer in self._layers[0]}
+        last = torch.randn(num_logits, self._head.size, dtype=DTYPE)
         for _ in range(REPEATS):
             began = time.perf_counter()
             for matrices in self._layers:
@@ -90,5 +92,5 @@ class _Matrix:
 
 
 def _packed(out_size: int, in_size: int) -> _Matrix:
-    weight = torch.randn(out_size, in_size, dtype=torch.bfloat16)
+    weight = torch.randn(out_size, in_size, dtype=DTYPE)
     return _Matrix(torch.ops.mkldnn._reorder_linear_weight(weight, 1), in_size)
