@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pdserve.kernels.linear import PackedLinear, PlainLinear, WidenedLinear, make_linear, swiglu
+from pdserve.kernels.linear import BlockedLinear, PackedLinear, PlainLinear, WidenedLinear, make_linear, swiglu
+from pdserve.kernels.native.native_library import built_library
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.rotary import pair_neighbours, rotary_phases, rotate_heads
 
@@ -110,13 +111,16 @@ def test_large_float32_weights_are_packed_and_right() -> None:
 def test_weights_of_16_bits_are_widened_where_the_processor_multiplies_none(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for multiplies, kind in (
-        (False, WidenedLinear),
-        (True, PackedLinear if dtype is torch.bfloat16 else PlainLinear),
-    ):
-        monkeypatch.setattr("pdserve.kernels.linear._multiplies", lambda dtype, multiplies=multiplies: multiplies)
-        if kind is not PackedLinear or HAS_BFLOAT16:
-            assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)
+    monkeypatch.setattr("pdserve.kernels.linear._multiplies", lambda dtype: False)
+    has_blocks = dtype is torch.bfloat16 and built_library() is not None
+    assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), BlockedLinear if has_blocks else WidenedLinear)
+    # no pairs of inputs
+    assert isinstance(make_linear(torch.ones(8, 7, dtype=dtype)), WidenedLinear)
+    assert isinstance(make_linear(torch.ones(8, 0, dtype=dtype)), WidenedLinear)
+    monkeypatch.setattr("pdserve.kernels.linear._multiplies", lambda dtype: True)
+    if dtype is torch.float16 or HAS_BFLOAT16:
+        kind = PackedLinear if dtype is torch.bfloat16 else PlainLinear
+        assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)
 
 
 def test_a_bias_of_another_length_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Products with bfloat16 matrices in C++ over oneDNN's memory: instruction sets, threads, strides, unknown layouts."""
+"""Products with bfloat16 matrices in C++, where oneDNN has bfloat16 over its memory: instruction sets, threads, layouts."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import linear
-from pdserve.kernels.linear import PackedLinear
-from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, NativeBfloatRows, packed_inputs
+from pdserve.kernels.linear import BlockedLinear, PackedLinear, WidenedLinear
+from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, NativeBfloatRows, in_blocks, packed_inputs
 from pdserve.kernels.native.native_library import NativeLibrary
 from tests.support.torch_threads import num_threads
 
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
 
 def _packed(weight: Tensor) -> Tensor:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not HAS_BFLOAT16:
         pytest.skip("oneDNN has no bfloat16 here")
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     return packed
 
 
 def _made(weight: Tensor, bias: Tensor | None, library: NativeLibrary, level: str | None = None) -> NativeBfloatRows:
+    if not HAS_BFLOAT16:
+        return NativeBfloatRows(in_blocks(weight), weight.shape[1], weight, bias, library, level)
     packed = _packed(weight)
     padded = packed_inputs(packed, weight)
     if padded is None:
@@ -54,6 +58,50 @@ def test_every_instruction_set_and_number_of_rows(built: NativeLibrary) -> None:
             # nothing beside the rows is written
             assert (held[:, 0] == 7).all()
             assert (held[:, 1 + outputs :] == 7).all()
+
+
+@pytest.mark.parametrize("num_outputs", [64, 65, 300, 7])
+def test_blocks_have_the_order_of_onednn(built: NativeLibrary, num_outputs: int) -> None:
+    weight, x = _weight(num_outputs, 128), _weight(30, 128, 1)
+    blocks = in_blocks(weight)
+    # block, pair, channel, input of the pair
+    assert blocks.shape == (-(-num_outputs // 64), 64, 64, 2)
+    assert torch.equal(blocks.permute(0, 2, 1, 3).reshape(-1, 128)[:num_outputs], weight)
+    found = NativeBfloatRows(blocks, 128, weight, None, built)(x)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=2**-8, atol=1e-2)
+    if HAS_BFLOAT16:
+        assert torch.equal(found, _made(weight, None, built)(x))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(64, 2), (300, 130), (1000, 96)])
+def test_a_weight_in_blocks_is_multiplied_in_cpp_or_widened(
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, num_outputs: int, num_inputs: int, has_bias: bool
+) -> None:
+    weight, bias = _weight(num_outputs, num_inputs), _weight(1, num_outputs, 1)[0] if has_bias else None
+    layer = BlockedLinear(weight, bias, built)
+    for num_rows in (0, 1, 24, 25, 70):
+        x, residual = _weight(num_rows, num_inputs + 3, 2)[:, :num_inputs], _weight(num_rows, num_outputs, 3)
+        expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+        torch.testing.assert_close(layer(x).double(), expected, rtol=2**-8, atol=1e-2)
+        for rest in (residual.clone(), residual.clone().t().contiguous().t()):
+            found = layer.add_to(rest, x)
+            torch.testing.assert_close(found.double(), residual.double() + expected, rtol=2**-8, atol=1e-2)
+    counted = _count_rows(layer, monkeypatch)
+    for num_rows in (24, 25, 3):
+        layer(_weight(num_rows, num_inputs))
+    assert counted == [24, 3]
+
+
+def test_widened_sums_are_rounded_once(built: NativeLibrary) -> None:
+    weight = torch.randint(-64, 65, (130, 512), generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randint(-64, 65, (40, 512), generator=torch.Generator().manual_seed(3)).bfloat16()
+    exact = x.double() @ weight.double().t()
+    assert (exact.bfloat16().double() != exact).any()
+    residual, bias = torch.full((40, 130), 3.0).bfloat16(), torch.full((130,), 5.0).bfloat16()
+    for layer in (BlockedLinear(weight, bias, built), WidenedLinear(weight, bias)):
+        assert torch.equal(layer(x), (exact + 5).bfloat16())
+        assert torch.equal(layer.add_to(residual.clone(), x), (exact + 8).bfloat16())
 
 
 def test_sums_are_rounded_once(built: NativeLibrary) -> None:
@@ -118,7 +166,7 @@ def test_a_layout_that_cpp_does_not_read_is_left_to_onednn(
     torch.testing.assert_close(alone(x).double(), x.double() @ weight.double().t(), rtol=2**-8, atol=1e-2)
 
 
-def _count_rows(layer: PackedLinear, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def _count_rows(layer: PackedLinear | BlockedLinear, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of rows that C++ will have multiplied."""
     assert layer.native is not None
     counted: list[int] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.linear import BlockedLinear, PackedLinear
 from pdserve.kernels.native import native_fused_layers
 from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_attention import NativeAttentionBackend
@@ -44,8 +44,6 @@ Step = tuple[Sequence[tuple[int, int, int]], Sequence[int] | None]
 
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bfloat16 here")
     try:
         return NativeLibrary(str(build()))
     except BuildError as error:
@@ -98,11 +96,11 @@ def _decoder(folder: Path, family: str, fields: dict[str, Any]) -> Decoder:
     return decoder
 
 
-def linears(decoder: Decoder) -> Iterator[PackedLinear]:
+def linears(decoder: Decoder) -> Iterator[PackedLinear | BlockedLinear]:
     for layer in decoder.layers:
         assert isinstance(layer.mlp, GatedMlp)
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
-            assert isinstance(linear, PackedLinear)
+            assert isinstance(linear, PackedLinear | BlockedLinear)
             yield linear
 
 
@@ -186,6 +184,8 @@ def test_a_step_of_many_rows_is_several_calls(
 ) -> None:
     """Progress is visible between them; the bits are those of one."""
     decoder = _decoder(tmp_path, "llama", {"num_hidden_layers": 5})
+    for linear in linears(decoder):
+        linear.native_rows = 128
     steps: list[Step] = [([(2, 300, 60)], [0, 59]), ([(2, 300, 35)], None), ([(1, 17, 1), (7, 90, 70)], [])]
     for (rows, outputs), num_calls in zip(steps, (3, 2, 5), strict=True):
         one, several = Run(decoder, library, NativeLayerOps(library)), Run(decoder, library, NativeLayerOps(library))

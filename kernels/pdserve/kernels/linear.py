@@ -1,13 +1,15 @@
 """Linear layers on a processor and elsewhere.
 
 PackedLinear   oneDNN's layout of the weight, where oneDNN multiplies its dtype; C++ multiplies in bfloat16 over the same memory
-WidenedLinear  weights of 16 bits on processors without instructions for them: parts of the weight become float32
+BlockedLinear  bfloat16 where oneDNN multiplies none: C++ multiplies few rows; for more, parts of the weight become float32
+WidenedLinear  weights of 16 bits where neither does: parts of the weight become float32
 PlainLinear    torch, any device and dtype
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -15,13 +17,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
-from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, NativeBfloatRows, packed_inputs
-from pdserve.kernels.native.native_library import built_library
+from pdserve.kernels.native.native_bfloat import (
+    CHANNELS,
+    PAIRS_LEVEL,
+    NativeBfloatRows,
+    has_pairs,
+    in_blocks,
+    packed_inputs,
+)
+from pdserve.kernels.native.native_library import NativeLibrary, built_library
 
 _PACKED_FLOAT32_NUMEL = 1 << 20
 """Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
 _WIDENED_ROWS = 4
 """Number of rows from which a widened product is faster than torch's in 16 bits; measured with AVX2."""
+_NATIVE_ROWS_BESIDE_WIDENED = 24
+"""Number of rows up to which C++ in bfloat16 is faster than widened products; measured with AVX2."""
 _WIDENED_OUTPUTS = 256
 """Number of outputs whose weights are widened at once: few enough for a core's caches, and measured with AVX2."""
 
@@ -59,7 +70,7 @@ class PlainLinear:
         return residual.addmm_(x, self._transposed)
 
 
-class WidenedLinear:
+class _WidenedProducts:
     """A weight of 16 bits on a processor that multiplies none, where torch takes one product after the other.
 
     A part of the weight becomes float32 and is multiplied while it is in the cache, then the next part: no second copy of the
@@ -67,28 +78,81 @@ class WidenedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._plain = PlainLinear(weight, bias)
+        self._num_outputs = len(weight)
         self._bias = None if bias is None else bias.float()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._sums(x).to(x.dtype) if len(x) >= _WIDENED_ROWS else self._plain(x)
+    def _parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Outputs, and their weights `[in, outputs]` in float32, until the next part is taken. x: says where they are."""
+        raise NotImplementedError
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        if len(x) < _WIDENED_ROWS:
-            return self._plain.add_to(residual, x)
+    def _widened(self, x: Tensor) -> Tensor:
+        return self._sums(x).to(x.dtype)
+
+    def _add_widened(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual.copy_(self._sums(x).add_(residual))
 
     def _sums(self, x: Tensor) -> Tensor:
-        """`[T, in]` -> float32 `[T, out]`."""
-        num_outputs, num_inputs = self._weight.shape
-        widened, x = x.new_empty((_WIDENED_OUTPUTS, num_inputs), dtype=torch.float32), x.float()
-        sums = x.new_empty((len(x), num_outputs))
-        for first in range(0, num_outputs, _WIDENED_OUTPUTS):
+        x = x.float()
+        sums = x.new_empty((len(x), self._num_outputs))
+        for outputs, part in self._parts(x):
+            torch.mm(x, part, out=sums[:, outputs])
+        return sums if self._bias is None else sums.add_(self._bias)
+
+
+class WidenedLinear(_WidenedProducts):
+    """The weight as it is; few rows are torch's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._weight = weight
+        self._plain = PlainLinear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._widened(x) if len(x) >= _WIDENED_ROWS else self._plain(x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._add_widened(residual, x) if len(x) >= _WIDENED_ROWS else self._plain.add_to(residual, x)
+
+    def _parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        widened = x.new_empty((_WIDENED_OUTPUTS, self._weight.shape[1]))
+        for first in range(0, self._num_outputs, _WIDENED_OUTPUTS):
             outputs = slice(first, first + _WIDENED_OUTPUTS)
             part = self._weight[outputs]
-            torch.mm(x, widened[: len(part)].copy_(part).t(), out=sums[:, outputs])
-        return sums if self._bias is None else sums.add_(self._bias)
+            yield outputs, widened[: len(part)].copy_(part).t()
+
+
+class BlockedLinear(_WidenedProducts):
+    """The weight in blocks that C++ multiplies in bfloat16, which few rows are. At least one pair of inputs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, library: NativeLibrary) -> None:
+        super().__init__(weight, bias)
+        blocks = in_blocks(weight)
+        self.native = NativeBfloatRows(blocks, weight.shape[1], weight, bias, library)
+        """Computes at most `native_rows` rows."""
+        self.native_rows = _NATIVE_ROWS_BESIDE_WIDENED
+        self._pairs = blocks.view(torch.int32).squeeze(-1).transpose(0, 1)
+        """`[in / 2, blocks, CHANNELS]`: the first input in the low half, as processors of both architectures read memory."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.native(x) if len(x) <= self.native_rows else self._widened(x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if len(x) <= self.native_rows and residual.stride(1) == 1:
+            return self.native.add_to(residual, x)
+        return self._add_widened(residual, x)
+
+    def _parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        num_pairs, num_blocks, _ = self._pairs.shape
+        at_once = _WIDENED_OUTPUTS // CHANNELS
+        widened = x.new_empty((num_pairs, 2, at_once, CHANNELS), dtype=torch.int32)
+        numbers = widened.view(torch.float32).view(2 * num_pairs, _WIDENED_OUTPUTS)
+        for first in range(0, num_blocks, at_once):
+            pairs = self._pairs[:, first : first + at_once]
+            # bfloat16 is the upper half of float32
+            torch.bitwise_left_shift(pairs, 16, out=widened[:, 0, : pairs.shape[1]])
+            torch.bitwise_and(pairs, -1 << 16, out=widened[:, 1, : pairs.shape[1]])
+            outputs = slice(first * CHANNELS, min(self._num_outputs, first * CHANNELS + _WIDENED_OUTPUTS))
+            yield outputs, numbers[:, : outputs.stop - outputs.start]
 
 
 class PackedLinear:
@@ -149,7 +213,8 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
         raise ValueError(f"weight {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}")
     if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         if weight.dtype in (torch.bfloat16, torch.float16) and not _multiplies(weight.dtype):
-            return WidenedLinear(weight, bias)
+            library = built_library() if weight.dtype is torch.bfloat16 and has_pairs(weight) else None
+            return WidenedLinear(weight, bias) if library is None else BlockedLinear(weight, bias, library)
         if weight.dtype is torch.bfloat16:
             return PackedLinear(weight, bias)
         if weight.dtype is torch.float32 and weight.numel() >= _PACKED_FLOAT32_NUMEL:

@@ -1,4 +1,4 @@
-"""Products with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place.
+"""Products with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place, or `in_blocks`' copy.
 
 A weight is read once for up to 96 rows, and asked for ahead of its use; sums are float32 and are rounded once. A row has the same
 bits whatever is beside it, with any number of threads.
@@ -23,6 +23,24 @@ _PAIR = 2
 """Inputs side by side."""
 _SAMPLES, _DIFFERENT = 4096, 64
 """Numbers of a weight that are compared with oneDNN's bytes, and how many of them must differ for that to say anything."""
+
+
+def has_pairs(weight: Tensor) -> bool:
+    """True if the weight `[out, in]` can lie in blocks."""
+    return weight.shape[1] > 0 and weight.shape[1] % _PAIR == 0
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """A copy of a bfloat16 weight `[out, in]` that `has_pairs`, as C++ reads it: `[blocks, in / 2, CHANNELS, 2]`, with zeros
+    behind the last output.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_blocks = -(-num_outputs // CHANNELS)
+    blocks = weight.new_zeros((num_blocks, num_inputs // _PAIR, CHANNELS, _PAIR))
+    for block, first in zip(blocks, range(0, num_outputs, CHANNELS), strict=True):
+        part = weight[first : first + CHANNELS]
+        block[:, : len(part)] = part.view(len(part), -1, _PAIR).transpose(0, 1)
+    return blocks
 
 
 def packed_inputs(packed: Tensor, weight: Tensor) -> int | None:
@@ -53,7 +71,7 @@ def packed_inputs(packed: Tensor, weight: Tensor) -> int | None:
 
 
 class NativeBfloatRows(NativeRows):
-    """`x W^T + bias` over a weight that oneDNN packed."""
+    """`x W^T + bias` over a weight that oneDNN packed, or one of `in_blocks`."""
 
     def __init__(
         self,
@@ -64,7 +82,10 @@ class NativeBfloatRows(NativeRows):
         library: NativeLibrary,
         level: str | None = None,
     ) -> None:
-        """padded: of `packed_inputs`. weight: `[out, in]`, not kept. level: one of `library.levels`; default: the fastest."""
+        """padded: of `packed_inputs`; inputs of `in_blocks`. weight: `[out, in]`, not kept.
+
+        level: one of `library.levels`; default: the fastest.
+        """
         super().__init__(len(weight))
         # held here: the call has addresses alone
         self._packed = packed
@@ -72,8 +93,9 @@ class NativeBfloatRows(NativeRows):
         self._num_inputs = weight.shape[1]
         self._level = 0 if level is None else library.levels.index(level)
         self._multiply = library.multiply_bfloats
+        values = torch.ops.mkldnn.data_ptr(packed) if packed.is_mkldnn else packed.data_ptr()
         self.matrix = BfloatMatrix(
-            values=torch.ops.mkldnn.data_ptr(packed), bias=None if self._bias is None else self._bias.data_ptr(),
+            values=values, bias=None if self._bias is None else self._bias.data_ptr(),
             num_inputs=self._num_inputs, num_outputs=self._num_outputs, padded=padded,
         )  # fmt: skip
         """The weight for C++; its addresses are valid as long as this object."""

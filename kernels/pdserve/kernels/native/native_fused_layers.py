@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.fused_layers import LayerParts
-from pdserve.kernels.linear import Linear, PackedLinear
+from pdserve.kernels.linear import BlockedLinear, Linear, PackedLinear
 from pdserve.kernels.native.native_attention import CHANGED, NativeAttentionPlan
 from pdserve.kernels.native.native_bfloat import CHANNELS, NativeBfloatRows
 from pdserve.kernels.native.native_library import (
@@ -27,6 +27,8 @@ from pdserve.kernels.native.native_library import (
     PrefillCall,
 )
 
+_KINDS = (PackedLinear, BlockedLinear)
+"""Layers whose weights C++ may read."""
 _LAYER_ROWS = 2048
 """Number of layers times rows of one call: a step of many rows is several calls, so that its progress is visible between them."""
 
@@ -117,7 +119,7 @@ class NativeFusedLayers:
 
 def can_fuse(layer: LayerParts) -> bool:
     """True if C++ reads all of the layer's weights."""
-    if not all(isinstance(linear, PackedLinear) and linear.native is not None for linear in _linears(layer)):
+    if not all(isinstance(linear, _KINDS) and linear.native is not None for linear in _linears(layer)):
         return False
     spec = layer.spec
     heads, size = spec.num_heads + spec.num_kv_heads, spec.head_dim
@@ -146,8 +148,8 @@ def _linears(layer: LayerParts) -> tuple[Linear, Linear, Linear, Linear]:
     return layer.qkv, layer.output, layer.gate_up, layer.down
 
 
-def _packed(layer: LayerParts) -> list[PackedLinear]:
-    return [linear for linear in _linears(layer) if isinstance(linear, PackedLinear)]
+def _packed(layer: LayerParts) -> list[PackedLinear | BlockedLinear]:
+    return [linear for linear in _linears(layer) if isinstance(linear, _KINDS)]
 
 
 def _natives(layer: LayerParts) -> list[NativeBfloatRows]:
