@@ -93,11 +93,17 @@ def test_a_weight_in_blocks_is_multiplied_in_cpp_or_widened(
     assert counted == [24, 3]
 
 
-def test_widened_sums_are_rounded_once(built: NativeLibrary) -> None:
+def _exact_sums(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight `[130, 512]`, rows, and their sums in float64, which float32 holds, and bfloat16 does not."""
     weight = torch.randint(-64, 65, (130, 512), generator=torch.Generator().manual_seed(2)).bfloat16()
-    x = torch.randint(-64, 65, (40, 512), generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randint(-64, 65, (num_rows, 512), generator=torch.Generator().manual_seed(3)).bfloat16()
     exact = x.double() @ weight.double().t()
     assert (exact.bfloat16().double() != exact).any()
+    return weight, x, exact
+
+
+def test_widened_sums_are_rounded_once(built: NativeLibrary) -> None:
+    weight, x, exact = _exact_sums(40)
     residual, bias = torch.full((40, 130), 3.0).bfloat16(), torch.full((130,), 5.0).bfloat16()
     for layer in (BlockedLinear(weight, bias, built), WidenedLinear(weight, bias)):
         assert torch.equal(layer(x), (exact + 5).bfloat16())
@@ -105,11 +111,7 @@ def test_widened_sums_are_rounded_once(built: NativeLibrary) -> None:
 
 
 def test_sums_are_rounded_once(built: NativeLibrary) -> None:
-    """Numbers whose exact sums float32 holds, and bfloat16 does not."""
-    weight = torch.randint(-64, 65, (130, 512), generator=torch.Generator().manual_seed(2)).bfloat16()
-    x = torch.randint(-64, 65, (9, 512), generator=torch.Generator().manual_seed(3)).bfloat16()
-    exact = x.double() @ weight.double().t()
-    assert (exact.bfloat16().double() != exact).any()
+    weight, x, exact = _exact_sums(9)
     residual, bias = torch.full((9, 130), 3.0).bfloat16(), torch.full((130,), 5.0).bfloat16()
     for level in built.levels:
         assert torch.equal(_made(weight, None, built, level)(x), exact.bfloat16())

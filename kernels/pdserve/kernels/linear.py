@@ -9,6 +9,7 @@ PlainLinear    torch, any device and dtype
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -70,7 +71,7 @@ class PlainLinear:
         return residual.addmm_(x, self._transposed)
 
 
-class _WidenedProducts:
+class _WidenedProducts(ABC):
     """A weight of 16 bits on a processor that multiplies none, where torch takes one product after the other.
 
     A part of the weight becomes float32 and is multiplied while it is in the cache, then the next part: no second copy of the
@@ -81,9 +82,9 @@ class _WidenedProducts:
         self._num_outputs = len(weight)
         self._bias = None if bias is None else bias.float()
 
+    @abstractmethod
     def _parts(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Outputs, and their weights `[in, outputs]` in float32, until the next part is taken. x: says where they are."""
-        raise NotImplementedError
+        """Outputs, and their weights `[in, outputs]` in float32, valid until the next part is taken. x: float32 input."""
 
     def _widened(self, x: Tensor) -> Tensor:
         return self._sums(x).to(x.dtype)
