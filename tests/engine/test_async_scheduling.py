@@ -173,6 +173,18 @@ def test_a_request_that_arrives_enters_after_the_step_that_is_ahead(make_engine:
     assert engine.run()["second"].token_ids == sampled_answer(prompt_of(9), 4, seed=3)
 
 
+def test_requests_that_did_not_fit_a_step_enter_the_next_ones(make_engine: MakeEngine) -> None:
+    """The first two fill a step exactly. The others wait for tokens of a step, not for blocks: none is ahead before each was tried."""
+    prompts = [prompt_of(length) for length in (4, 6, 3, 7)]
+    engine = make_engine(async_scheduling=True, max_num_batched_tokens=10)
+    names = [engine.add(prompt, params={"max_tokens": 30}) for prompt in prompts]
+    for _ in range(8):
+        engine.step()
+    assert engine.running() == names
+    answers = engine.run()
+    assert [answers[name].token_ids for name in names] == [greedy_answer(prompt, 30) for prompt in prompts]
+
+
 def test_the_end_of_a_turn_while_its_step_is_ahead(make_engine: MakeEngine) -> None:
     engine = make_engine(async_scheduling=True)
     turn = greedy_answer(prompt_of(5), 4)

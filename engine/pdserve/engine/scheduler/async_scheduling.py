@@ -49,9 +49,9 @@ class AsyncScheduling:
     _drafts: DraftScheduling
     _refused: _Refused | None = field(default=None, init=False)
 
-    def scheduled(self) -> None:
-        """Note that a full schedule has just been made."""
-        self._refused = self._state()
+    def scheduled(self, *, has_tried_all: bool) -> None:
+        """Note that a full schedule has just been made. has_tried_all: False if the next may admit what this one has not tried."""
+        self._refused = self._state() if has_tried_all else None
 
     def _state(self) -> _Refused:
         return _Refused(

@@ -246,6 +246,7 @@ class Scheduler:
         self._schedule_running(step, decoding)
         self._schedule_running(step, prefilling)
         self._schedule_waiting(step)
+        has_tried_all = step.budget > 0 and not step.preempted
         self._schedule_running(step, running_ahead)
         step.output.finished_req_ids = self.running.take_finished_ids()
         step.output.scheduled_new_reqs = [
@@ -260,7 +261,7 @@ class Scheduler:
             copies = self.kv.take_copies()
             step.output.block_copies = [copies] if copies else []
         self.loads.fill(step.output)
-        self.async_scheduling.scheduled()
+        self.async_scheduling.scheduled(has_tried_all=has_tried_all)
         return step.output
 
     def get_grammar_bitmask(self, scheduled: SchedulerOutput) -> GrammarOutput | None:
