@@ -40,6 +40,8 @@ _ENVIRONMENT = {
 _DEVICE_ENVIRONMENT = {
     # what UCX cannot read directly it would copy through the host, slower than the TCP connector: it fails instead
     "UCX_PROTO_EMULATION_ENABLE": "n",
+    # else UCX refuses to read between the processes of a GPU that has no NVLink, such as the only one of a virtual machine
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
 }
 """Default environment variables of UCX where memory of a device is registered."""
 
