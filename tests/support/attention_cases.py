@@ -39,11 +39,12 @@ class Case:
     values: list[Tensor]
 
     def to(self, device: str) -> Case:
-        """The same on another device."""
+        """The same on another device: q, k and v are views of one projection there, too, which copies of each would not be."""
         names = ("positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables")
         batch = replace(self.batch, **{name: getattr(self.batch, name).to(device) for name in names})
-        tensors = {name: getattr(self, name).to(device) for name in ("q", "k", "v", "kv_cache")}
-        return replace(self, batch=batch, **tensors)
+        heads = [tensor.shape[1] for tensor in (self.q, self.k, self.v)]
+        q, k, v = torch.cat((self.q, self.k, self.v), 1).to(device).split(heads, 1)  # type: ignore[no-untyped-call]
+        return replace(self, batch=batch, q=q, k=k, v=v, kv_cache=self.kv_cache.to(device))
 
 
 def make_case(

@@ -19,12 +19,12 @@ from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBac
 from pdserve.kernels.triton.launch_configs import architecture
 from tests.kernels.attention_contract import AttentionContract
 from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec
-from tests.support.compiled_kernels import recorded_launches
+from tests.support.compiled_kernels import TARGETS, recorded_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = (4, 2, 16)
 MULTIPLE = attention_configs(architecture(torch.device(DEVICE)), 16).full_chunk
-FULL = 8 * MULTIPLE
+FULL = 8 * MULTIPLE if DEVICE == "cpu" else MULTIPLE
 
 
 @pytest.mark.slow
@@ -78,14 +78,19 @@ def test_which_chunks_take_two_parts(
     assert found == expected
 
 
-def test_without_the_setting_the_table_chooses_one_launch() -> None:
-    """Nothing has been measured yet, so no table says `sdpa`."""
+def test_without_the_setting_the_table_chooses() -> None:
     case = make_case(decodes=[], prefills=[(9, FULL)], heads=HEADS, block_size=16, dtype=torch.float16).to(DEVICE)
-    for prefill in (None, "triton"):
+    table = attention_configs(architecture(torch.device(DEVICE)), HEADS[2]).prefill
+    for prefill, in_two_parts in ((None, table == "sdpa"), ("triton", False), ("sdpa", True)):
         plan = TritonAttentionBackend(case.kv_cache, prefill).plan(case.batch, make_spec(HEADS))
         with recorded_launches() as launches:
             plan.attend(case.layer, case.q, case.k, case.v)
-        assert [launch.arguments["JOIN"] for launch in launches] == [False]
+        assert [launch.arguments["JOIN"] for launch in launches] == [in_two_parts]
+
+
+def test_two_parts_are_chosen_where_they_were_measured() -> None:
+    """docs/gpu.md: an H200's fused kernels are faster than ours within a full chunk."""
+    assert [name for name in TARGETS if attention_configs(name, 128).prefill == "sdpa"] == ["sm_90"]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -1,4 +1,5 @@
-"""Tile sizes of attention by GPU architecture. No value has been measured on a GPU yet; all compile without spills."""
+"""Tile sizes of attention by GPU architecture. Those of sm_90 were measured on an H200 (docs/gpu.md), no other; all compile without
+spills."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ our kernel."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfigs:
-    """One architecture's table, for heads of one width. Sizes are powers of two; float32 uses a quarter (`head_tile`)."""
+    """One architecture's table, for heads of one width. Sizes are powers of two; `head_tile` says where others are used."""
 
     decode_programs: int
     """Programs that divide the pieces of a decode step among them: two per multiprocessor."""
@@ -45,12 +46,18 @@ class AttentionConfigs:
 _WIDE = 128
 """Heads with more numbers need smaller tiles, or a program's sums would not fit its registers."""
 _AMPERE = AttentionConfigs(decode_programs=2 * 108)
-_HOPPER = replace(_AMPERE, decode_programs=2 * 132, prefill_rows=128, prefill_stages=3, fused=("cudnn", "flash"))
+_BLACKWELL = replace(
+    _AMPERE, decode_programs=2 * 148, prefill_rows=128, prefill_stages=3, prefill_registers=255, fused=("cudnn", "flash")
+)
+_HOPPER = replace(
+    _AMPERE, decode_programs=2 * 132, decode_keys=128, prefill_rows=128, prefill_keys=128, prefill_stages=3, prefill="sdpa",
+    full_chunk=2048, fused=("cudnn", "flash"),
+)  # fmt: skip
 _TABLE = {
     "sm_80": _AMPERE,
     "sm_86": replace(_AMPERE, decode_programs=2 * 142, prefill_registers=255),
     "sm_90": _HOPPER,
-    "sm_100": replace(_HOPPER, decode_programs=2 * 148, prefill_registers=255),
+    "sm_100": _BLACKWELL,
     "sm_120": replace(_AMPERE, decode_programs=2 * 170, prefill_registers=255),
     "gfx942": replace(_AMPERE, decode_programs=2 * 304, decode_stages=2, prefill_keys=32, max_registers=None),
     # a few programs, and tiles so small that short tests have several

@@ -15,6 +15,8 @@ from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 _LOG2E = math.log2(math.e)
 _SMALLEST_DOT = 16
 """Rows and columns of the smallest product of a GPU's tensor cores."""
+_MASKED_KEYS = 64
+"""Keys of a prefill tile, at most, where heads are padded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +44,23 @@ class HeadTile:
 
 
 def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) -> HeadTile:
-    """The table's tiles; float32 takes a quarter of the rows and keys, or a tile would not fit the registers."""
+    """The table's tiles. float32 takes a quarter of the rows and the fewest keys, and masked heads fewer keys, or a tile would not fit
+    the registers."""
     group = spec.num_heads // spec.num_kv_heads
     head_dim = max(triton.next_power_of_2(spec.head_dim), _SMALLEST_DOT)
     group_rows = max(triton.next_power_of_2(group), _SMALLEST_DOT)
     is_exact = kv_cache.dtype is torch.float32
-    halves = 2 if is_exact else 0
-    prefill_rows = max(configs.prefill_rows >> halves, group_rows)
+    prefill_rows = max(configs.prefill_rows // 4 if is_exact else configs.prefill_rows, group_rows)
+    prefill_keys = configs.prefill_keys if head_dim == spec.head_dim else min(configs.prefill_keys, _MASKED_KEYS)
     return HeadTile(
         group=group,
         head_dim=head_dim,
         group_rows=group_rows,
-        decode_keys=max(configs.decode_keys >> halves, _SMALLEST_DOT),
+        decode_keys=_SMALLEST_DOT if is_exact else configs.decode_keys,
         decode_warps=max(configs.decode_warps, group_rows // 16),
         prefill_rows=prefill_rows,
         prefill_tokens=prefill_rows // group,
-        prefill_keys=max(configs.prefill_keys >> halves, _SMALLEST_DOT),
+        prefill_keys=_SMALLEST_DOT if is_exact else prefill_keys,
         prefill_registers=configs.max_registers if is_exact else configs.prefill_registers,
         precision="ieee" if is_exact else "tf32",
     )

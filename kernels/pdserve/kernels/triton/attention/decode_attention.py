@@ -13,6 +13,9 @@ from pdserve.kernels.triton.attention.decode_pieces import MAX_PIECES
 from pdserve.kernels.triton.attention.softmax_tile import LOG2E, add_tile, load_bias, load_tile
 from pdserve.kernels.triton.launch_configs import register_limit
 
+JOINED_NUMBERS = 2048
+"""Numbers of pieces that `join_pieces` adds at a time."""
+
 
 # a specialised layer number would be compiled once for 0, once for 1 and once for multiples of 16
 @triton.jit(do_not_specialize=["layer"])
@@ -68,7 +71,7 @@ def attend_pieces(
 @triton.jit
 def join_pieces(
     part, lse, first_piece, sinks, out,
-    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MAX_S: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """`out[r] = sum_s 2^(lse_s - m) part_s / sum_s 2^(lse_s - m)` over the pieces s of row r, for one head; m is the highest lse.
 
@@ -78,22 +81,27 @@ def join_pieces(
     row = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(first_piece + row)
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    mask = s < tl.load(first_piece + row + 1) - first
-    at = (first + s).to(tl.int64) * HQ + head
-    logs = tl.load(lse + at, mask=mask, other=float("-inf"))
+    count = tl.load(first_piece + row + 1) - first
+    s = tl.arange(0, MAX_S)
+    logs = tl.load(lse + (first + s).to(tl.int64) * HQ + head, mask=s < count, other=float("-inf"))
     highest = tl.max(logs, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sink)
     highest = tl.where(highest > float("-inf"), highest, 0.0)
-    weights = tl.exp2(logs - highest)
-    values = tl.load(part + at[:, None] * D + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
-    total = tl.sum(weights, 0)
+    total = tl.sum(tl.exp2(logs - highest), 0)
     if SINKS:
         total += tl.exp2(sink - highest)
-    result = tl.sum(values * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    # few rows have many pieces: a tile for all of them would mostly be empty
+    d = tl.arange(0, BLOCK_D)
+    values = tl.zeros([BLOCK_D], tl.float32)
+    for begin in range(0, count, BLOCK_S):
+        some = begin + tl.arange(0, BLOCK_S)
+        at = (first + some).to(tl.int64) * HQ + head
+        weights = tl.exp2(tl.load(lse + at, mask=some < count, other=float("-inf")) - highest)
+        parts = tl.load(part + at[:, None] * D + d[None, :], mask=(some < count)[:, None] & (d < D)[None, :], other=0.0)
+        values += tl.sum(parts * weights[:, None], 0)
+    result = values / tl.where(total > 0.0, total, 1.0)
     tl.store(out + (row.to(tl.int64) * HQ + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
@@ -137,6 +145,6 @@ def decode_attention(
     )  # fmt: skip
     join_pieces[(num_rows, num_heads)](
         part, lse, first_piece, lse if sinks is None else sinks, out,
-        HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, BLOCK_S=MAX_PIECES, SINKS=sinks is not None,
+        HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, MAX_S=MAX_PIECES, BLOCK_S=min(MAX_PIECES, JOINED_NUMBERS // tile.head_dim), SINKS=sinks is not None,
         num_warps=configs.join_warps, enable_fp_fusion=True,
     )  # fmt: skip

@@ -9,7 +9,7 @@ PIECE_TOKENS = 256
 """Keys of a piece, of sequences with at most `PIECE_TOKENS * MAX_PIECES` visible keys."""
 MAX_PIECES = 64
 """Pieces of one row; a longer sequence has longer pieces."""
-ALIGNMENT = 64
+ALIGNMENT = 128
 """Pieces begin at multiples of this position: of every tile of the kernel, and of a page of up to 64 tokens."""
 
 
