@@ -59,8 +59,12 @@ class Layer:
     device: str
 
     def rows(self, num_tokens: int, size: int, scale: float = 1.0) -> Tensor:
-        """Random numbers `[num_tokens, size]`; what lies between the rows is NaN."""
-        held = torch.full((num_tokens, size + 5), torch.nan, dtype=self.dtype)
+        """Random numbers `[num_tokens, size]`; what lies between the rows is NaN.
+
+        In bfloat16 it is 0 on a processor: with AMX the layer's own product, oneDNN's, multiplies what follows a row by 0.
+        """
+        is_read = self.dtype is torch.bfloat16 and self.device == "cpu"
+        held = torch.full((num_tokens, size + 5), 0.0 if is_read else torch.nan, dtype=self.dtype)
         held[:, :size] = torch.randn(num_tokens, size) * scale
         return held.to(self.device)[:, :size]
 
