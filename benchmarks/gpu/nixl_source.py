@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from pdserve.kv_transfer.nixl.nixl_agent import MemoryKind, Region, UcxAgent
+from pdserve.kv_transfer.nixl.nixl_agent import MemoryKind, Region, UcxAgent, prepare_device_memory
 
 NAME = "gpu-source"
 FACTOR = 3
@@ -32,6 +32,7 @@ def main() -> None:
     memory = numbers(num_bytes, FACTOR, device)
     if memory.is_cuda:
         torch.cuda.synchronize()  # the reader begins when it has the line
+        prepare_device_memory()
     agent = UcxAgent(NAME)
     agent.register(region(memory, piece_bytes))
     print(json.dumps({"address": memory.data_ptr(), "metadata": agent.metadata.hex()}), flush=True)

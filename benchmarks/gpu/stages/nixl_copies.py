@@ -15,7 +15,7 @@ import torch
 
 from gpu.bench import NOT_MEASURED, Bench, Skipped
 from gpu.nixl_source import FACTOR, NAME, numbers, region
-from pdserve.kv_transfer.nixl.nixl_agent import ReadStatus, UcxAgent, why_no_nixl
+from pdserve.kv_transfer.nixl.nixl_agent import ReadStatus, UcxAgent, prepare_device_memory, why_no_nixl
 
 ROUNDS = 5
 PIECE_BYTES = 2 << 20
@@ -30,6 +30,8 @@ def run(bench: Bench) -> None:
     with source(bench, num_bytes, piece) as remote:
         memory = numbers(num_bytes, 0, str(bench.device))
         bench.wait()
+        if memory.is_cuda:
+            prepare_device_memory()
         agent = UcxAgent("gpu-reader")
         own = region(memory, piece)
         agent.register(own)
