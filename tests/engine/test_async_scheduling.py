@@ -174,7 +174,7 @@ def test_a_request_that_arrives_enters_after_the_step_that_is_ahead(make_engine:
 
 
 def test_requests_that_did_not_fit_a_step_enter_the_next_ones(make_engine: MakeEngine) -> None:
-    """The first two fill a step exactly. The others wait for tokens of a step, not for blocks: none is ahead before each was tried."""
+    """The first two fill a step exactly. The others wait for its tokens, not for blocks: none is ahead before each was tried."""
     prompts = [prompt_of(length) for length in (4, 6, 3, 7)]
     engine = make_engine(async_scheduling=True, max_num_batched_tokens=10)
     names = [engine.add(prompt, params={"max_tokens": 30}) for prompt in prompts]

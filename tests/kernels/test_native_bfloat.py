@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels import linear
 from pdserve.kernels.linear import BlockedLinear, PackedLinear, WidenedLinear
-from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, NativeBfloatRows, in_blocks, packed_inputs
+from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, TILES_LEVEL, NativeBfloatRows, in_blocks, packed_inputs
 from pdserve.kernels.native.native_library import NativeLibrary
 from tests.support.torch_threads import num_threads
 
@@ -41,7 +41,8 @@ def test_every_instruction_set_and_number_of_rows(built: NativeLibrary) -> None:
     generator = torch.Generator().manual_seed(1)
     for number, num_rows in enumerate((1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 25, 31, 33, 70, 97, 200)):
         outputs, inputs = (int(torch.randint(16, most, (), generator=generator)) for most in (300, 1200))
-        inputs *= 2
+        # whole tiles of AMX, or pairs
+        inputs = inputs * 2 if number % 3 else -(-inputs // 16) * 32
         weight = _weight(outputs, inputs, number)
         bias = torch.randn(outputs, generator=generator).bfloat16() if number % 2 else None
         x = torch.randn(num_rows, inputs + 9, generator=generator).bfloat16()[:, 2 : 2 + inputs]
@@ -198,13 +199,15 @@ def test_a_packed_layer_leaves_rows_beyond_a_number_to_onednn(
     assert counted == [1, most]
 
 
+@pytest.mark.parametrize(("level", "has_amx"), [(PAIRS_LEVEL, False), (TILES_LEVEL, True)])
 def test_cpp_multiplies_any_number_of_rows_with_bfloat16_instructions(
-    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, level: str, has_amx: bool
 ) -> None:
-    if built.levels[0] != PAIRS_LEVEL:
-        pytest.skip("this processor has no bfloat16 instructions")
+    if level not in built.levels:
+        pytest.skip(f"this processor, or the library for it, has no {level}")
     monkeypatch.setattr(linear, "built_library", lambda: built)
-    monkeypatch.setattr(linear, "has_amx", lambda: False)
+    monkeypatch.setattr(linear, "has_amx", lambda: has_amx)
+    monkeypatch.setattr(built, "levels", built.levels[built.levels.index(level) :])
     layer = PackedLinear(_weight(200, 128), None)
     counted = _count_rows(layer, monkeypatch)
     x = torch.randn(700, 128, generator=torch.Generator().manual_seed(5)).bfloat16()

@@ -21,6 +21,7 @@ from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
 from pdserve.kernels.native.native_bfloat import (
     CHANNELS,
     PAIRS_LEVEL,
+    TILES_LEVEL,
     NativeBfloatRows,
     has_pairs,
     in_blocks,
@@ -38,8 +39,8 @@ _WIDENED_OUTPUTS = 256
 """Number of outputs whose weights are widened at once: few enough for a core's caches, and measured with AVX2."""
 
 _NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 64, 8
-"""Number of rows up to which C++ computes without bfloat16 instructions, and beside AMX, which it does not use. Not measured
-there: up to so few rows the weights' bytes decide."""
+"""Number of rows up to which C++ computes without bfloat16 instructions, and without AMX where oneDNN has it: up to so few rows the
+weights' bytes decide."""
 
 
 class Linear(Protocol):
@@ -194,10 +195,11 @@ def _native_rows(packed: Tensor, weight: Tensor, bias: Tensor | None) -> NativeB
 
 def _most_rows() -> int:
     """Number of rows up to which C++ takes no longer than oneDNN."""
-    if has_amx():
-        return _NATIVE_ROWS_WITH_AMX
     library = built_library()
-    return sys.maxsize if library is not None and library.levels[0] == PAIRS_LEVEL else _NATIVE_ROWS
+    fastest = "baseline" if library is None else library.levels[0]
+    if fastest == TILES_LEVEL or (fastest == PAIRS_LEVEL and not has_amx()):
+        return sys.maxsize
+    return _NATIVE_ROWS_WITH_AMX if has_amx() else _NATIVE_ROWS
 
 
 def _multiplies(dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.triton.attention import fused_attention as module
-from pdserve.kernels.triton.attention.attention_configs import attention_configs
+from pdserve.kernels.triton.attention.attention_configs import Prefill, attention_configs
 from pdserve.kernels.triton.attention.fused_attention import fused_attention
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 from pdserve.kernels.triton.launch_configs import architecture
@@ -81,7 +81,8 @@ def test_which_chunks_take_two_parts(
 def test_without_the_setting_the_table_chooses() -> None:
     case = make_case(decodes=[], prefills=[(9, FULL)], heads=HEADS, block_size=16, dtype=torch.float16).to(DEVICE)
     table = attention_configs(architecture(torch.device(DEVICE)), HEADS[2]).prefill
-    for prefill, in_two_parts in ((None, table == "sdpa"), ("triton", False), ("sdpa", True)):
+    cases: list[tuple[Prefill | None, bool]] = [(None, table == "sdpa"), ("triton", False), ("sdpa", True)]
+    for prefill, in_two_parts in cases:
         plan = TritonAttentionBackend(case.kv_cache, prefill).plan(case.batch, make_spec(HEADS))
         with recorded_launches() as launches:
             plan.attend(case.layer, case.q, case.k, case.v)

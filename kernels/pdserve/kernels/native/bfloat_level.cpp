@@ -2,6 +2,9 @@
 // A sum adds its inputs in their order, in float32, and is rounded once: a row has the same bits in any number of rows.
 #include "bfloat_rows.h"
 #include "level_vectors.h"
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+#endif
 
 namespace {
 
@@ -89,6 +92,100 @@ OUTSIDE void multiply_rows(
   }
 }
 
+#if defined(__AMX_BF16__)
+// Words of a pair of inputs, of all channels: the rows of the second factor's tiles are this far apart.
+constexpr int64_t PAIR_BYTES = PAIR_LINES * LINE, STEP_PAIRS = TILE_NUMBERS / BFLOAT_PAIR;
+// Steps whose rows stay in the first cache while the other half of the channels is multiplied.
+constexpr int64_t CHUNK_STEPS = 8;
+
+// Asks for the values of a step that lie AHEAD bytes behind `values`.
+inline void ask_for_step(const char* values) {
+  for (int64_t line = 0; line < STEP_PAIRS * PAIR_LINES; ++line) __builtin_prefetch(values + AHEAD + line * LINE, 0, 3);
+}
+
+// sums[num_rows * CHANNELS] of at most 16 rows.
+void multiply_one_tile(
+    Tiles& tiles, const uint16_t* x, int64_t stride, int64_t num_rows, const char* values, int64_t num_steps, float* sums) {
+  const int64_t shapes[8] = {num_rows, num_rows, num_rows, num_rows, num_rows, TILE_ROWS, TILE_ROWS, TILE_ROWS};
+  tiles.shape(shapes);
+  for (int64_t step = 0; step < num_steps; ++step, values += STEP_PAIRS * PAIR_BYTES) {
+    ask_for_step(values);
+    _tile_loadd(4, x + step * TILE_NUMBERS, 2 * stride);
+    _tile_loadd(5, values, PAIR_BYTES);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, values + TILE_BYTES, PAIR_BYTES);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, values + 2 * TILE_BYTES, PAIR_BYTES);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, values + 3 * TILE_BYTES, PAIR_BYTES);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, sums, CHANNELS * 4);
+  _tile_stored(1, sums + 16, CHANNELS * 4);
+  _tile_stored(2, sums + 32, CHANNELS * 4);
+  _tile_stored(3, sums + 48, CHANNELS * 4);
+}
+
+// The same of 17 to 32 rows: half of the channels at a time. asks: memory is to be asked for.
+void multiply_two_tiles(
+    Tiles& tiles, const uint16_t* x, int64_t stride, int64_t num_rows, const char* values, int64_t num_steps, bool asks, float* sums) {
+  const int64_t rest = num_rows - TILE_ROWS;
+  const int64_t shapes[8] = {TILE_ROWS, TILE_ROWS, rest, rest, TILE_ROWS, rest, TILE_ROWS, TILE_ROWS};
+  tiles.shape(shapes);
+  for (int64_t first = 0; first < num_steps; first += CHUNK_STEPS) {
+    const int64_t end = first + CHUNK_STEPS < num_steps ? first + CHUNK_STEPS : num_steps;
+    for (int half = 0; half < 2; ++half) {
+      float* to = sums + half * 32;
+      float* other = to + TILE_ROWS * CHANNELS;
+      if (first) {
+        _tile_loadd(0, to, CHANNELS * 4);
+        _tile_loadd(1, to + 16, CHANNELS * 4);
+        _tile_loadd(2, other, CHANNELS * 4);
+        _tile_loadd(3, other + 16, CHANNELS * 4);
+      } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+      }
+      for (int64_t step = first; step < end; ++step) {
+        const char* from = values + step * STEP_PAIRS * PAIR_BYTES + half * 2 * TILE_BYTES;
+        if (asks && half == 0) ask_for_step(from);
+        _tile_loadd(4, x + step * TILE_NUMBERS, 2 * stride);
+        _tile_loadd(6, from, PAIR_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, x + TILE_ROWS * stride + step * TILE_NUMBERS, 2 * stride);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_loadd(7, from + TILE_BYTES, PAIR_BYTES);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, to, CHANNELS * 4);
+      _tile_stored(1, to + 16, CHANNELS * 4);
+      _tile_stored(2, other, CHANNELS * 4);
+      _tile_stored(3, other + 16, CHANNELS * 4);
+    }
+  }
+}
+
+// As `multiply_some`. A row's sums have the same bits in a tile with any number of others.
+void multiply_tiles(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
+  const BfloatMatrix& matrix = call.matrix;
+  const char* values = reinterpret_cast<const char*>(matrix.values + block * matrix.padded * CHANNELS);
+  const int64_t num_steps = matrix.num_inputs / TILE_NUMBERS;
+  Tiles tiles;
+  for (int64_t row = 0; row < num_rows; row += 2 * TILE_ROWS) {
+    const int64_t count = num_rows - row < 2 * TILE_ROWS ? num_rows - row : 2 * TILE_ROWS;
+    const uint16_t* x = call.x + (first + row) * call.x_stride;
+    if (count <= TILE_ROWS) {
+      multiply_one_tile(tiles, x, call.x_stride, count, values, num_steps, sums + row * CHANNELS);
+    } else {
+      multiply_two_tiles(tiles, x, call.x_stride, count, values, num_steps, row == 0, sums + row * CHANNELS);
+    }
+  }
+}
+#endif
+
 // Rows that are multiplied at once, at most: more would leave the second cache.
 constexpr int64_t GROUPS_ROWS = 96;
 
@@ -96,6 +193,9 @@ constexpr int64_t GROUPS_ROWS = 96;
 void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
   const BfloatMatrix& matrix = call.matrix;
   const uint16_t* values = matrix.values + block * matrix.padded * CHANNELS;
+#if defined(__AMX_BF16__)
+  if (matrix.num_inputs % TILE_NUMBERS == 0) return multiply_tiles(call, block, first, num_rows, sums);
+#endif
   const int64_t pairs = matrix.num_inputs / BFLOAT_PAIR;
   const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
   const bool is_few = num_groups <= FEW_GROUPS;

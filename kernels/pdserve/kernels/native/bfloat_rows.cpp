@@ -2,14 +2,11 @@
 #include "bfloat_rows.h"
 #include "levels.h"
 
-extern const BfloatLevel BFLOAT_LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const BfloatLevel BFLOAT_LEVEL_AVX2, BFLOAT_LEVEL_AVX512, BFLOAT_LEVEL_AVX512_BF16;
-#endif
+DECLARE_TILED_LEVELS(BfloatLevel, BFLOAT_LEVEL);
 
 namespace {
 
-const BfloatLevel* const LEVELS[] = ALL_LEVELS(&BFLOAT_LEVEL);
+const BfloatLevel* const LEVELS[] = TILED_LEVELS(&BFLOAT_LEVEL);
 
 // Bytes of the matrix below which a thread takes longer to wake than to multiply.
 constexpr int64_t THREAD_BYTES = 1 << 17;

@@ -37,7 +37,11 @@ _FLAGS = (
 )  # fmt: skip
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512_BF16}
+_AMX = ("-mamx-tile", "-mamx-bf16")
+_TILED_LEVELS = _X86_LEVELS | {"amx_bf16": (*_AVX512_BF16, *_AMX)}
+"""For sources with code for AMX, and for the one that names the levels."""
 
 
 class _LevelSource(NamedTuple):
@@ -49,12 +53,12 @@ class _LevelSource(NamedTuple):
 
 
 _LEVEL_SOURCES = (
-    _LevelSource("decode_level", ("-ffp-contract=fast",), _X86_LEVELS),
-    _LevelSource("prefill_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("decode_level", ("-ffp-contract=fast",), _TILED_LEVELS),
+    _LevelSource("prefill_level", ("-ffp-contract=fast",), _TILED_LEVELS),
     _LevelSource("lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("expert_level", ("-ffp-contract=fast",), _X86_LEVELS),
-    _LevelSource("bfloat_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("bfloat_level", ("-ffp-contract=fast",), _TILED_LEVELS),
     # each operation is rounded by itself, as torch's are
     _LevelSource("int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}),
 )
@@ -92,6 +96,7 @@ def build(folder: Path = SOURCES) -> Path:
         return target
     compiler = find_compiler()
     has_levels = platform.machine() in X86
+    has_amx = has_levels and sys.platform == "linux" and _accepts(compiler, _AMX)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as room:
         commands, objects = [], []
 
@@ -101,10 +106,12 @@ def build(folder: Path = SOURCES) -> Path:
 
         for source in _LEVEL_SOURCES:
             for name, flags in {"baseline": (), **(source.x86_levels if has_levels else {})}.items():
+                if name == "amx_bf16" and not has_amx:
+                    continue
                 names = f"-DLEVEL=LEVEL_{name.upper()}", f"-DLEVEL_NAME={name}"
                 compile_source(source.name, f"{source.name}-{name}", *source.flags, *flags, *names)
         for entry in ENTRY_SOURCES:
-            compile_source(entry, entry, *(["-DHAS_X86_LEVELS"] if has_levels else []))
+            compile_source(entry, entry, *["-DHAS_X86_LEVELS"] * has_levels, *["-DHAS_AMX_LEVEL"] * has_amx)
         _run_all(commands)
         _run_all([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]])
         Path(room, target.name).replace(target)
@@ -112,6 +119,12 @@ def build(folder: Path = SOURCES) -> Path:
         if other != target:
             other.unlink(missing_ok=True)
     return target
+
+
+def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    """True if the compiler knows the flags: GCC knows AMX from version 11 on."""
+    command = [*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False, timeout=_TIMEOUT_S).returncode == 0
 
 
 def _run_all(commands: list[list[str]]) -> None:

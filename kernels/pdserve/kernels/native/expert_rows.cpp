@@ -2,10 +2,7 @@
 #include "expert_rows.h"
 #include "levels.h"
 
-extern const ExpertLevel EXPERT_LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const ExpertLevel EXPERT_LEVEL_AVX2, EXPERT_LEVEL_AVX512, EXPERT_LEVEL_AVX512_BF16;
-#endif
+DECLARE_LEVELS(ExpertLevel, EXPERT_LEVEL);
 
 namespace {
 

@@ -5,23 +5,17 @@
 #include "layer_rows.h"
 #include "levels.h"
 
-extern const Level LEVEL_BASELINE;
-extern const PrefillLevel PREFILL_LEVEL_BASELINE;
-extern const LayerLevel LAYER_LEVEL_BASELINE;
-extern const BfloatLevel BFLOAT_LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const Level LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512_BF16;
-extern const PrefillLevel PREFILL_LEVEL_AVX2, PREFILL_LEVEL_AVX512, PREFILL_LEVEL_AVX512_BF16;
-extern const LayerLevel LAYER_LEVEL_AVX2, LAYER_LEVEL_AVX512, LAYER_LEVEL_AVX512_BF16;
-extern const BfloatLevel BFLOAT_LEVEL_AVX2, BFLOAT_LEVEL_AVX512, BFLOAT_LEVEL_AVX512_BF16;
-#endif
+DECLARE_TILED_LEVELS(Level, LEVEL);
+DECLARE_TILED_LEVELS(PrefillLevel, PREFILL_LEVEL);
+DECLARE_LEVELS(LayerLevel, LAYER_LEVEL);
+DECLARE_TILED_LEVELS(BfloatLevel, BFLOAT_LEVEL);
 
 namespace {
 
-const Level* const DECODE_LEVELS[] = ALL_LEVELS(&LEVEL);
-const PrefillLevel* const PREFILL_LEVELS[] = ALL_LEVELS(&PREFILL_LEVEL);
+const Level* const DECODE_LEVELS[] = TILED_LEVELS(&LEVEL);
+const PrefillLevel* const PREFILL_LEVELS[] = TILED_LEVELS(&PREFILL_LEVEL);
 const LayerLevel* const LAYER_LEVELS[] = ALL_LEVELS(&LAYER_LEVEL);
-const BfloatLevel* const BFLOAT_LEVELS[] = ALL_LEVELS(&BFLOAT_LEVEL);
+const BfloatLevel* const BFLOAT_LEVELS[] = TILED_LEVELS(&BFLOAT_LEVEL);
 
 // Bytes of a layer's matrices below which a further thread waits longer at barriers than it multiplies.
 constexpr int64_t THREAD_BYTES = 1 << 19;

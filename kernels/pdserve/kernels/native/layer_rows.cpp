@@ -2,10 +2,7 @@
 #include "layer_rows.h"
 #include "levels.h"
 
-extern const LayerLevel LAYER_LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const LayerLevel LAYER_LEVEL_AVX2, LAYER_LEVEL_AVX512, LAYER_LEVEL_AVX512_BF16;
-#endif
+DECLARE_LEVELS(LayerLevel, LAYER_LEVEL);
 
 namespace {
 

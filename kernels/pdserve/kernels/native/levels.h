@@ -4,13 +4,51 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-// The symbols of a function table in every level that is compiled: prefix_BASELINE and so on, the slowest first.
-#ifdef HAS_X86_LEVELS
+// The symbols of a function table in every level that is compiled: prefix_BASELINE and so on, the slowest first. TILED_LEVELS are of
+// sources that have code for the tiles of AMX; others have the functions of AVX512_BF16 in their place.
+#if defined(HAS_AMX_LEVEL)
+#define DECLARE_LEVELS(Table, prefix) \
+  extern const Table prefix##_BASELINE, prefix##_AVX2, prefix##_AVX512, prefix##_AVX512_BF16
+#define DECLARE_TILED_LEVELS(Table, prefix) \
+  DECLARE_LEVELS(Table, prefix);            \
+  extern const Table prefix##_AMX_BF16
+#define ALL_LEVELS(prefix) \
+  {prefix##_BASELINE, prefix##_AVX2, prefix##_AVX512, prefix##_AVX512_BF16, prefix##_AVX512_BF16}
+#define TILED_LEVELS(prefix) {prefix##_BASELINE, prefix##_AVX2, prefix##_AVX512, prefix##_AVX512_BF16, prefix##_AMX_BF16}
+constexpr int NUM_LEVELS = 5;
+#elif defined(HAS_X86_LEVELS)
+#define DECLARE_LEVELS(Table, prefix) \
+  extern const Table prefix##_BASELINE, prefix##_AVX2, prefix##_AVX512, prefix##_AVX512_BF16
+#define DECLARE_TILED_LEVELS(Table, prefix) DECLARE_LEVELS(Table, prefix)
 #define ALL_LEVELS(prefix) {prefix##_BASELINE, prefix##_AVX2, prefix##_AVX512, prefix##_AVX512_BF16}
+#define TILED_LEVELS(prefix) ALL_LEVELS(prefix)
 constexpr int NUM_LEVELS = 4;
 #else
+#define DECLARE_LEVELS(Table, prefix) extern const Table prefix##_BASELINE
+#define DECLARE_TILED_LEVELS(Table, prefix) DECLARE_LEVELS(Table, prefix)
 #define ALL_LEVELS(prefix) {prefix##_BASELINE}
+#define TILED_LEVELS(prefix) ALL_LEVELS(prefix)
 constexpr int NUM_LEVELS = 1;
+#endif
+
+#ifdef HAS_AMX_LEVEL
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// True if the processor has AMX for bfloat16, and Linux lets this process use it, which must be asked for once.
+static inline bool may_use_tiles() {
+  constexpr int UNKNOWN = 2, REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+  static int known = UNKNOWN;
+  int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+  if (found != UNKNOWN) return found;
+  unsigned a, b, c, d;
+  found = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE) &&
+          syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+  __atomic_store_n(&known, found, __ATOMIC_RELAXED);
+  return found;
+}
 #endif
 
 // Indices into ALL_LEVELS of those that the processor has, the fastest first. Returns their number.
@@ -21,7 +59,11 @@ static inline int find_levels(int found[NUM_LEVELS]) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) found[count++] = 3;
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#ifdef HAS_AMX_LEVEL
+  if (avx512_bf16 && may_use_tiles()) found[count++] = 4;
+#endif
+  if (avx512_bf16) found[count++] = 3;
   if (avx512) found[count++] = 2;
   if (avx2) found[count++] = 1;
 #endif

@@ -2,10 +2,7 @@
 #include "levels.h"
 #include "lora_rows.h"
 
-extern const LoraLevel LORA_LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const LoraLevel LORA_LEVEL_AVX2, LORA_LEVEL_AVX512, LORA_LEVEL_AVX512_BF16;
-#endif
+DECLARE_LEVELS(LoraLevel, LORA_LEVEL);
 
 namespace {
 

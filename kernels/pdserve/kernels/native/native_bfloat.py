@@ -15,8 +15,8 @@ from torch import Tensor
 from pdserve.kernels.native.native_library import BfloatCall, BfloatMatrix, NativeLibrary
 from pdserve.kernels.native.native_rows import NativeRows
 
-PAIRS_LEVEL = "avx512_bf16"
-"""The level that multiplies pairs of bfloat16 numbers in one instruction."""
+TILES_LEVEL, PAIRS_LEVEL = "amx_bf16", "avx512_bf16"
+"""The levels that multiply tiles of bfloat16 numbers, and pairs of them, in one instruction."""
 CHANNELS = 64
 """Output channels of a block."""
 _PAIR = 2

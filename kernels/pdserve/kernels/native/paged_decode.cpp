@@ -2,14 +2,11 @@
 #include "levels.h"
 #include "paged_decode.h"
 
-extern const Level LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const Level LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512_BF16;
-#endif
+DECLARE_TILED_LEVELS(Level, LEVEL);
 
 namespace {
 
-const Level* const LEVELS[] = ALL_LEVELS(&LEVEL);
+const Level* const LEVELS[] = TILED_LEVELS(&LEVEL);
 
 struct Work {
   const DecodeCall* call;

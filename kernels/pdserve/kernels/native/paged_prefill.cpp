@@ -2,14 +2,11 @@
 #include "levels.h"
 #include "paged_prefill.h"
 
-extern const PrefillLevel PREFILL_LEVEL_BASELINE;
-#ifdef HAS_X86_LEVELS
-extern const PrefillLevel PREFILL_LEVEL_AVX2, PREFILL_LEVEL_AVX512, PREFILL_LEVEL_AVX512_BF16;
-#endif
+DECLARE_TILED_LEVELS(PrefillLevel, PREFILL_LEVEL);
 
 namespace {
 
-const PrefillLevel* const LEVELS[] = ALL_LEVELS(&PREFILL_LEVEL);
+const PrefillLevel* const LEVELS[] = TILED_LEVELS(&PREFILL_LEVEL);
 
 struct Work {
   const PrefillCall* call;

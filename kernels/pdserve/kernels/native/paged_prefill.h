@@ -47,10 +47,11 @@ struct PrefillLevel {
 static inline int64_t padded_head(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 // Floats of one thread: queries and sums of a task, maxima, totals and positions, factors and scores of MAX_LANES rows, a tile of keys
-// with 16 more per key, one of values, and 16 rows of queries.
+// with 16 more per key, one of values, its pairs turned, and 16 rows of queries.
 static inline int64_t room_size(int64_t head_dim) {
   const int64_t padded = padded_head(head_dim);
-  return 2 * padded * TASK_ROWS + 3 * TASK_ROWS + (TILE_KEYS + 1) * MAX_LANES + TILE_KEYS * (2 * padded + 16) + 16 * padded;
+  return 2 * padded * TASK_ROWS + 3 * TASK_ROWS + (TILE_KEYS + 1) * MAX_LANES + TILE_KEYS * (2 * padded + 16) + TILE_KEYS / 2 * padded +
+         16 * padded;
 }
 
 static inline int64_t chunk_tokens(const PrefillCall& call, int64_t chunk) {

@@ -7,6 +7,9 @@
 #include "level_vectors.h"
 #include "paged_prefill.h"
 #include "word_transpose.h"
+#if defined(__AMX_BF16__)
+#include "prefill_tiles.h"
+#endif
 
 namespace {
 
@@ -21,6 +24,13 @@ constexpr int STEP = 4;
 #define LANES 16
 constexpr int STEP = 2;
 #endif
+// Pairs of numbers are multiplied in the tiles of AMX, 16 pairs at a time.
+#if defined(__AMX_BF16__)
+constexpr bool HAS_TILES = true;
+#else
+constexpr bool HAS_TILES = false;
+#endif
+constexpr int64_t PAIRS_OF_TILE = 16;
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr float INFINITE = __builtin_inff();
 
@@ -66,7 +76,7 @@ inline Floats power_of_two(Floats x) {
 // A task's part of `PrefillCall.rooms`.
 struct Room {
   int64_t padded;
-  float *queries, *sums, *maxima, *totals, *factors, *scores, *keys, *values, *line;
+  float *queries, *sums, *maxima, *totals, *factors, *scores, *keys, *values, *turned, *line;
   int32_t* positions;
 
   Room(float* at, int64_t head_dim) : padded(padded_head(head_dim)) {
@@ -80,6 +90,7 @@ struct Room {
     scores = take(TILE_KEYS * MAX_LANES);
     keys = take(TILE_KEYS * key_stride());
     values = take(TILE_KEYS * padded);
+    turned = take(TILE_KEYS / 2 * padded);
     line = take(16 * padded);
   }
   // More than the numbers of a key: keys at multiples of a large power of two would share a few places of the processor's cache.
@@ -280,6 +291,10 @@ template <class Number>
 struct Task {
   const PrefillCall& call;
   int64_t chunk, head, num_tokens, context, seq_len, num_words;
+  // heads fill whole tiles
+  bool in_tiles;
+  // Keys of a product are a multiple of this.
+  int64_t key_step;
 
   Task(const PrefillCall& given, int64_t chunk, int64_t head)
       : call(given),
@@ -288,7 +303,9 @@ struct Task {
         num_tokens(chunk_tokens(given, chunk)),
         context(given.seq_lens[chunk] - num_tokens),
         seq_len(given.seq_lens[chunk]),
-        num_words(AS_PAIRS<Number> ? (given.head_dim + 1) / 2 : given.head_dim) {}
+        num_words(AS_PAIRS<Number> ? (given.head_dim + 1) / 2 : given.head_dim),
+        in_tiles(HAS_TILES && AS_PAIRS<Number> && given.head_dim % (2 * PAIRS_OF_TILE) == 0),
+        key_step(in_tiles ? 2 * PAIRS_OF_TILE : STEP) {}
 
   // First key that is not read by a row, and by none before it.
   int64_t end_of(int64_t row) const { return call.is_causal ? context + row / call.group_size + 1 : seq_len; }
@@ -344,16 +361,28 @@ struct Task {
     const int64_t end = end_of(stop - 1), last_first = first_visible(call, end - 1);
     const int64_t visible = end - start < TILE_KEYS ? end - start : TILE_KEYS;
     if (visible <= 0 || start + TILE_KEYS <= first_visible(call, end_of(first) - 1)) return;
-    const int64_t num_keys = (visible + STEP - 1) / STEP * STEP;
+    const int64_t num_keys = (visible + key_step - 1) / key_step * key_step;
     const double scale = call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2_E;
-    score<N, PAIRS>(room, queries, num_keys, num_words, static_cast<float>(scale));
+#if defined(__AMX_BF16__)
+    if (in_tiles) {
+      score_in_tiles<N>(room.keys, room.key_stride(), queries, num_keys, num_words, static_cast<float>(scale), room.scores);
+    } else
+#endif
+      score<N, PAIRS>(room, queries, num_keys, num_words, static_cast<float>(scale));
     if (call.softcap > 0) cap_scores<N>(room, num_keys, static_cast<float>(call.softcap * LOG2_E));
     if (start + num_keys > end_of(first) || start < last_first) hide<N>(room, positions, start, num_keys, call.window);
     weigh<N, PAIRS>(room, num_keys, maxima, totals);
+#if defined(__AMX_BF16__)
+    if (in_tiles) return add_values_in_tiles<N>(room.turned, room.scores, room.factors, num_keys, room.padded, sums);
+#endif
     add_values<N, PAIRS>(room, num_keys, call.head_dim, sums);
   }
 
   bool attend(int64_t from, int64_t until, const Room& room) const {
+#if defined(__AMX_BF16__)
+    Tiles tiles;
+    if (in_tiles) tiles.shape(WHOLE_TILES);
+#endif
     const int64_t end = end_of(until - 1), first_key = first_visible(call, end_of(from) - 1);
     const int64_t num_lanes = lanes_of(from, until);
     for (int64_t lane = 0; lane < num_lanes; ++lane) {
@@ -366,8 +395,11 @@ struct Task {
       take_queries(room, row, stop, lanes_of(row, stop), room.queries + lane * room.padded, room.positions + lane);
     }
     for (int64_t start = first_key / TILE_KEYS * TILE_KEYS; start < end; start += TILE_KEYS) {
-      const int64_t rest = (end - start + STEP - 1) / STEP * STEP, count = rest < TILE_KEYS ? rest : TILE_KEYS;
+      const int64_t rest = (end - start + key_step - 1) / key_step * key_step, count = rest < TILE_KEYS ? rest : TILE_KEYS;
       if (!copy_tile<Number>(call, chunk, head, start, count, first_key, end, room)) return false;
+#if defined(__AMX_BF16__)
+      if (in_tiles) turn_values(room.values, count, room.padded, room.turned);
+#endif
       for (int64_t row = from; row < until; row += LANES) {
         const int64_t stop = until < row + LANES ? until : row + LANES, lane = row - from, place = lane * room.padded;
         switch (lanes_of(row, stop)) {

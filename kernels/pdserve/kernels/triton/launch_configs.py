@@ -1,7 +1,7 @@
 """Tile sizes and warps of each kernel by GPU architecture: a table instead of autotuning.
 
 A captured CUDA graph cannot contain measurements, and a worker that tunes itself starts slowly and not reproducibly. No value has
-been measured on a GPU yet: they give each thread 16 bytes per load and compile without spills (`tests/kernels/compiled/`).
+been compared with others on a GPU: they give each thread 16 bytes per load and compile without spills (`tests/kernels/compiled/`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,12 @@ _WIDE = 128
 """Heads with more numbers need smaller tiles, or a program's sums would not fit its registers."""
 _AMPERE = AttentionConfigs(decode_programs=2 * 108)
 _BLACKWELL = replace(
-    _AMPERE, decode_programs=2 * 148, prefill_rows=128, prefill_stages=3, prefill_registers=255, fused=("cudnn", "flash")
+    _AMPERE,
+    decode_programs=2 * 148,
+    prefill_rows=128,
+    prefill_stages=3,
+    prefill_registers=255,
+    fused=("cudnn", "flash"),
 )
 _HOPPER = replace(
     _AMPERE, decode_programs=2 * 132, decode_keys=128, prefill_rows=128, prefill_keys=128, prefill_stages=3, prefill="sdpa",

@@ -44,8 +44,8 @@ class HeadTile:
 
 
 def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) -> HeadTile:
-    """The table's tiles. float32 takes a quarter of the rows and the fewest keys, and masked heads fewer keys, or a tile would not fit
-    the registers."""
+    """The table's tiles. float32 takes a quarter of the rows and the fewest keys, and padded heads fewer keys, or a tile would not
+    fit the registers."""
     group = spec.num_heads // spec.num_kv_heads
     head_dim = max(triton.next_power_of_2(spec.head_dim), _SMALLEST_DOT)
     group_rows = max(triton.next_power_of_2(group), _SMALLEST_DOT)

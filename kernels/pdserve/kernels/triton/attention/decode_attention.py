@@ -145,6 +145,7 @@ def decode_attention(
     )  # fmt: skip
     join_pieces[(num_rows, num_heads)](
         part, lse, first_piece, lse if sinks is None else sinks, out,
-        HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, MAX_S=MAX_PIECES, BLOCK_S=min(MAX_PIECES, JOINED_NUMBERS // tile.head_dim), SINKS=sinks is not None,
+        HQ=num_heads, D=head_dim, BLOCK_D=tile.head_dim, MAX_S=MAX_PIECES,
+        BLOCK_S=min(MAX_PIECES, JOINED_NUMBERS // tile.head_dim), SINKS=sinks is not None,
         num_warps=configs.join_warps, enable_fp_fusion=True,
     )  # fmt: skip
