@@ -161,8 +161,9 @@ def test_a_piece_that_hangs_behind_others_is_given_up_in_time() -> None:
 
 @pytest.fixture
 def no_ucx_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_PROTO_EMULATION_ENABLE", "")  # so that it is as before after the test
-    monkeypatch.delenv("UCX_PROTO_EMULATION_ENABLE")
+    for variable in ("UCX_PROTO_EMULATION_ENABLE", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"):
+        monkeypatch.setenv(variable, "")  # so that it is as before after the test
+        monkeypatch.delenv(variable)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
 
@@ -214,6 +215,26 @@ def test_each_thread_that_uses_an_agent_of_a_device_enters_it(entered: list[tupl
     assert entered == [(0, "spares"), (0, "reader"), (0, "nixl-destroy")]
     connect(agent).close()
     assert len(entered) == 3, "memory of the host"
+
+
+@pytest.mark.usefixtures("no_ucx_variables", "entered")
+def test_ucx_reads_between_processes_of_a_device_without_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "UCX_CUDA_IPC_ENABLE_GET_ZCOPY" not in serve(POOL)
+    assert serve(device_pool())["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "y"
+
+
+@pytest.mark.usefixtures("entered")
+def test_pieces_of_a_device_have_many_blocks() -> None:
+    """Each is digested by launches and a wait, whatever its size."""
+    agent = _Agent(ReadStatus.DONE)
+    pool = PretendedPool(on_device(make_pool(None, 80, BLOCK_BYTES)), 1, 1, HANG_S, digest_on_device)
+    source = NixlAddress("source", b"", 1, BLOCK_BYTES, pool.num_blocks, 1, bytes(HELLO_BYTES))
+    peer = NixlPeer(pool, lambda name: agent)
+    connection = NixlConnection(source, pool, NixlSettings(), lambda: peer, threading.Event(), lambda: None)
+    blocks = [BlockToRead(index, 0, index, index) for index in range(70)]
+    assert list(connection.fetch(bytes(16), blocks)) == [64, 70]
+    assert [len(read.pieces) for read in agent.posted] == [64, 6], "16 MiB, and the rest"
+    connection.close()
 
 
 @pytest.mark.usefixtures("no_ucx_variables", "entered")

@@ -22,7 +22,10 @@ from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
 
 _PIECE_BYTES = 512 << 10
-"""Bytes of one NIXL read; it is digested while the next ones transfer."""
+"""Bytes of one NIXL read into memory of the host; it is digested while the next ones transfer."""
+_DEVICE_PIECE_BYTES = 16 << 20
+"""The same of a device, where digesting a piece takes some launches and a wait, whatever its size, and copying it into the pool
+another wait."""
 _WHOLE_WINDOW = 1 << 16
 
 
@@ -41,7 +44,8 @@ class NixlConnection:
         self._source = source
         self._settings = settings
         self._block_bytes = pool.block_bytes
-        self._piece_blocks = max(1, _PIECE_BYTES // pool.block_bytes)
+        piece_bytes = _PIECE_BYTES if pool.device_id is None else _DEVICE_PIECE_BYTES
+        self._piece_blocks = max(1, piece_bytes // pool.block_bytes)
         # A processor may copy within `status`, so that a piece seems to be moved by hardware: in memory of the host, more than one
         # piece ahead displaces the bytes to digest from the cache.
         self._most_posted = 2 if pool.device_id is None else _WHOLE_WINDOW
