@@ -6,14 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pdserve.kernels.linear import BlockedLinear, PackedLinear, PlainLinear, WidenedLinear, make_linear, swiglu
+from pdserve.kernels.linear import (
+    BlockedLinear,
+    PackedLinear,
+    PlainLinear,
+    WidenedLinear,
+    make_linear,
+    onednn_multiplies,
+    swiglu,
+)
 from pdserve.kernels.native.native_library import built_library
 from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.rotary import pair_neighbours, rotary_phases, rotate_heads
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+HAS_BFLOAT16 = onednn_multiplies(torch.bfloat16)
 NEEDS_BFLOAT16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="oneDNN has no bfloat16 here")
 
 
@@ -111,13 +119,13 @@ def test_large_float32_weights_are_packed_and_right() -> None:
 def test_weights_of_16_bits_are_widened_where_the_processor_multiplies_none(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.kernels.linear._multiplies", lambda dtype: False)
+    monkeypatch.setattr("pdserve.kernels.linear.onednn_multiplies", lambda dtype: False)
     has_blocks = dtype is torch.bfloat16 and built_library() is not None
     assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), BlockedLinear if has_blocks else WidenedLinear)
     # no pairs of inputs
     assert isinstance(make_linear(torch.ones(8, 7, dtype=dtype)), WidenedLinear)
     assert isinstance(make_linear(torch.ones(8, 0, dtype=dtype)), WidenedLinear)
-    monkeypatch.setattr("pdserve.kernels.linear._multiplies", lambda dtype: True)
+    monkeypatch.setattr("pdserve.kernels.linear.onednn_multiplies", lambda dtype: True)
     if dtype is torch.float16 or HAS_BFLOAT16:
         kind = PackedLinear if dtype is torch.bfloat16 else PlainLinear
         assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)

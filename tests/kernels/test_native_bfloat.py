@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import linear
-from pdserve.kernels.linear import BlockedLinear, PackedLinear, WidenedLinear
+from pdserve.kernels.linear import BlockedLinear, PackedLinear, WidenedLinear, onednn_multiplies
 from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, TILES_LEVEL, NativeBfloatRows, in_blocks, packed_inputs
 from pdserve.kernels.native.native_library import NativeLibrary
 from tests.support.torch_threads import num_threads
 
-HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+HAS_BFLOAT16 = onednn_multiplies(torch.bfloat16)
 
 
 def _packed(weight: Tensor) -> Tensor:

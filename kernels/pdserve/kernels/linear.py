@@ -202,7 +202,7 @@ def _most_rows() -> int:
     return _NATIVE_ROWS_WITH_AMX if has_amx() else _NATIVE_ROWS
 
 
-def _multiplies(dtype: torch.dtype) -> bool:
+def onednn_multiplies(dtype: torch.dtype) -> bool:
     """True if oneDNN multiplies this dtype of 16 bits here."""
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported())
@@ -215,7 +215,7 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"weight {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}")
     if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        if weight.dtype in (torch.bfloat16, torch.float16) and not _multiplies(weight.dtype):
+        if weight.dtype in (torch.bfloat16, torch.float16) and not onednn_multiplies(weight.dtype):
             library = built_library() if weight.dtype is torch.bfloat16 and has_pairs(weight) else None
             return WidenedLinear(weight, bias) if library is None else BlockedLinear(weight, bias, library)
         if weight.dtype is torch.bfloat16:
