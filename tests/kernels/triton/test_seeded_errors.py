@@ -165,7 +165,7 @@ ERRORS: dict[str, tuple[SeededError, Check, type[Exception] | tuple[type[Excepti
     "denominators that do not fade": (
         SeededError(TILE, "total = total * fade +", "total = total +"), CHUNKS, WRONG),
     "pieces of equal weight": (
-        SeededError(DECODE, "values * weights[:, None]", "values"), DECODES, WRONG),
+        SeededError(DECODE, "parts * weights[:, None]", "parts"), DECODES, WRONG),
     "a natural logarithm taken for one of base 2": (
         SeededError(PREFILL, "other=0.0) * LOG2E", "other=0.0)"), TWO_PARTS, WRONG),
     "a chunk that counts for one key": (
