@@ -42,6 +42,8 @@ class ClientStream:
         self._flush_s = flush_s
         self._flushed_at = -math.inf
         self._timer: asyncio.Handle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Kept for each output: with Python 3.11 `get_running_loop` asks the system for the process's id."""
         self._on_output: Callable[[], None] | None = None
         self.is_blocked = False
         """Set by a subscriber while it waits for the client to read."""
@@ -182,12 +184,12 @@ class ClientStream:
             self._timer.cancel()
             self._timer = None
         left_s = 0.0 if self.ended else self._left_s()
-        if left_s:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._tell)
-        elif self._on_output is not None:
-            self._timer = asyncio.get_running_loop().call_soon(self._tell)
-        else:
+        if not left_s and self._on_output is None:
             self._tell()
+            return
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(left_s, self._tell) if left_s else self._loop.call_soon(self._tell)
 
     def _tell(self) -> None:
         self._timer = None
