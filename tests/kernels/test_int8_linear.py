@@ -113,7 +113,7 @@ def test_all_products_have_the_same_bits(
 ) -> None:
     """Shapes of whole blocks and others, sums beyond float32's integers, and numbers of rows on both sides of every tile.
 
-    With AMX oneDNN corrects its sums in float32, so that those beyond 2^24 differ.
+    With AMX oneDNN corrects its sums in float32, so that those beyond 2^24 differ: by two roundings of the largest output at most.
     """
     cases = [_case(14, *shape, torch.float32) for shape in ((33, 17), (1, 1), (130, 257), (64, 128), (500, 70))]
     num_ordinary = len(cases)
@@ -138,9 +138,13 @@ def test_all_products_have_the_same_bits(
     for kernel, outputs in found.items():
         of_case = len(outputs) // len(cases)
         num_equal = num_ordinary if "onednn" in kernel and torch.cpu._is_amx_tile_supported() else len(cases)
-        for output, expected in list(zip(outputs, found["torch in pieces"], strict=True))[: num_equal * of_case]:
+        for place, (output, expected) in enumerate(zip(outputs, found["torch in pieces"], strict=True)):
             assert expected.isfinite().all()
-            assert torch.equal(output, expected), kernel
+            if place < num_equal * of_case:
+                assert torch.equal(output, expected), kernel
+            else:
+                limit = 2 * max(1e-4, torch.finfo(dtype).eps) * float(expected.abs().max()) if len(expected) else 0.0
+                torch.testing.assert_close(output, expected, rtol=0, atol=limit)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -218,7 +218,7 @@ def test_each_thread_that_uses_an_agent_of_a_device_enters_it(entered: list[tupl
 
 
 @pytest.mark.usefixtures("no_ucx_variables", "entered")
-def test_ucx_reads_between_processes_of_a_device_without_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucx_reads_between_processes_of_a_device_without_nvlink() -> None:
     assert "UCX_CUDA_IPC_ENABLE_GET_ZCOPY" not in serve(POOL)
     assert serve(device_pool())["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "y"
 
