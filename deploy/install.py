@@ -4,7 +4,7 @@ pip takes only files whose hash stands in a lock (`--require-hashes`) and looks 
 it would have looked for is compared at the end (`pip check`). Order:
 
 1. `build.txt`: what builds pdserve, so that no build fetches anything (`--no-build-isolation`).
-2. torch alone: the processor's build (`torch-cpu.txt`) where an index or folder that pip is told of serves it, else PyPI's,
+2. torch alone: the processor's build (`torch-cpu.txt`) where an index or folder that pip knows serves it, else PyPI's,
    which is CUDA's (`torch.txt`). With `--torch-index` only that index is asked, and for torch only.
 3. `runtime.txt`, the extras, and `torch-cuda.txt` and `triton.txt` if the torch that is installed asks for CUDA's libraries. A
    processor build gets neither those nor, without the extra `triton`, triton: 0.6 GB that xgrammar asks for and uses on GPUs only.

@@ -50,8 +50,6 @@ def environment(site: Path) -> dict[str, str]:
         "TRITON_DEFAULT_FP_FUSION": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # UCX refuses what it could only emulate: reads of a few hundred MB/s would look like results
-        "UCX_PROTO_EMULATION_ENABLE": "n",
     }
     variables.pop("PYTHONSAFEPATH", None)
     # memory of expandable segments cannot be shared with another process, except through the host

@@ -158,13 +158,13 @@ async def test_true_records_are_dialled_a_bounded_number_a_look(
     router = await world.router()
     directory = router.directory
     assert directory is not None
-    looks, tell = [0], directory._tell
+    looks, notify = [0], directory._notify
 
     def count(fleet: Any, now_s: float) -> None:
-        tell(fleet, now_s)
+        notify(fleet, now_s)
         looks.append(len(fleet.introduced()))
 
-    monkeypatch.setattr(directory, "_tell", count)
+    monkeypatch.setattr(directory, "_notify", count)
     await router.joined(*workers)
     assert looks[-1] == 5
     # the first look came before the counting

@@ -1,4 +1,4 @@
-"""`is_hub_name`: tells a model of the Hugging Face Hub from a folder."""
+"""`is_hub_name`: distinguishes a model of the Hugging Face Hub from a folder."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class EngineThread:
             failure = error
             with contextlib.suppress(Exception):
                 self.core.fail_all(WorkerLost(self.failure_text(failure)))
-                self._tell(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
+                self._notify(EngineCoreOutputs(outputs=self.core.scheduler.outputs.take()))
             self.call_soon(lambda: self._on_death(failure))
         for callback in self._after_step:
             self.call_soon(callback)
@@ -114,7 +114,7 @@ class EngineThread:
                 # first run commands that the transfer side posted during the step: blocks are sent before outputs are reported
                 ends = self._run_commands(None) is None
             finally:
-                self._tell(outputs)
+                self._notify(outputs)
                 for callback in after_step:
                     self.call_soon(callback)
             if ends:
@@ -137,7 +137,7 @@ class EngineThread:
             return num_commands
         return None
 
-    def _tell(self, outputs: EngineCoreOutputs) -> None:
+    def _notify(self, outputs: EngineCoreOutputs) -> None:
         self.call_soon(lambda: self._on_outputs(outputs))
 
     def call_after_step(self, callback: Callable[[], None]) -> None:

@@ -90,8 +90,8 @@ class PromptWithSalt(NamedTuple):
         for name, value in options.items():
             kind = _TOKENIZATION_KWARGS.get(name)
             if kind is None or (value is not None and type(value) is not kind):
-                told = f"must be {kind.__name__}, not {value!r:.60}" if kind else "is not a known option"
-                raise InvalidRequest(f"tokenization_kwargs: {name} {told}", "tokenization_kwargs")
+                problem = f"must be {kind.__name__}, not {value!r:.60}" if kind else "is not a known option"
+                raise InvalidRequest(f"tokenization_kwargs: {name} {problem}", "tokenization_kwargs")
         num_kept, side = options.get("truncate_prompt_tokens"), options.get("truncation_side")
         truncation = Truncation.of(num_kept, side)
         prompt, adds = self.prompt, options.get("add_special_tokens")
@@ -195,8 +195,8 @@ def as_conversation(
 def one_of_both(prompt: object, prompt_token_ids: object, field: str = "prompt") -> object:
     """A caller's prompt or prompts: the first argument, or the keyword for token ids. Raises: InvalidRequest for both or none."""
     if (prompt is None) == (prompt_token_ids is None):
-        told = "both are given" if prompt is not None else "none is given"
-        raise InvalidRequest(f"either {field} or prompt_token_ids is needed, and {told}", field)
+        problem = "both are given" if prompt is not None else "none is given"
+        raise InvalidRequest(f"either {field} or prompt_token_ids is needed, and {problem}", field)
     return prompt_token_ids if prompt is None else prompt
 
 

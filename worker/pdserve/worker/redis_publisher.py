@@ -175,7 +175,9 @@ class RedisPublisher:
         self._notice_conflict(stored)
         if self._comparable and not self._matches(stored, num_blocks, last):
             self.num_republished += 1
-            log.info("Redis differs from what was published there: all %d blocks are told again", len(self._published))
+            log.info(
+                "Redis differs from what was published there: all %d blocks are published again", len(self._published)
+            )
             self._republish(follower)
         writing = self._redis.pipeline(transaction=True)
         self._put_record(writing)

@@ -70,8 +70,8 @@ class StructuredOutputsParams(
         """Raise `InvalidRequest` naming the field, its value and its limit. Only an engine can check whether it compiles."""
         given = self.constraints
         if len(given) != 1:
-            told = f"has {' and '.join(given)}" if given else "has no constraint"
-            raise InvalidRequest(f"{FIELD} {told}, exactly one of {', '.join(CONSTRAINTS)} is needed", FIELD)
+            problem = f"has {' and '.join(given)}" if given else "has no constraint"
+            raise InvalidRequest(f"{FIELD} {problem}, exactly one of {', '.join(CONSTRAINTS)} is needed", FIELD)
         if self.whitespace_pattern is not None:
             raise InvalidRequest(
                 f"{FIELD}.whitespace_pattern is not supported; disable_any_whitespace leaves no choice of white space",

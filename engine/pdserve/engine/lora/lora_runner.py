@@ -1,4 +1,4 @@
-"""`LoraRunner`: loads the adapters that a step needs, and tells the layers which rows have which."""
+"""`LoraRunner`: loads the adapters of a step and sets which rows of the layers have which."""
 
 from __future__ import annotations
 

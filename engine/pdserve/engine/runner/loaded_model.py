@@ -274,11 +274,11 @@ def verify_classifier(settings: WorkerSettings, folder: Path, model: ModelConfig
     """Raises: ConfigError for a model with a classification head where text is to be generated."""
     if model.classifier is None:
         return
-    told = f"{folder} has a classification head and generates no text"
+    problem = f"{folder} has a classification head and generates no text"
     if settings.section == "decode":
-        raise ConfigError(f"{told}: prefill workers alone serve it")
+        raise ConfigError(f"{problem}: prefill workers alone serve it")
     if settings.speculative_config is not None and settings.section != "prefill":
-        raise ConfigError(f"speculative_config is set, and {told}")
+        raise ConfigError(f"speculative_config is set, and {problem}")
 
 
 def _budget(

@@ -22,7 +22,7 @@ class LoraSlots:
         self._running: Counter[str] = Counter()
         """Fingerprint -> running sequences; none has 0."""
         self._loads: dict[int, str] = {}
-        """Slot -> adapter that the runner has not been told to load yet."""
+        """Slot -> adapter that no step has loaded yet."""
         self.num_loads = 0
         self.num_evictions = 0
 

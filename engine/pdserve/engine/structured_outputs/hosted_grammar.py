@@ -53,7 +53,7 @@ class HostedGrammar:
     _draft_masks: list[NDArray[np.uint8]] = field(default_factory=list, init=False)
     """The masks behind them, as far as they have arrived."""
     _num_confirmed: int = field(default=0, init=False)
-    """Drafts that have become tokens, which the process has not been told."""
+    """Drafts that have become tokens and have not been sent to the process."""
     _list_number: int = field(default=NO_DRAFT, init=False)
     """Number of the last list of drafts."""
     _has_list: bool = field(default=False, init=False)

@@ -11,10 +11,10 @@ namespace {
 constexpr int64_t CHANNELS = BFLOAT_CHANNELS;
 // Bytes of a cache line, and lines of a pair of inputs of all channels.
 constexpr int64_t LINE = 64, PAIR_LINES = CHANNELS * BFLOAT_PAIR * 2 / LINE;
-// Bytes of the matrix between what is asked for and what is used, with one group of rows.
+// Bytes of the matrix between what is prefetched and what is used, with one group of rows.
 constexpr int64_t AHEAD = 8192;
 // Pairs of inputs whose values stay in the first cache while up to FEW_GROUPS groups of rows are multiplied by them, or more. Each group
-// asks for a part of the next chunk, so that memory is read all the time: with few groups a large part, of which more would leave the
+// prefetches a part of the next chunk, so that memory is read all the time: with few groups a large part, of which more would leave the
 // cache again. With more groups loading and storing sums takes longer than memory.
 constexpr int64_t FEW_GROUPS = 4, FEW_CHUNK = 64, MANY_CHUNK = 448;
 
@@ -47,8 +47,8 @@ inline Floats add_products(Floats sum, Input x, Pairs values) {
 }
 #endif
 
-// sums[r * CHANNELS] of ROWS rows and VECTORS vectors of channels, over `num_pairs` pairs of inputs. Asks for LINES cache lines from
-// `ahead` on per pair.
+// sums[r * CHANNELS] of ROWS rows and VECTORS vectors of channels, over `num_pairs` pairs of inputs. Prefetches LINES cache lines
+// from `ahead` on per pair.
 template <int ROWS, int LINES>
 inline void multiply(const uint16_t* x, int64_t stride, const uint16_t* values, int64_t num_pairs, const char* ahead, float* sums) {
   Floats found[ROWS][VECTORS];
@@ -76,7 +76,7 @@ inline void multiply_channels(
     multiply<ROWS, 0>(x, stride, values + channel * BFLOAT_PAIR, num_pairs, ahead, sums + channel);
 }
 
-// lines: of a pair's PAIR_LINES, those that this group of rows asks for.
+// lines: of a pair's PAIR_LINES, those that this group of rows prefetches.
 template <int ROWS>
 OUTSIDE void multiply_rows(
     const uint16_t* x, int64_t stride, const uint16_t* values, int64_t num_pairs, int64_t lines, const char* ahead, float* sums) {
@@ -93,13 +93,13 @@ OUTSIDE void multiply_rows(
 }
 
 #if defined(__AMX_BF16__)
-// Words of a pair of inputs, of all channels: the rows of the second factor's tiles are this far apart.
+// Bytes of a pair of inputs of all channels: the rows of the second factor's tiles are this far apart.
 constexpr int64_t PAIR_BYTES = PAIR_LINES * LINE, STEP_PAIRS = TILE_NUMBERS / BFLOAT_PAIR;
 // Steps whose rows stay in the first cache while the other half of the channels is multiplied.
 constexpr int64_t CHUNK_STEPS = 8;
 
-// Asks for the values of a step that lie AHEAD bytes behind `values`.
-inline void ask_for_step(const char* values) {
+// Prefetches the values of a step that lie AHEAD bytes behind `values`.
+inline void prefetch_step(const char* values) {
   for (int64_t line = 0; line < STEP_PAIRS * PAIR_LINES; ++line) __builtin_prefetch(values + AHEAD + line * LINE, 0, 3);
 }
 
@@ -109,7 +109,7 @@ void multiply_one_tile(
   const int64_t shapes[8] = {num_rows, num_rows, num_rows, num_rows, num_rows, TILE_ROWS, TILE_ROWS, TILE_ROWS};
   tiles.shape(shapes);
   for (int64_t step = 0; step < num_steps; ++step, values += STEP_PAIRS * PAIR_BYTES) {
-    ask_for_step(values);
+    prefetch_step(values);
     _tile_loadd(4, x + step * TILE_NUMBERS, 2 * stride);
     _tile_loadd(5, values, PAIR_BYTES);
     _tile_dpbf16ps(0, 4, 5);
@@ -126,9 +126,9 @@ void multiply_one_tile(
   _tile_stored(3, sums + 48, CHANNELS * 4);
 }
 
-// The same of 17 to 32 rows: half of the channels at a time. asks: memory is to be asked for.
+// The same of 17 to 32 rows: half of the channels at a time. prefetches: `values` are not in the cache yet.
 void multiply_two_tiles(
-    Tiles& tiles, const uint16_t* x, int64_t stride, int64_t num_rows, const char* values, int64_t num_steps, bool asks, float* sums) {
+    Tiles& tiles, const uint16_t* x, int64_t stride, int64_t num_rows, const char* values, int64_t num_steps, bool prefetches, float* sums) {
   const int64_t rest = num_rows - TILE_ROWS;
   const int64_t shapes[8] = {TILE_ROWS, TILE_ROWS, rest, rest, TILE_ROWS, rest, TILE_ROWS, TILE_ROWS};
   tiles.shape(shapes);
@@ -150,7 +150,7 @@ void multiply_two_tiles(
       }
       for (int64_t step = first; step < end; ++step) {
         const char* from = values + step * STEP_PAIRS * PAIR_BYTES + half * 2 * TILE_BYTES;
-        if (asks && half == 0) ask_for_step(from);
+        if (prefetches && half == 0) prefetch_step(from);
         _tile_loadd(4, x + step * TILE_NUMBERS, 2 * stride);
         _tile_loadd(6, from, PAIR_BYTES);
         _tile_dpbf16ps(0, 4, 6);
@@ -200,21 +200,21 @@ void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t
   const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
   const bool is_few = num_groups <= FEW_GROUPS;
   const int64_t chunk = num_groups == 1 ? pairs : is_few ? FEW_CHUNK : MANY_CHUNK;
-  const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_asking = is_few ? num_groups : PAIR_LINES / lines;
+  const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_prefetching = is_few ? num_groups : PAIR_LINES / lines;
   __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
   for (int64_t pair = 0; pair < pairs; pair += chunk) {
     const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;
     const uint16_t* from = values + pair * CHANNELS * BFLOAT_PAIR;
     const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? AHEAD : count * PAIR_LINES * LINE);
     for (int64_t row = 0, group = num_groups; group > 0; --group, ahead += count * lines * LINE) {
-      const int64_t asked = num_groups - group < num_asking ? lines : 0;
+      const int64_t fetched = num_groups - group < num_prefetching ? lines : 0;
       const int64_t size = (num_rows - row + group - 1) / group;  // groups of about the same size
       const uint16_t* x = call.x + (first + row) * call.x_stride + pair * BFLOAT_PAIR;
       float* to = sums + row * CHANNELS;
       switch (size) {
 #define ROWS(n)                                                                \
   case n:                                                                      \
-    multiply_rows<n>(x, call.x_stride, from, count, asked, ahead, to);         \
+    multiply_rows<n>(x, call.x_stride, from, count, fetched, ahead, to);         \
     break;
         ROWS(1)
         ROWS(2)

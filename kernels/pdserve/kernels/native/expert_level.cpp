@@ -13,7 +13,7 @@ constexpr int MAX_ROWS = 6;
 #else
 constexpr int MAX_ROWS = 2;
 #endif
-// Bytes of a matrix between what is asked for and what is used.
+// Bytes of a matrix between what is prefetched and what is used.
 constexpr int64_t AHEAD = 4096;
 
 inline int64_t together(float) { return FLOATS_TOGETHER; }

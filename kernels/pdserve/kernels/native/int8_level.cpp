@@ -9,7 +9,7 @@ namespace {
 
 // Vectors of channels that are summed at once.
 constexpr int VECTORS = 4;
-// Bytes of the matrix between what is asked for and what is used.
+// Bytes of the matrix between what is prefetched and what is used.
 constexpr int64_t AHEAD = 4096;
 
 #if defined(__AVX512VNNI__)

@@ -36,7 +36,7 @@ constexpr int NUM_LEVELS = 1;
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// True if the processor has AMX for bfloat16, and Linux lets this process use it, which must be asked for once.
+// True if the processor has AMX for bfloat16, and Linux permits this process to use it, which takes one request.
 static inline bool may_use_tiles() {
   constexpr int UNKNOWN = 2, REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;

@@ -13,7 +13,7 @@ constexpr int ROWS = 4, VECTORS = 4;
 constexpr int ROWS = 2, VECTORS = 2;
 #endif
 constexpr int TOKENS = 4;
-// Columns that B is asked for ahead: its rows lie too far apart for the hardware to foresee a block of each.
+// Columns that B is prefetched ahead: its rows lie too far apart for the hardware to foresee a block of each.
 constexpr int64_t AHEAD = 128;
 
 // The products of N tokens with R adjacent rows of A: to[n][r] = x[n] a[r].

@@ -7,6 +7,8 @@
 constexpr int64_t TASK_ROWS = 192;
 // Keys of a tile. Tiles begin at multiples of it, whatever the chunk, so a row has the same bits however its prompt is cut.
 constexpr int64_t TILE_KEYS = 64;
+// Words of a row of the tiles of AMX.
+constexpr int64_t TILE_WORDS = 16;
 // Rows that are computed side by side, at most.
 constexpr int64_t MAX_LANES = 48;
 
@@ -47,7 +49,7 @@ struct PrefillLevel {
 static inline int64_t padded_head(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 // Floats of one thread: queries and sums of a task, maxima, totals and positions, factors and scores of MAX_LANES rows, a tile of keys
-// with 16 more per key, one of values, its pairs turned, and 16 rows of queries.
+// with 16 more per key, one of values, its transposed pairs, and 16 rows of queries.
 static inline int64_t room_size(int64_t head_dim) {
   const int64_t padded = padded_head(head_dim);
   return 2 * padded * TASK_ROWS + 3 * TASK_ROWS + (TILE_KEYS + 1) * MAX_LANES + TILE_KEYS * (2 * padded + 16) + TILE_KEYS / 2 * padded +

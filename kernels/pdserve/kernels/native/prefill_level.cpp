@@ -30,7 +30,6 @@ constexpr bool HAS_TILES = true;
 #else
 constexpr bool HAS_TILES = false;
 #endif
-constexpr int64_t PAIRS_OF_TILE = 16;
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr float INFINITE = __builtin_inff();
 
@@ -76,7 +75,7 @@ inline Floats power_of_two(Floats x) {
 // A task's part of `PrefillCall.rooms`.
 struct Room {
   int64_t padded;
-  float *queries, *sums, *maxima, *totals, *factors, *scores, *keys, *values, *turned, *line;
+  float *queries, *sums, *maxima, *totals, *factors, *scores, *keys, *values, *transposed, *line;
   int32_t* positions;
 
   Room(float* at, int64_t head_dim) : padded(padded_head(head_dim)) {
@@ -90,7 +89,7 @@ struct Room {
     scores = take(TILE_KEYS * MAX_LANES);
     keys = take(TILE_KEYS * key_stride());
     values = take(TILE_KEYS * padded);
-    turned = take(TILE_KEYS / 2 * padded);
+    transposed = take(TILE_KEYS / 2 * padded);
     line = take(16 * padded);
   }
   // More than the numbers of a key: keys at multiples of a large power of two would share a few places of the processor's cache.
@@ -304,8 +303,8 @@ struct Task {
         context(given.seq_lens[chunk] - num_tokens),
         seq_len(given.seq_lens[chunk]),
         num_words(AS_PAIRS<Number> ? (given.head_dim + 1) / 2 : given.head_dim),
-        in_tiles(HAS_TILES && AS_PAIRS<Number> && given.head_dim % (2 * PAIRS_OF_TILE) == 0),
-        key_step(in_tiles ? 2 * PAIRS_OF_TILE : STEP) {}
+        in_tiles(HAS_TILES && AS_PAIRS<Number> && given.head_dim % (2 * TILE_WORDS) == 0),
+        key_step(in_tiles ? 2 * TILE_WORDS : STEP) {}
 
   // First key that is not read by a row, and by none before it.
   int64_t end_of(int64_t row) const { return call.is_causal ? context + row / call.group_size + 1 : seq_len; }
@@ -336,13 +335,13 @@ struct Task {
 
   void write_rows(const Room& room, int64_t first, int64_t stop, int64_t num_lanes, const float* sums, const float* totals) const {
     const int64_t length = call.head_dim, num_heads = call.num_kv_heads * call.group_size;
-    alignas(64) uint32_t turned[WORDS * 16];
+    alignas(64) uint32_t transposed[WORDS * 16];
     for (int64_t lane = 0; lane < num_lanes && first + lane < stop; lane += WORDS)
       for (int64_t number = 0; number < length; number += 16) {
-        transpose(reinterpret_cast<const uint32_t*>(sums) + number * num_lanes + lane, num_lanes, turned);
+        transpose(reinterpret_cast<const uint32_t*>(sums) + number * num_lanes + lane, num_lanes, transposed);
         for (int64_t row = first + lane; row < first + lane + WORDS && row < stop; ++row) {
           Number* to = static_cast<Number*>(call.out) + (token_of(row) * num_heads + head_of(row)) * length + number;
-          const float* from = reinterpret_cast<const float*>(turned) + (row - first - lane) * 16;
+          const float* from = reinterpret_cast<const float*>(transposed) + (row - first - lane) * 16;
           const float total = totals[row - first];
           if (number + 16 <= length) {
             for (int part = 0; part < 16; part += WIDTH) store(to + part, load(from + part) / total);
@@ -373,7 +372,7 @@ struct Task {
     if (start + num_keys > end_of(first) || start < last_first) hide<N>(room, positions, start, num_keys, call.window);
     weigh<N, PAIRS>(room, num_keys, maxima, totals);
 #if defined(__AMX_BF16__)
-    if (in_tiles) return add_values_in_tiles<N>(room.turned, room.scores, room.factors, num_keys, room.padded, sums);
+    if (in_tiles) return add_values_in_tiles<N>(room.transposed, room.scores, room.factors, num_keys, room.padded, sums);
 #endif
     add_values<N, PAIRS>(room, num_keys, call.head_dim, sums);
   }
@@ -398,7 +397,7 @@ struct Task {
       const int64_t rest = (end - start + key_step - 1) / key_step * key_step, count = rest < TILE_KEYS ? rest : TILE_KEYS;
       if (!copy_tile<Number>(call, chunk, head, start, count, first_key, end, room)) return false;
 #if defined(__AMX_BF16__)
-      if (in_tiles) turn_values(room.values, count, room.padded, room.turned);
+      if (in_tiles) transpose_values(room.values, count, room.padded, room.transposed);
 #endif
       for (int64_t row = from; row < until; row += LANES) {
         const int64_t stop = until < row + LANES ? until : row + LANES, lane = row - from, place = lane * room.padded;

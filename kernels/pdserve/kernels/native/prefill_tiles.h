@@ -8,10 +8,11 @@
 namespace {
 
 constexpr int64_t WHOLE_TILES[8] = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS};
-// Words of a row, and keys of a word.
-constexpr int64_t TILE_WORDS = TILE_BYTES / 4, PAIR_KEYS = 2;
-// Words between the rows of `turned`.
-constexpr int64_t TURNED_STRIDE = TILE_KEYS / PAIR_KEYS;
+// Keys of a word.
+constexpr int64_t PAIR_KEYS = 2;
+static_assert(TILE_WORDS * 4 == TILE_BYTES);
+// Words between the rows of `transposed`.
+constexpr int64_t TRANSPOSED_STRIDE = TILE_KEYS / PAIR_KEYS;
 
 template <int N>
 inline void load_sums(const float* from) {
@@ -61,24 +62,24 @@ OUTSIDE void score_in_tiles(
   for (int64_t at = 0; at < num_keys * N * WIDTH; at += WIDTH) store(scores + at, load(scores + at) * scale);
 }
 
-// turned[number][pair] = values[pair][number], pairs of keys
-inline void turn_values(const float* values, int64_t num_keys, int64_t padded, float* turned) {
+// transposed[number][pair] = values[pair][number], pairs of keys
+inline void transpose_values(const float* values, int64_t num_keys, int64_t padded, float* transposed) {
   for (int64_t pair = 0; pair < num_keys / PAIR_KEYS; pair += 16)
     for (int64_t number = 0; number < padded; number += WORDS)
       transpose(reinterpret_cast<const uint32_t*>(values) + pair * padded + number, padded,
-                reinterpret_cast<uint32_t*>(turned) + number * TURNED_STRIDE + pair, TURNED_STRIDE);
+                reinterpret_cast<uint32_t*>(transposed) + number * TRANSPOSED_STRIDE + pair, TRANSPOSED_STRIDE);
 }
 
 // sums[number][row] = factors[row] * sums[number][row] + values[key][number] * weights[key][row], added over keys
 template <int N>
 OUTSIDE void add_values_in_tiles(
-    const float* turned, const float* weights, const float* factors, int64_t num_keys, int64_t padded, float* sums) {
+    const float* transposed, const float* weights, const float* factors, int64_t num_keys, int64_t padded, float* sums) {
   for (int64_t number = 0; number < padded; number += TILE_ROWS) {
     float* at = sums + number * N * WIDTH;
     for (int64_t place = 0; place < TILE_ROWS * N; ++place)
       store(at + place * WIDTH, load(at + place * WIDTH) * load(factors + place % N * WIDTH));
     load_sums<N>(at);
-    add_products<N>(turned + number * TURNED_STRIDE, TURNED_STRIDE, num_keys / PAIR_KEYS, weights);
+    add_products<N>(transposed + number * TRANSPOSED_STRIDE, TRANSPOSED_STRIDE, num_keys / PAIR_KEYS, weights);
     store_sums<N>(at);
   }
 }

@@ -207,8 +207,8 @@ async def _one_stream(
                         ("digest algorithm", answer.digest_algorithm, opening.digest_algorithms),
                     ):
                         if chosen not in offered:
-                            told = f"the source chose the {what} {chosen[:64]!r}, which was not asked for"
-                            transfer.fail(TransferFailed(told))
+                            problem = f"the source chose the {what} {chosen[:64]!r}, which was not asked for"
+                            transfer.fail(TransferFailed(problem))
                             return
                     digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
                     try:

@@ -241,7 +241,7 @@ class ReceiverTransfer:
         if not self.is_ending:
             self.cause = cause
             if self.num_landed > self._num_told:
-                self._tell_landed()
+                self._notify_landed()
             self._events.failed(self, cause)
             self._end(ReceiverState.FAILED)
 
@@ -256,13 +256,13 @@ class ReceiverTransfer:
         if self._reads.landed(places) and self._ends_as is None:
             has_all = self.num_landed == self.num_blocks
             if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
-                self._tell_landed()
+                self._notify_landed()
                 if self._stream is not None and not (
                     has_all and self._source_finished
                 ):  # otherwise `Release` reports it
                     self._stream.landed(self.num_landed)
 
-    def _tell_landed(self) -> None:
+    def _notify_landed(self) -> None:
         self._num_told, self._told_at = self.num_landed, self._loop.time()
         self._events.landed(self, self.num_landed)
 

@@ -188,7 +188,7 @@ class SourceTransfer:
         for blocks in self._published:
             if blocks.first_index + len(blocks.block_ids) > start:
                 stream.published(blocks)
-        self._tell_finished()
+        self._notify_finished()
 
     def detach(self, stream: SourceStream, why: str) -> None:
         """Handle a broken stream: the receiver has `grace_s` to attach again."""
@@ -257,9 +257,9 @@ class SourceTransfer:
         num_published = sum(len(blocks.block_ids) for blocks in self._published)
         if num_published >= self._wanted[1]:
             self.state = move(SOURCE_MOVES, self.state, SourceState.COMPLETE)
-            self._tell_finished()
+            self._notify_finished()
 
-    def _tell_finished(self) -> None:
+    def _notify_finished(self) -> None:
         if self.state is SourceState.COMPLETE and self._result is not None and self._stream is not None:
             self._stream.finished(self._result, self.expected.request_digest)
 

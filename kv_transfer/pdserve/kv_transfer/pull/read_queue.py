@@ -182,14 +182,14 @@ class ReadQueue:
         with self.changed:
             ended = [read for read in list(self._turns) if self._drain(read, ReadOutcome.FAILED, cause)]
         for read in ended:
-            self._tell_end(read)
+            self._notify_end(read)
 
     def cancel(self, read: QueuedRead) -> None:
         """End a read; no effect if it is ending."""
         with self.changed:
             ended = self._drain(read, ReadOutcome.CANCELLED, None)
         if ended:
-            self._call_soon(lambda: self._tell_end(read))
+            self._call_soon(lambda: self._notify_end(read))
 
     def cancel_all(self) -> None:
         with self.changed:
@@ -219,7 +219,7 @@ class ReadQueue:
                 # windows that were returned, or that waited for the limit of bytes in flight
                 self.changed.notify_all()
         if ended:
-            self._tell_end(read)
+            self._notify_end(read)
 
     def _drain(self, read: QueuedRead, outcome: ReadOutcome, cause: TransferFailed | None) -> bool:
         if read.state is not ReadState.READING:
@@ -239,7 +239,7 @@ class ReadQueue:
         self._reads.discard(read)
         return True
 
-    def _tell_end(self, read: QueuedRead) -> None:
+    def _notify_end(self, read: QueuedRead) -> None:
         run_guarded(lambda: read.listener.ended(read.outcome, read.cause))
 
 

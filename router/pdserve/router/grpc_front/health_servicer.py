@@ -24,16 +24,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         """Set a service's status; no effect after `leave`."""
         if not self._leaving and self._statuses.get(service) != status:
             self._statuses[service] = status
-            self._tell()
+            self._notify()
 
     def leave(self) -> None:
         """Set all services to NOT_SERVING, permanently."""
         self._leaving = True
         for service in self._statuses:
             self._statuses[service] = health_pb2.HealthCheckResponse.NOT_SERVING
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -185,13 +185,13 @@ class ClientStream:
             self._timer = None
         left_s = 0.0 if self.ended else self._left_s()
         if not left_s and self._on_output is None:
-            self._tell()
+            self._notify()
             return
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(left_s, self._tell) if left_s else self._loop.call_soon(self._tell)
+        self._timer = self._loop.call_later(left_s, self._notify) if left_s else self._loop.call_soon(self._notify)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._timer = None
         if self._on_output is not None:
             self._on_output()

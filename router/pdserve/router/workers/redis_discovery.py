@@ -123,7 +123,7 @@ class RedisDirectory:
         if finding:
             self._find_at = now_s + FIND_EVERY_S
             self._take_records(worker_ids, results, now_s)
-            self._tell(fleet, now_s)
+            self._notify(fleet, now_s)
             self._confirm(caught_up, now_s)
 
     async def _worker_ids(self) -> list[str]:
@@ -180,7 +180,7 @@ class RedisDirectory:
             if kind not in (b"stream", b"none"):
                 feed.invalidate(f"its stream is a {kind.decode('ascii', 'replace')}")
 
-    def _tell(self, fleet: Discovery, now_s: float) -> None:
+    def _notify(self, fleet: Discovery, now_s: float) -> None:
         known = set(fleet.introduced())
         num_new = 0
         for record in self._records.values():

@@ -86,7 +86,7 @@ class PythonCall:
                 return place + 1
         return len(text)
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self._arguments = self._arguments or []
         self._arguments.append(text)
 
@@ -110,7 +110,7 @@ class PythonCall:
             if word in self._keywords:
                 return False
             self._keywords.add(word)
-            self._tell(f'{self._separator}"{word}": ')
+            self._emit(f'{self._separator}"{word}": ')
             self._separator, self._expect = "", _Expect.VALUE
             return True
         self._word += char
@@ -146,20 +146,20 @@ class PythonCall:
 
     def _give(self, text: str) -> None:
         """Give a value, or the beginning of a string; a colon or comma is next."""
-        self._tell(self._separator + text)
+        self._emit(self._separator + text)
         self._separator = ""
         self._expect = _Expect.COLON if self._expect is _Expect.KEY else _Expect.COMMA
 
     def _begin(self, char: str) -> bool:
         if len(self._open) >= _MAX_DEPTH:
             return False
-        self._tell(self._separator + ("{" if char == "{" else "["))
+        self._emit(self._separator + ("{" if char == "{" else "["))
         self._separator, self._open = "", self._open + char
         self._expect = _Expect.KEY if char == "{" else _Expect.VALUE
         return True
 
     def _close(self, char: str) -> bool:
-        self._tell("}" if char == "}" else "]")
+        self._emit("}" if char == "}" else "]")
         # a comma before the bracket is allowed in Python alone
         self._separator, self._open, self._expect = "", self._open[:-1], _Expect.COMMA
         return True
@@ -178,7 +178,7 @@ class PythonCall:
         return char == ")" and self._end()
 
     def _end(self) -> bool:
-        self._tell("{}" if self._arguments is None else "}")
+        self._emit("{}" if self._arguments is None else "}")
         self.complete = True
         return True
 
@@ -190,9 +190,9 @@ class PythonCall:
             self._escape = ""
         elif char == self._quote:
             self._quote = ""
-            self._tell('"')
+            self._emit('"')
         else:
-            self._tell(_in_json(char))
+            self._emit(_in_json(char))
         return True
 
     def _in_escape(self, char: str) -> bool:
@@ -204,10 +204,10 @@ class PythonCall:
             if len(read) > num_digits:
                 if (code := int(read[1:], 16)) > sys.maxunicode:
                     return False
-                self._tell(json.dumps(chr(code))[1:-1])
+                self._emit(json.dumps(chr(code))[1:-1])
                 self._escape = None
             return True
-        self._tell(_ESCAPES[char] if char in _ESCAPES else "\\\\" + _in_json(char))
+        self._emit(_ESCAPES[char] if char in _ESCAPES else "\\\\" + _in_json(char))
         self._escape = None
         return True
 

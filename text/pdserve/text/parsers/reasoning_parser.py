@@ -79,7 +79,7 @@ class ReasoningParser:
         begun, self._begun = self._begun, ""
         if self._state is _State.REASONING or (self._state is _State.START and self._is_open):
             deltas: list[ReasoningDelta | TextDelta] = []
-            self._tell(begun, deltas)
+            self._emit(begun, deltas)
             return deltas
         held, self._space = "".join(self._space) + begun, []
         return [TextDelta(held)] if held else []
@@ -104,15 +104,15 @@ class ReasoningParser:
         text, self._begun = self._begun + text, ""
         before, tag, after = text.partition(self._tags.end)
         if tag:
-            self._tell(before, deltas)
+            self._emit(before, deltas)
             self._state, self._space = _State.BETWEEN, []
             return after
         end = len(text) - tag_begun(text, (self._tags.end,))
         self._begun = text[end:]
-        self._tell(text[:end], deltas)
+        self._emit(text[:end], deltas)
         return ""
 
-    def _tell(self, text: str, deltas: list[ReasoningDelta | TextDelta]) -> None:
+    def _emit(self, text: str, deltas: list[ReasoningDelta | TextDelta]) -> None:
         """Give out reasoning but for white space at its end, which is held back, and at its beginning."""
         body = text.rstrip()
         if body:

@@ -170,13 +170,13 @@ class ToolCallParser:
         places = {place: tag for tag in self._format.tags if (place := text.find(tag)) >= 0}
         if places:
             place = min(places)
-            self._tell(text[:place], deltas)
+            self._emit(text[:place], deltas)
             self._expect_call()
             self._hold(places[place])
             return text[place + len(places[place]) :]
         end = len(text) - tag_begun(text, self._format.tags)
         self._begun = text[end:]
-        self._tell(text[:end], deltas)
+        self._emit(text[:end], deltas)
         return ""
 
     def _expect_call(self) -> None:
@@ -186,7 +186,7 @@ class ToolCallParser:
         if text:
             self._held.append(text)
 
-    def _tell(self, text: str, deltas: list[Delta]) -> None:
+    def _emit(self, text: str, deltas: list[Delta]) -> None:
         """Give out text but for the white space at its end, which is held back."""
         body = text.rstrip()
         if body:
@@ -216,7 +216,7 @@ class ToolCallParser:
             self._state = _State.TEXT
             if not self._call.has_begun:
                 held, self._held = "".join(self._held), []
-                self._tell(held, deltas)
+                self._emit(held, deltas)
         elif self._call.complete:
             self._state = _State.AFTER_CALL
         return rest

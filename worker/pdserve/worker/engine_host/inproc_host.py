@@ -158,7 +158,7 @@ class InprocHost:
         self.call(lambda core: core.resume_request(update))
 
     def release_request(self, request_id: str) -> None:
-        self.call(lambda core: self._abort_and_tell(core, request_id))
+        self.call(lambda core: self._abort_and_notify(core, request_id))
         if self.kv_transfers is not None:
             self.kv_transfers.released(request_id)
 
@@ -219,7 +219,7 @@ class InprocHost:
 
     # ---- out of the engine's thread
 
-    def _abort_and_tell(self, core: EngineCore, request_id: str) -> None:
+    def _abort_and_notify(self, core: EngineCore, request_id: str) -> None:
         request = core.abort_request(request_id)
         self._thread.call_after_step(lambda: self._released(request_id, request))
 
