@@ -168,7 +168,7 @@ void multiply_two_tiles(
   }
 }
 
-// As `multiply_some`. A row's sums have the same bits in a tile with any number of others.
+// As `multiply_some`, of the inputs that fill whole tiles. A row's sums have the same bits in a tile with any number of others.
 void multiply_tiles(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
   const BfloatMatrix& matrix = call.matrix;
   const char* values = reinterpret_cast<const char*>(matrix.values + block * matrix.padded * CHANNELS);
@@ -193,16 +193,19 @@ constexpr int64_t GROUPS_ROWS = 96;
 void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
   const BfloatMatrix& matrix = call.matrix;
   const uint16_t* values = matrix.values + block * matrix.padded * CHANNELS;
-#if defined(__AMX_BF16__)
-  if (matrix.num_inputs % TILE_NUMBERS == 0) return multiply_tiles(call, block, first, num_rows, sums);
-#endif
   const int64_t pairs = matrix.num_inputs / BFLOAT_PAIR;
+#if defined(__AMX_BF16__)
+  const int64_t in_tiles = pairs / STEP_PAIRS * STEP_PAIRS;
+  if (in_tiles > 0) multiply_tiles(call, block, first, num_rows, sums);
+#else
+  constexpr int64_t in_tiles = 0;
+#endif
+  if (in_tiles == 0) __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
   const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
   const bool is_few = num_groups <= FEW_GROUPS;
   const int64_t chunk = num_groups == 1 ? pairs : is_few ? FEW_CHUNK : MANY_CHUNK;
   const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_prefetching = is_few ? num_groups : PAIR_LINES / lines;
-  __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
-  for (int64_t pair = 0; pair < pairs; pair += chunk) {
+  for (int64_t pair = in_tiles; pair < pairs; pair += chunk) {
     const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;
     const uint16_t* from = values + pair * CHANNELS * BFLOAT_PAIR;
     const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? AHEAD : count * PAIR_LINES * LINE);
@@ -214,7 +217,7 @@ void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t
       switch (size) {
 #define ROWS(n)                                                                \
   case n:                                                                      \
-    multiply_rows<n>(x, call.x_stride, from, count, fetched, ahead, to);         \
+    multiply_rows<n>(x, call.x_stride, from, count, fetched, ahead, to);       \
     break;
         ROWS(1)
         ROWS(2)
