@@ -28,7 +28,7 @@ from tests.support.family_checkpoints import make_family
 from tests.support.torch_threads import num_threads
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
-LENGTHS = (1, 17, 300, 40, 16, 33, 5, 90)
+LENGTHS = (1, 17, 300, 40, 16, 33, 5, 90, 60)
 SHAPE = {
     "hidden_size": 144,
     "intermediate_size": 200,
@@ -177,6 +177,13 @@ def test_chunks_of_prompts_and_output_rows(
     library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     assert_same_bits(library, _decoder(tmp_path, family, fields), CHUNKS)
+
+
+def test_products_of_many_rows_in_parts(library: NativeLibrary, tmp_path: Path) -> None:
+    """With AMX: of 343 rows and, in two pieces, of 562, whose inner size does not fill whole tiles."""
+    fields = {"intermediate_size": 3000, "mlp_bias": True, "num_hidden_layers": 2}
+    whole: Step = ([(row, length, length) for row, length in enumerate(LENGTHS)], None)
+    assert_same_bits(library, _decoder(tmp_path, "llama", fields), [whole, CHUNKS[5]])
 
 
 def test_a_step_of_many_rows_is_several_calls(

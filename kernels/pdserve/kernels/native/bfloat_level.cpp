@@ -3,7 +3,7 @@
 #include "bfloat_rows.h"
 #include "level_vectors.h"
 #if defined(__AMX_BF16__)
-#include "tiles.h"
+#include "bfloat_tiles.h"
 #endif
 
 namespace {
@@ -93,119 +93,57 @@ OUTSIDE void multiply_rows(
 }
 
 #if defined(__AMX_BF16__)
-// Bytes of a pair of inputs of all channels: the rows of the second factor's tiles are this far apart.
-constexpr int64_t PAIR_BYTES = PAIR_LINES * LINE, STEP_PAIRS = TILE_NUMBERS / BFLOAT_PAIR;
-// Steps whose rows stay in the first cache while the other half of the channels is multiplied.
-constexpr int64_t CHUNK_STEPS = 8;
-
-// Prefetches the values of a step that lie AHEAD bytes behind `values`.
-inline void prefetch_step(const char* values) {
-  for (int64_t line = 0; line < STEP_PAIRS * PAIR_LINES; ++line) __builtin_prefetch(values + AHEAD + line * LINE, 0, 3);
-}
-
-// sums[num_rows * CHANNELS] of at most 16 rows.
-void multiply_one_tile(
-    Tiles& tiles, const uint16_t* x, int64_t stride, int64_t num_rows, const char* values, int64_t num_steps, float* sums) {
-  const int64_t shapes[8] = {num_rows, num_rows, num_rows, num_rows, num_rows, TILE_ROWS, TILE_ROWS, TILE_ROWS};
-  tiles.shape(shapes);
-  for (int64_t step = 0; step < num_steps; ++step, values += STEP_PAIRS * PAIR_BYTES) {
-    prefetch_step(values);
-    _tile_loadd(4, x + step * TILE_NUMBERS, 2 * stride);
-    _tile_loadd(5, values, PAIR_BYTES);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, values + TILE_BYTES, PAIR_BYTES);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, values + 2 * TILE_BYTES, PAIR_BYTES);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(5, values + 3 * TILE_BYTES, PAIR_BYTES);
-    _tile_dpbf16ps(3, 4, 5);
-  }
-  _tile_stored(0, sums, CHANNELS * 4);
-  _tile_stored(1, sums + 16, CHANNELS * 4);
-  _tile_stored(2, sums + 32, CHANNELS * 4);
-  _tile_stored(3, sums + 48, CHANNELS * 4);
-}
-
-// The same of 17 to 32 rows: half of the channels at a time. prefetches: `values` are not in the cache yet.
-void multiply_two_tiles(
-    Tiles& tiles, const uint16_t* x, int64_t stride, int64_t num_rows, const char* values, int64_t num_steps, bool prefetches, float* sums) {
-  const int64_t rest = num_rows - TILE_ROWS;
-  const int64_t shapes[8] = {TILE_ROWS, TILE_ROWS, rest, rest, TILE_ROWS, rest, TILE_ROWS, TILE_ROWS};
-  tiles.shape(shapes);
-  for (int64_t first = 0; first < num_steps; first += CHUNK_STEPS) {
-    const int64_t end = first + CHUNK_STEPS < num_steps ? first + CHUNK_STEPS : num_steps;
-    for (int half = 0; half < 2; ++half) {
-      float* to = sums + half * 32;
-      float* other = to + TILE_ROWS * CHANNELS;
-      if (first) {
-        _tile_loadd(0, to, CHANNELS * 4);
-        _tile_loadd(1, to + 16, CHANNELS * 4);
-        _tile_loadd(2, other, CHANNELS * 4);
-        _tile_loadd(3, other + 16, CHANNELS * 4);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-      for (int64_t step = first; step < end; ++step) {
-        const char* from = values + step * STEP_PAIRS * PAIR_BYTES + half * 2 * TILE_BYTES;
-        if (prefetches && half == 0) prefetch_step(from);
-        _tile_loadd(4, x + step * TILE_NUMBERS, 2 * stride);
-        _tile_loadd(6, from, PAIR_BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, x + TILE_ROWS * stride + step * TILE_NUMBERS, 2 * stride);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_loadd(7, from + TILE_BYTES, PAIR_BYTES);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-      _tile_stored(0, to, CHANNELS * 4);
-      _tile_stored(1, to + 16, CHANNELS * 4);
-      _tile_stored(2, other, CHANNELS * 4);
-      _tile_stored(3, other + 16, CHANNELS * 4);
-    }
-  }
-}
-
-// As `multiply_some`, of the inputs that fill whole tiles. A row's sums have the same bits in a tile with any number of others.
-void multiply_tiles(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
-  const BfloatMatrix& matrix = call.matrix;
-  const char* values = reinterpret_cast<const char*>(matrix.values + block * matrix.padded * CHANNELS);
-  const int64_t num_steps = matrix.num_inputs / TILE_NUMBERS;
-  Tiles tiles;
-  for (int64_t row = 0; row < num_rows; row += 2 * TILE_ROWS) {
-    const int64_t count = num_rows - row < 2 * TILE_ROWS ? num_rows - row : 2 * TILE_ROWS;
-    const uint16_t* x = call.x + (first + row) * call.x_stride;
-    if (count <= TILE_ROWS) {
-      multiply_one_tile(tiles, x, call.x_stride, count, values, num_steps, sums + row * CHANNELS);
-    } else {
-      multiply_two_tiles(tiles, x, call.x_stride, count, values, num_steps, row == 0, sums + row * CHANNELS);
-    }
-  }
-}
-#endif
-
-// Rows that are multiplied at once, at most: more would leave the second cache.
-constexpr int64_t GROUPS_ROWS = 96;
-
-// sums[num_rows * CHANNELS] of one block of channels and the rows from `first` on.
-void multiply_some(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, float* sums) {
-  const BfloatMatrix& matrix = call.matrix;
-  const uint16_t* values = matrix.values + block * matrix.padded * CHANNELS;
-  const int64_t pairs = matrix.num_inputs / BFLOAT_PAIR;
-#if defined(__AMX_BF16__)
-  const int64_t in_tiles = pairs / STEP_PAIRS * STEP_PAIRS;
-  if (in_tiles > 0) multiply_tiles(call, block, first, num_rows, sums);
+typedef Tiles Registers;
+constexpr int64_t GROUP_ROWS = MOST_TILE_ROWS;
+// Tiles are fast enough that rows that leave the second cache between two blocks, which is of 2 MiB, are most of the time.
+constexpr int64_t PART_BYTES = 768 << 10;
+// Inputs of rows that stay in the first cache while both gates and ups are multiplied.
+constexpr int64_t SHARED_INPUTS = MOST_STEPS * TILE_NUMBERS;
 #else
-  constexpr int64_t in_tiles = 0;
+struct Registers {};
+// Rows that are multiplied at once, at most: more would leave the second cache.
+constexpr int64_t GROUP_ROWS = 96;
+constexpr int64_t PART_BYTES = INT64_MAX, SHARED_INPUTS = INT64_MAX;
 #endif
-  if (in_tiles == 0) __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
+
+// A block of channels, and inputs that are multiplied. `sums` are of those before `first`.
+struct Part {
+  int64_t block, first, end;
+};
+
+#if defined(__AMX_BF16__)
+// As `multiply_some`, of the inputs that fill whole tiles. Returns their end.
+int64_t multiply_in_tiles(Tiles& tiles, const BfloatCall& call, const Part& part, int64_t first, int64_t num_rows, float* sums) {
+  const BfloatMatrix& matrix = call.matrix;
+  const int64_t num_steps = (part.end - part.first) / TILE_NUMBERS;
+  const char* values = reinterpret_cast<const char*>(matrix.values + (part.block * matrix.padded + part.first) * CHANNELS);
+  const TileFactors factors = {call.x + first * call.x_stride + part.first, call.x_stride, num_rows, values, num_steps};
+  if (num_steps > 0 && num_rows <= TILE_ROWS) {
+    add_one_tile(tiles, factors, part.first == 0, first == 0, sums);
+  } else if (num_steps > 0) {
+    const int64_t num_groups = (call.num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    NextBlock next(first / GROUP_ROWS, num_groups, values + 2 * matrix.padded * CHANNELS, num_steps);
+    add_two_tiles(tiles, factors, part.first == 0, first == 0, next, sums);
+  }
+  return part.first + num_steps * TILE_NUMBERS;
+}
+#endif
+
+// Adds to sums[num_rows * CHANNELS] of the rows from `first` on.
+void multiply_some(Registers& registers, const BfloatCall& call, const Part& part, int64_t first, int64_t num_rows, float* sums) {
+  const BfloatMatrix& matrix = call.matrix;
+  const uint16_t* values = matrix.values + part.block * matrix.padded * CHANNELS;
+  int64_t begin = part.first;
+#if defined(__AMX_BF16__)
+  begin = multiply_in_tiles(registers, call, part, first, num_rows, sums);
+#endif
+  if (begin == 0) __builtin_memset(sums, 0, num_rows * CHANNELS * sizeof(float));
+  const int64_t pairs = part.end / BFLOAT_PAIR;
   const int64_t num_groups = num_rows <= MAX_ALONE ? 1 : (num_rows + MAX_ROWS - 1) / MAX_ROWS;
   const bool is_few = num_groups <= FEW_GROUPS;
   const int64_t chunk = num_groups == 1 ? pairs : is_few ? FEW_CHUNK : MANY_CHUNK;
   const int64_t lines = (PAIR_LINES + num_groups - 1) / num_groups, num_prefetching = is_few ? num_groups : PAIR_LINES / lines;
-  for (int64_t pair = in_tiles; pair < pairs; pair += chunk) {
+  for (int64_t pair = begin / BFLOAT_PAIR; pair < pairs; pair += chunk) {
     const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;
     const uint16_t* from = values + pair * CHANNELS * BFLOAT_PAIR;
     const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? AHEAD : count * PAIR_LINES * LINE);
@@ -253,29 +191,52 @@ void finish(const BfloatMatrix& matrix, int64_t first, const float* sums, BFloat
   }
 }
 
-// Calls task(first, num_rows) for all rows, at most GROUPS_ROWS at a time.
+// Calls task(first, num_rows) for all rows, at most GROUP_ROWS at a time.
 template <class Task>
 inline void for_all_rows(int64_t num_rows, const Task& task) {
-  for (int64_t row = 0; row < num_rows; row += GROUPS_ROWS) task(row, num_rows - row < GROUPS_ROWS ? num_rows - row : GROUPS_ROWS);
+  for (int64_t row = 0; row < num_rows; row += GROUP_ROWS) task(row, num_rows - row < GROUP_ROWS ? num_rows - row : GROUP_ROWS);
+}
+
+// Writes the sums of rows to `out`.
+void finish_rows(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, const float* sums) {
+  BFloat* out = reinterpret_cast<BFloat*>(call.out) + block * CHANNELS;
+  for (int64_t row = 0; row < num_rows; ++row)
+    finish(call.matrix, block * CHANNELS, sums + row * CHANNELS, out + (first + row) * call.out_stride, call.adds);
 }
 
 void multiply_block(const BfloatCall& call, int64_t block) {
-  alignas(64) float sums[GROUPS_ROWS * CHANNELS];
-  BFloat* out = reinterpret_cast<BFloat*>(call.out) + block * CHANNELS;
+  alignas(64) float sums[GROUP_ROWS * CHANNELS];
+  const Part part = {block, 0, call.matrix.num_inputs};
+  Registers registers;
   for_all_rows(call.num_rows, [&](int64_t first, int64_t num_rows) {
-    multiply_some(call, block, first, num_rows, sums);
-    for (int64_t row = 0; row < num_rows; ++row)
-      finish(call.matrix, block * CHANNELS, sums + row * CHANNELS, out + (first + row) * call.out_stride, call.adds);
+    multiply_some(registers, call, part, first, num_rows, sums);
+    finish_rows(call, block, first, num_rows, sums);
+  });
+}
+
+void multiply_part(const BfloatCall& call, const BfloatPart& given, int64_t block) {
+  const Part part = {block, given.first_input, given.end_input};
+  float* sums = given.sums + block * call.num_rows * CHANNELS;
+  Registers registers;
+  for_all_rows(call.num_rows, [&](int64_t first, int64_t num_rows) {
+    float* of_rows = sums + first * CHANNELS;
+    multiply_some(registers, call, part, first, num_rows, of_rows);
+    if (part.end == call.matrix.num_inputs) finish_rows(call, block, first, num_rows, of_rows);
   });
 }
 
 void multiply_gated_block(const BfloatCall& call, int64_t block) {
-  alignas(64) float gate_sums[GROUPS_ROWS * CHANNELS], up_sums[GROUPS_ROWS * CHANNELS];
+  alignas(64) float gate_sums[GROUP_ROWS * CHANNELS], up_sums[GROUP_ROWS * CHANNELS];
   const int64_t num_gates = call.matrix.num_outputs / 2, first_gate = block * CHANNELS;
+  const int64_t num_inputs = call.matrix.num_inputs;
   BFloat* out = reinterpret_cast<BFloat*>(call.out) + first_gate;
+  Registers registers;
   for_all_rows(call.num_rows, [&](int64_t first, int64_t num_rows) {
-    multiply_some(call, block, first, num_rows, gate_sums);
-    multiply_some(call, num_gates / CHANNELS + block, first, num_rows, up_sums);
+    for (int64_t input = 0; input < num_inputs; input += SHARED_INPUTS) {
+      const int64_t end = num_inputs - input > SHARED_INPUTS ? input + SHARED_INPUTS : num_inputs;
+      multiply_some(registers, call, {block, input, end}, first, num_rows, gate_sums);
+      multiply_some(registers, call, {num_gates / CHANNELS + block, input, end}, first, num_rows, up_sums);
+    }
     for (int64_t row = 0; row < num_rows; ++row) {
       BFloat gates[CHANNELS], ups[CHANNELS];  // rounded, as between a product and a gate of their own
       finish(call.matrix, first_gate, gate_sums + row * CHANNELS, gates, false);
@@ -289,4 +250,4 @@ void multiply_gated_block(const BfloatCall& call, int64_t block) {
 }  // namespace
 
 extern const BfloatLevel SYMBOL(BFLOAT_, LEVEL);
-const BfloatLevel SYMBOL(BFLOAT_, LEVEL) = {multiply_block, multiply_gated_block};
+const BfloatLevel SYMBOL(BFLOAT_, LEVEL) = {multiply_block, multiply_gated_block, multiply_part, PART_BYTES};

@@ -28,12 +28,23 @@ struct BfloatCall {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
 };
 
+// Inputs of a product from `first_input` on, before `end_input`; both are multiples of 64, but for the last one. sums[blocks][num_rows]
+// [BFLOAT_CHANNELS]: of the inputs before, and of these afterwards.
+struct BfloatPart {
+  int64_t first_input, end_input;
+  float* sums;
+};
+
 struct BfloatLevel {
   // Writes `out` of one block of channels.
   void (*multiply_block)(const BfloatCall& call, int64_t block);
   // Writes `out`[num_rows, num_outputs / 2] of one block of channels: silu(gate) * up, of which the matrix has the gates first, both in
   // whole blocks.
   void (*multiply_gated_block)(const BfloatCall& call, int64_t block);
+  // As `multiply_block`, in parts; the last one writes `out`. It has the same bits.
+  void (*multiply_part)(const BfloatCall& call, const BfloatPart& part, int64_t block);
+  // Bytes of all rows' inputs from which on parts take less time.
+  int64_t part_bytes;
 };
 
 static inline int64_t num_channel_blocks(const BfloatMatrix& matrix) {

@@ -19,6 +19,8 @@ const BfloatLevel* const BFLOAT_LEVELS[] = TILED_LEVELS(&BFLOAT_LEVEL);
 
 // Bytes of a layer's matrices below which a further thread waits longer at barriers than it multiplies.
 constexpr int64_t THREAD_BYTES = 1 << 19;
+// Inputs of a part of a product are a multiple of this.
+constexpr int64_t PART_UNIT = 64;
 // Parts into which a thread's share of a stage is cut, so that a thread that is late leaves work to the others.
 constexpr int64_t PARTS = 16;
 
@@ -76,9 +78,27 @@ BfloatCall product(const Thread& thread, const BfloatMatrix& matrix, const uint1
   return call;
 }
 
+// The product in parts: all blocks of channels use the same inputs of rows, which stay in the second cache meanwhile.
+void multiply_in_parts(Thread& thread, BfloatCall call) {
+  const BfloatLevel& level = *thread.work.bfloat;
+  const int64_t num_rows = call.num_rows, num_inputs = call.matrix.num_inputs;
+  for (int64_t row = 0; row < num_rows; row += PART_ROWS) {
+    call.num_rows = num_rows - row < PART_ROWS ? num_rows - row : PART_ROWS;
+    const int64_t num_parts = (2 * call.num_rows * num_inputs + level.part_bytes - 1) / level.part_bytes;
+    const int64_t size = (num_inputs / num_parts + PART_UNIT - 1) / PART_UNIT * PART_UNIT;
+    for (int64_t input = 0; input < num_inputs; input += size) {
+      const BfloatPart part = {input, num_inputs - input < size ? num_inputs : input + size, thread.work.call->sums};
+      thread.run(num_channel_blocks(call.matrix), [&](int64_t block) { level.multiply_part(call, part, block); });
+    }
+    call.x += call.num_rows * call.x_stride;
+    call.out += call.num_rows * call.out_stride;
+  }
+}
+
 void multiply(Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uint16_t* out, int64_t adds) {
   BfloatCall call = product(thread, matrix, x, out, matrix.num_outputs);
   call.adds = adds;
+  if (2 * call.num_rows * matrix.num_inputs > thread.work.bfloat->part_bytes) return multiply_in_parts(thread, call);
   thread.run(num_channel_blocks(matrix), [&](int64_t block) { thread.work.bfloat->multiply_block(call, block); });
 }
 
@@ -201,7 +221,8 @@ void multiply_gated(Thread& thread, const FusedLayer& layer) {
     thread.run(inner_size / BFLOAT_CHANNELS, [&](int64_t block) { thread.work.bfloat->multiply_gated_block(call, block); });
     return;
   }
-  multiply(thread, layer.gate_up, step.x, step.gate_up, 0);
+  const BfloatCall both = product(thread, layer.gate_up, step.x, step.gate_up, layer.gate_up.num_outputs);
+  thread.run(num_channel_blocks(layer.gate_up), [&](int64_t block) { thread.work.bfloat->multiply_block(both, block); });
   LayerCall call = {};
   call.x = step.gate_up;
   call.x_stride = 2 * inner_size;

@@ -4,6 +4,9 @@
 #include "paged_decode.h"
 #include "paged_prefill.h"
 
+// Rows of a product in parts, at most: `FusedCall.sums` has room for them.
+constexpr int64_t PART_ROWS = 512;
+
 struct FusedNorm {
   // weight of bfloat16 or float32 numbers, or null
   const void* weight;
@@ -45,6 +48,8 @@ struct FusedCall {
   uint16_t* gate_up;
   uint16_t* inner;
   uint16_t* chosen;
+  // sums of products in parts (`BfloatPart`): of min(num_rows, PART_ROWS) rows and the outputs of qkv, or H, in whole blocks
+  float* sums;
   int64_t num_threads;
   // libgomp's GOMP_parallel and GOMP_barrier; null: one thread
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);

@@ -32,6 +32,9 @@ _KINDS = (PackedLinear, BlockedLinear)
 _LAYER_ROWS = 2048
 """Number of layers times rows of one call: a step of many rows is several calls, so that its progress is visible between them."""
 
+_PART_ROWS = 512
+"""`PART_ROWS` of `fused_layers.h`."""
+
 
 class NativeFusedLayers:
     """Implements `FusedLayers`."""
@@ -69,6 +72,9 @@ class NativeFusedLayers:
             hidden_size=hidden_size, num_outputs=-1, parallel=library.parallel, barrier=library.barrier
         )
         self._rooms = [torch.empty(0, dtype=torch.bfloat16)] * len(self._sizes)
+        self._num_sums = -(-max(self._sizes[0], hidden_size) // CHANNELS) * CHANNELS
+        """The same of sums, in float32."""
+        self._sums = torch.empty(0)
 
     def __call__(
         self,
@@ -90,6 +96,7 @@ class NativeFusedLayers:
         residual = residual.contiguous()
         if self._rooms[0].numel() < num_rows * self._sizes[0]:
             self._rooms = [torch.empty(num_rows * size, dtype=torch.bfloat16) for size in self._sizes]
+            self._sums = torch.empty(min(num_rows, _PART_ROWS) * self._num_sums)
         angles = [phase.contiguous() for phase in phases[: self._num_ropes]]
         slots = [plan.slot_mapping.contiguous() for plan in found]
         decodes, chunks = zip(*(plan.calls() for plan in found), strict=True)
@@ -101,6 +108,7 @@ class NativeFusedLayers:
         call.slots, call.phases = _addresses(slots), _addresses(angles)
         call.residual, call.x = residual.data_ptr(), out.data_ptr()
         call.qkv, call.attended, call.gate_up, call.inner, call.chosen = (room.data_ptr() for room in self._rooms)
+        call.sums = self._sums.data_ptr()
         if output_rows is not None:
             output_rows = output_rows.contiguous()
             call.output_rows = output_rows.data_ptr()

@@ -143,7 +143,7 @@ class FusedCall(ctypes.Structure):
         ("decodes", POINTER(POINTER(DecodeCall))), ("chunks", POINTER(POINTER(PrefillCall))), ("slots", POINTER(c_void_p)),
         ("phases", POINTER(c_void_p)), ("residual", c_void_p), ("x", c_void_p), ("output_rows", c_void_p),
         ("num_outputs", c_int64), ("qkv", c_void_p), ("attended", c_void_p), ("gate_up", c_void_p), ("inner", c_void_p),
-        ("chosen", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p), ("barrier", c_void_p),
+        ("chosen", c_void_p), ("sums", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p), ("barrier", c_void_p),
     )  # fmt: skip
 
 
