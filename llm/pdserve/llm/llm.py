@@ -13,6 +13,7 @@ from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
+from pdserve.llm.checked_fields import checked
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
 from pdserve.llm.local_request import ValidRequest
@@ -30,7 +31,6 @@ from pdserve.llm.prompts import (
     is_one_conversation,
     one_of_both,
 )
-from pdserve.llm.request_factory import checked
 from pdserve.text.beam_search import Beam, BeamSearch, BeamSearchParams
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer

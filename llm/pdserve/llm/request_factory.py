@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ from pdserve.common.request.sampling_params import NamedLogitsProcessor, Samplin
 from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
 from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.llm.beam_search import BeamStep
+from pdserve.llm.checked_fields import checked, converted, field_types
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
 from pdserve.llm.logits_callables import LogitsCallable
@@ -42,7 +42,6 @@ from pdserve.text.prompt import (
 from pdserve.text.prompt_room import PromptRoom
 
 _SEED_BITS = 63
-P = TypeVar("P", bound=msgspec.Struct)
 
 
 class RequestFactory:
@@ -226,7 +225,7 @@ class RequestFactory:
         fields = dict(fields)
         adapter: Any = fields.pop("lora_request", None)
         lora: dict[str, Any] = lora_fields(self._client, adapter)
-        types = _field_types(GenerationRequest)
+        types = field_types(GenerationRequest)
         given = {name: converted(name, value, types[name]) for name, value in fields.items() if value is not None}
         if isinstance(prompt.prompt, EmbedsInput):
             # a drafter would take the placeholders for the prompt
@@ -373,30 +372,3 @@ def _verify_without_images(prompt: PromptWithSalt, kind: str) -> None:
     if prompt.images or prompt.sounds:
         what = "images" if prompt.images else "sound"
         raise InvalidRequest(f"multi_modal_data is given, and the prompt of {kind} has no {what}", "multi_modal_data")
-
-
-def checked(params: object, kind: type[P], name: str) -> P:
-    """The same, with lists as tuples. name: what the caller calls it.
-
-    Raises: InvalidRequest for a value of another type than its field's.
-    """
-    if not isinstance(params, kind):
-        raise InvalidRequest(f"{name} must be {kind.__name__}, not {type(params).__name__}", name)
-    values = {}
-    for field, type_ in _field_types(kind).items():
-        values[field] = converted(field, getattr(params, field), type_)
-    return kind(**values)
-
-
-@functools.cache
-def _field_types(kind: type[msgspec.Struct]) -> Mapping[str, Any]:
-    """Field -> its type. msgspec evaluates the annotations in each call, which takes longer than all other checks."""
-    return {field.name: field.type for field in msgspec.structs.fields(kind)}
-
-
-def converted(name: str, value: object, kind: Any) -> Any:
-    """The value as its field's type. name: of the field. Raises: InvalidRequest for a value of another type."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{name} is {value!r:.60}: {error}", name) from error
