@@ -95,7 +95,7 @@ OUTSIDE void multiply_rows(
 #if defined(__AMX_BF16__)
 typedef Tiles Registers;
 constexpr int64_t GROUP_ROWS = MOST_TILE_ROWS;
-// Tiles are fast enough that rows that leave the second cache between two blocks, which is of 2 MiB, are most of the time.
+// Inputs of more bytes leave the second cache, which has 2 MiB, from block to block: to read them again takes longer than tiles do.
 constexpr int64_t PART_BYTES = 768 << 10;
 // Inputs of rows that stay in the first cache while both gates and ups are multiplied.
 constexpr int64_t SHARED_INPUTS = MOST_STEPS * TILE_NUMBERS;

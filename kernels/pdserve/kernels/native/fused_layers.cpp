@@ -265,6 +265,9 @@ extern "C" {
 PUBLIC int64_t pdserve_fused_layer_size() { return sizeof(FusedLayer); }
 PUBLIC int64_t pdserve_fused_call_size() { return sizeof(FusedCall); }
 
+// Rows for which `FusedCall.sums` needs room, of a step of `num_rows`.
+PUBLIC int64_t pdserve_fused_sum_rows(int64_t num_rows) { return num_rows < PART_ROWS ? num_rows : PART_ROWS; }
+
 // Writes keys and values of the step, `residual` and `x`. level: index of `pdserve_level_name`. Returns 0, or 1 for a slot or a block
 // number outside its cache.
 PUBLIC int64_t pdserve_fused_layers(const FusedCall* given, int64_t level) {

@@ -4,7 +4,7 @@
 #include "paged_decode.h"
 #include "paged_prefill.h"
 
-// Rows of a product in parts, at most: `FusedCall.sums` has room for them.
+// Rows of a product in parts, at most.
 constexpr int64_t PART_ROWS = 512;
 
 struct FusedNorm {
@@ -48,7 +48,7 @@ struct FusedCall {
   uint16_t* gate_up;
   uint16_t* inner;
   uint16_t* chosen;
-  // sums of products in parts (`BfloatPart`): of min(num_rows, PART_ROWS) rows and the outputs of qkv, or H, in whole blocks
+  // sums of products in parts (`BfloatPart`), of `pdserve_fused_sum_rows` rows and the outputs of qkv, or H, in whole blocks
   float* sums;
   int64_t num_threads;
   // libgomp's GOMP_parallel and GOMP_barrier; null: one thread

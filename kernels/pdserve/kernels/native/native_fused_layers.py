@@ -32,9 +32,6 @@ _KINDS = (PackedLinear, BlockedLinear)
 _LAYER_ROWS = 2048
 """Number of layers times rows of one call: a step of many rows is several calls, so that its progress is visible between them."""
 
-_PART_ROWS = 512
-"""`PART_ROWS` of `fused_layers.h`."""
-
 
 class NativeFusedLayers:
     """Implements `FusedLayers`."""
@@ -43,7 +40,7 @@ class NativeFusedLayers:
         """layers: at least one, of which `can_fuse` says True. level: index in `library.levels`."""
         # held here: the call has addresses alone
         self._layers = tuple(layers)
-        self._run, self._level = library.fused_layers, level
+        self._run, self._level, self._sum_rows = library.fused_layers, level, library.fused_sum_rows
         specs = [layer.spec for layer in layers]
         unique = list(dict.fromkeys(specs))
         self._first_of_spec = [specs.index(spec) for spec in unique]
@@ -96,7 +93,7 @@ class NativeFusedLayers:
         residual = residual.contiguous()
         if self._rooms[0].numel() < num_rows * self._sizes[0]:
             self._rooms = [torch.empty(num_rows * size, dtype=torch.bfloat16) for size in self._sizes]
-            self._sums = torch.empty(min(num_rows, _PART_ROWS) * self._num_sums)
+            self._sums = torch.empty(self._sum_rows(num_rows) * self._num_sums)
         angles = [phase.contiguous() for phase in phases[: self._num_ropes]]
         slots = [plan.slot_mapping.contiguous() for plan in found]
         decodes, chunks = zip(*(plan.calls() for plan in found), strict=True)

@@ -164,6 +164,7 @@ class NativeLibrary:
             self.multiply_rows = library.pdserve_multiply_rows
             self.multiply_bfloats = library.pdserve_multiply_bfloats
             self.fused_layers = library.pdserve_fused_layers
+            self.fused_sum_rows = library.pdserve_fused_sum_rows
             self.apply_experts = library.pdserve_apply_experts
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
@@ -189,6 +190,7 @@ class NativeLibrary:
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
         self.multiply_bfloats.argtypes, self.multiply_bfloats.restype = [POINTER(BfloatCall), c_int64], None
         self.fused_layers.argtypes, self.fused_layers.restype = [POINTER(FusedCall), c_int64], c_int64
+        self.fused_sum_rows.argtypes, self.fused_sum_rows.restype = [c_int64], c_int64
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
         for call, size in sizes.items():
             size.argtypes, size.restype = [], c_int64
