@@ -88,11 +88,11 @@ class CheckedAsyncLLM(AsyncLLM):
         thread, loop, posted = self._engine_thread, asyncio.get_running_loop(), asyncio.Event()
         post = thread.post
 
-        def post_and_count(command: Any) -> None:
+        def post_and_set(command: Any) -> None:
             post(command)
             loop.call_soon_threadsafe(posted.set)
 
-        thread.post = post_and_count  # type: ignore[method-assign]
+        thread.post = post_and_set  # type: ignore[method-assign]
         return posted
 
     def allow(self, num_steps: int = 1_000_000) -> None:

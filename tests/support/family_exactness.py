@@ -45,17 +45,15 @@ class Logits:
         return float((self.ours - self.theirs).abs().max())
 
 
-def float32_logits(folder: Path, family: str, fields: Mapping[str, Any]) -> Logits:
-    """A text in two chunks and then token by token. Theirs are in float32, or of float64 weights where ours are nearer to those:
-    there their float32 is rounded more than ours.
-    """
-    model = make_family(folder, family, fields)
+def float32_logits(
+    folder: Path, family: str, fields: Mapping[str, Any], their_dtype: torch.dtype = torch.float32
+) -> Logits:
+    """A text in two chunks and then token by token. their_dtype: of the weights of `transformers`, which are float32 numbers."""
+    model = make_family(folder, family, fields).to(their_dtype)
     [tokens] = _texts(fields, 60, 1)
     with torch.inference_mode():
-        theirs = model(torch.tensor([tokens])).logits[0]
-        exact = model.double()(torch.tensor([tokens])).logits[0].float()
-    ours = paged_logits(load_decoder(folder), tokens)
-    return min(Logits(ours, theirs), Logits(ours, exact), key=lambda logits: logits.difference)
+        theirs = model(torch.tensor([tokens])).logits[0].float()
+    return Logits(paged_logits(load_decoder(folder), tokens), theirs)
 
 
 def paged_logits(decoder: AnyDecoder, tokens: list[int]) -> Tensor:

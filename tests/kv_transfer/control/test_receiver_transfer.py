@@ -174,7 +174,7 @@ async def test_a_reattach_says_want_again_changes_no_state_and_reads_go_on() -> 
 
 
 async def test_landed_is_told_at_first_when_due_and_before_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_transfer, "TELL_EVERY_S", 600.0)
+    monkeypatch.setattr(receiver_transfer, "NOTIFY_EVERY_S", 600.0)
     bench = Bench()
     bench.receiving()
     for index in (2, 3, 4):
@@ -183,14 +183,14 @@ async def test_landed_is_told_at_first_when_due_and_before_a_failure(monkeypatch
         read.land()
     await turn()
     assert (bench.owner.heard, bench.transfer.num_landed) == ([("landed", 1)], 3)
-    monkeypatch.setattr(receiver_transfer, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(receiver_transfer, "NOTIFY_EVERY_S", 0.0)
     bench.publish(5, 1)
     bench.connector.reads[3].land()
     await turn()
     assert bench.owner.heard == [("landed", 1), ("landed", 4)]
     assert bench.stream.heard[1:] == [("landed", 1), ("landed", 4)]
 
-    monkeypatch.setattr(receiver_transfer, "TELL_EVERY_S", 600.0)
+    monkeypatch.setattr(receiver_transfer, "NOTIFY_EVERY_S", 600.0)
     bench = Bench()
     bench.receiving()
     for index in (2, 3, 4):

@@ -9,10 +9,8 @@
 namespace {
 
 constexpr int64_t CHANNELS = BFLOAT_CHANNELS;
-// Bytes of a cache line, and lines of a pair of inputs of all channels.
-constexpr int64_t LINE = 64, PAIR_LINES = CHANNELS * BFLOAT_PAIR * 2 / LINE;
-// Bytes of the matrix between what is prefetched and what is used, with one group of rows.
-constexpr int64_t AHEAD = 8192;
+// Cache lines of a pair of inputs of all channels.
+constexpr int64_t PAIR_LINES = PAIR_BYTES / CACHE_LINE;
 // Pairs of inputs whose values stay in the first cache while up to FEW_GROUPS groups of rows are multiplied by them, or more. Each group
 // prefetches a part of the next chunk, so that memory is read all the time: with few groups a large part, of which more would leave the
 // cache again. With more groups loading and storing sums takes longer than memory.
@@ -54,10 +52,10 @@ inline void multiply(const uint16_t* x, int64_t stride, const uint16_t* values, 
   Floats found[ROWS][VECTORS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) found[r][v] = load(sums + r * CHANNELS + v * WIDTH);
-  for (int64_t pair = 0; pair < num_pairs; ++pair, values += CHANNELS * BFLOAT_PAIR, ahead += LINES * LINE) {
+  for (int64_t pair = 0; pair < num_pairs; ++pair, values += CHANNELS * BFLOAT_PAIR, ahead += LINES * CACHE_LINE) {
     Pairs loaded[VECTORS];
     for (int v = 0; v < VECTORS; ++v) loaded[v] = load_pairs(values + v * WIDTH * BFLOAT_PAIR);
-    for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead + line * LINE, 0, 3);
+    for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead + line * CACHE_LINE, 0, 3);
     for (int r = 0; r < ROWS; ++r) {
       const Input input = spread(pair_at(x + r * stride, pair));
       for (int v = 0; v < VECTORS; ++v) found[r][v] = add_products(found[r][v], input, loaded[v]);
@@ -146,8 +144,8 @@ void multiply_some(Registers& registers, const BfloatCall& call, const Part& par
   for (int64_t pair = begin / BFLOAT_PAIR; pair < pairs; pair += chunk) {
     const int64_t count = pairs - pair < chunk ? pairs - pair : chunk;
     const uint16_t* from = values + pair * CHANNELS * BFLOAT_PAIR;
-    const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? AHEAD : count * PAIR_LINES * LINE);
-    for (int64_t row = 0, group = num_groups; group > 0; --group, ahead += count * lines * LINE) {
+    const char* ahead = reinterpret_cast<const char*>(from) + (num_groups == 1 ? BFLOAT_AHEAD : count * PAIR_BYTES);
+    for (int64_t row = 0, group = num_groups; group > 0; --group, ahead += count * lines * CACHE_LINE) {
       const int64_t fetched = num_groups - group < num_prefetching ? lines : 0;
       const int64_t size = (num_rows - row + group - 1) / group;  // groups of about the same size
       const uint16_t* x = call.x + (first + row) * call.x_stride + pair * BFLOAT_PAIR;

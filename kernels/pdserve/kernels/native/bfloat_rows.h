@@ -6,6 +6,11 @@
 // Output channels of one block of the matrix, and inputs that lie side by side.
 constexpr int64_t BFLOAT_CHANNELS = 64, BFLOAT_PAIR = 2;
 
+// Bytes of a cache line, and of a pair of inputs of all channels.
+constexpr int64_t CACHE_LINE = 64, PAIR_BYTES = BFLOAT_CHANNELS * BFLOAT_PAIR * 2;
+// Bytes of the matrix between what is prefetched from memory and what is used, where nothing else is read meanwhile.
+constexpr int64_t BFLOAT_AHEAD = 8192;
+
 struct BfloatMatrix {
   // values[blocks][padded / BFLOAT_PAIR][BFLOAT_CHANNELS][BFLOAT_PAIR]
   const uint16_t* values;

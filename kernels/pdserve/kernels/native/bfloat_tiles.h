@@ -9,11 +9,8 @@ namespace {
 
 // Rows that are multiplied at once, at most.
 constexpr int64_t MOST_TILE_ROWS = 2 * TILE_ROWS;
-// Bytes of a cache line, of a pair of inputs of all channels, which are the distance between the rows of the second factor's tiles,
-// and of the inputs of one tile.
-constexpr int64_t TILE_LINE = 64, PAIR_BYTES = BFLOAT_CHANNELS * BFLOAT_PAIR * 2, STEP_BYTES = TILE_NUMBERS / BFLOAT_PAIR * PAIR_BYTES;
-// Bytes of the matrix between what is prefetched from memory and what is used.
-constexpr int64_t TILES_AHEAD = 8192;
+// Bytes of the matrix of the inputs of one tile. The rows of its tiles are PAIR_BYTES apart.
+constexpr int64_t STEP_BYTES = TILE_NUMBERS / BFLOAT_PAIR * PAIR_BYTES;
 // Steps of half of the channels, at most, before the same of the other half: the rows' tiles stay in the first cache.
 constexpr int64_t MOST_STEPS = 14;
 // Cache lines of the next block that are prefetched per step, at most: more would delay the loads of this one.
@@ -36,26 +33,26 @@ struct NextBlock {
   // group: of MOST_TILE_ROWS rows among num_groups; values: of the next block, num_steps steps of each of two halves of the channels
   NextBlock(int64_t group, int64_t num_groups, const char* values, int64_t num_steps) : line(values) {
     if (group == 0) return;
-    const int64_t needed = (STEP_BYTES / TILE_LINE / 2 + num_groups - 2) / (num_groups - 1);
+    const int64_t needed = (STEP_BYTES / CACHE_LINE / 2 + num_groups - 2) / (num_groups - 1);
     const int64_t lines = needed < MOST_LINES ? needed : MOST_LINES;
-    line += (group - 1) * 2 * num_steps * lines * TILE_LINE;
+    line += (group - 1) * 2 * num_steps * lines * CACHE_LINE;
     if (line < values + num_steps * STEP_BYTES) per_step = lines;
   }
 
   void prefetch() {
-    for (int64_t i = 0; i < per_step; ++i, line += TILE_LINE) __builtin_prefetch(line, 0, 2);
+    for (int64_t i = 0; i < per_step; ++i, line += CACHE_LINE) __builtin_prefetch(line, 0, 2);
   }
 };
 
-// Prefetches the values of a step that lie TILES_AHEAD bytes behind `values`.
+// Prefetches the values of a step that lie BFLOAT_AHEAD bytes behind `values`.
 inline void prefetch_step(const char* values) {
-  for (int64_t byte = 0; byte < STEP_BYTES; byte += TILE_LINE) __builtin_prefetch(values + TILES_AHEAD + byte, 0, 3);
+  for (int64_t byte = 0; byte < STEP_BYTES; byte += CACHE_LINE) __builtin_prefetch(values + BFLOAT_AHEAD + byte, 0, 3);
 }
 
 // Prefetches what half of the channels will need MOST_STEPS steps later.
 inline void prefetch_half(const char* values) {
   for (int64_t pair = 0; pair < STEP_BYTES; pair += PAIR_BYTES)
-    for (int64_t byte = 0; byte < PAIR_BYTES / 2; byte += TILE_LINE)
+    for (int64_t byte = 0; byte < PAIR_BYTES / 2; byte += CACHE_LINE)
       __builtin_prefetch(values + MOST_STEPS * STEP_BYTES + pair + byte, 0, 2);
 }
 

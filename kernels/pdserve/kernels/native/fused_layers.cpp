@@ -78,6 +78,11 @@ BfloatCall product(const Thread& thread, const BfloatMatrix& matrix, const uint1
   return call;
 }
 
+// All blocks of channels, one by one.
+void multiply_blocks(Thread& thread, const BfloatCall& call) {
+  thread.run(num_channel_blocks(call.matrix), [&](int64_t block) { thread.work.bfloat->multiply_block(call, block); });
+}
+
 // The product in parts: all blocks of channels use the same inputs of rows, which stay in the second cache meanwhile.
 void multiply_in_parts(Thread& thread, BfloatCall call) {
   const BfloatLevel& level = *thread.work.bfloat;
@@ -99,7 +104,7 @@ void multiply(Thread& thread, const BfloatMatrix& matrix, const uint16_t* x, uin
   BfloatCall call = product(thread, matrix, x, out, matrix.num_outputs);
   call.adds = adds;
   if (2 * call.num_rows * matrix.num_inputs > thread.work.bfloat->part_bytes) return multiply_in_parts(thread, call);
-  thread.run(num_channel_blocks(matrix), [&](int64_t block) { thread.work.bfloat->multiply_block(call, block); });
+  multiply_blocks(thread, call);
 }
 
 void normalise(Thread& thread, const FusedNorm& norm) {
@@ -221,8 +226,8 @@ void multiply_gated(Thread& thread, const FusedLayer& layer) {
     thread.run(inner_size / BFLOAT_CHANNELS, [&](int64_t block) { thread.work.bfloat->multiply_gated_block(call, block); });
     return;
   }
-  const BfloatCall both = product(thread, layer.gate_up, step.x, step.gate_up, layer.gate_up.num_outputs);
-  thread.run(num_channel_blocks(layer.gate_up), [&](int64_t block) { thread.work.bfloat->multiply_block(both, block); });
+  // so many outputs have too many sums for parts
+  multiply_blocks(thread, product(thread, layer.gate_up, step.x, step.gate_up, layer.gate_up.num_outputs));
   LayerCall call = {};
   call.x = step.gate_up;
   call.x_stride = 2 * inner_size;

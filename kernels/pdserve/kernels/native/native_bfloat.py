@@ -1,7 +1,7 @@
 """Products with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place, or `in_blocks`' copy.
 
-A weight is read once for up to 96 rows, and prefetched; sums are float32 and are rounded once. A row has the same
-bits whatever is beside it, with any number of threads.
+A block of the weight is prefetched, and multiplied by all rows while it is in a cache; sums are float32 and are rounded once. A
+row has the same bits whatever is beside it, with any number of threads.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from pdserve.kv_transfer.heads.head_groups import GroupSource
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 0.005
+NOTIFY_EVERY_S = 0.005
 """Seconds between reports to engine and source while blocks land; a report costs more than a block."""
 
 
@@ -91,8 +91,8 @@ class ReceiverTransfer:
         self._first_index = 0
         self._local_blocks: tuple[int, ...] | None = None
         self._reads = GroupReads(connectors, lambda number, places: _AsyncioListener(self, number, places))
-        self._num_told = 0
-        self._told_at = float("-inf")
+        self._num_notified = 0
+        self._notified_at = float("-inf")
         self._source_finished = False
         self._ends_as: ReceiverState | None = None
         self._loop = asyncio.get_running_loop()
@@ -240,7 +240,7 @@ class ReceiverTransfer:
         """End the transfer with an error; no effect if it has ended."""
         if not self.is_ending:
             self.cause = cause
-            if self.num_landed > self._num_told:
+            if self.num_landed > self._num_notified:
                 self._notify_landed()
             self._events.failed(self, cause)
             self._end(ReceiverState.FAILED)
@@ -255,7 +255,7 @@ class ReceiverTransfer:
     def read_landed(self, places: Sequence[int]) -> None:
         if self._reads.landed(places) and self._ends_as is None:
             has_all = self.num_landed == self.num_blocks
-            if has_all or self._loop.time() - self._told_at >= TELL_EVERY_S:
+            if has_all or self._loop.time() - self._notified_at >= NOTIFY_EVERY_S:
                 self._notify_landed()
                 if self._stream is not None and not (
                     has_all and self._source_finished
@@ -263,7 +263,7 @@ class ReceiverTransfer:
                     self._stream.landed(self.num_landed)
 
     def _notify_landed(self) -> None:
-        self._num_told, self._told_at = self.num_landed, self._loop.time()
+        self._num_notified, self._notified_at = self.num_landed, self._loop.time()
         self._events.landed(self, self.num_landed)
 
     def read_ended(self, number: int, outcome: ReadOutcome, cause: TransferFailed | None) -> None:

@@ -28,8 +28,8 @@ def verify_encoder_decoder(settings: WorkerSettings, config: ModelConfig) -> Non
         ("kv_cache_mib", takes_rest, "its largest step is not measured: the setting is needed"),
     ):
         if is_set:
-            problem = "is not set" if name == "kv_cache_mib" else "is set"
-            raise ConfigError(f"{name} {problem}, and {config.architecture} has an encoder: {reason}")
+            state = "is not set" if name == "kv_cache_mib" else "is set"
+            raise ConfigError(f"{name} {state}, and {config.architecture} has an encoder: {reason}")
 
 
 def encoder_decoder_prompts(config: ModelConfig, max_model_len: int) -> EncoderDecoderPrompts | None:
