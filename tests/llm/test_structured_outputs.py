@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 
 from pdserve.common.errors import InvalidRequest
@@ -57,3 +60,23 @@ async def test_async_llm_does_so_beside_others(running: Running) -> None:
         form, free = await asyncio.gather(last(asked(json=SCHEMA)), last(SamplingParams(max_tokens=9, ignore_eos=True)))
         jsonschema.validate(json.loads(form.outputs[0].text), SCHEMA)
         assert len(free.outputs[0].token_ids) == 9
+
+
+@pytest.mark.parametrize("engine_process", [False, True])
+def test_an_llm_that_nobody_shuts_down_leaves_no_process(
+    tiny_checkpoints: Callable[..., Path], engine_process: bool
+) -> None:
+    before = running_children()
+    llm = LLM(tiny_checkpoints("llama"), engine_process=engine_process, num_blocks=64)
+    llm.generate("Is it?", asked(choice=("yes", "no")), use_tqdm=False)
+    started = running_children() - before
+    assert started
+    del llm
+    gc.collect()
+    assert not started & running_children()
+
+
+def running_children() -> set[psutil.Process]:
+    """Descendants of this process, but for zombies."""
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
