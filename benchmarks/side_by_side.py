@@ -31,7 +31,8 @@ from process_trees import running, stopped
 from quiet_rounds import quiet
 from vllm_peer import prefill_decode
 
-FIGURES = ("requests_per_s", "ttft_p50_s", "tpot_p50_s")
+FIGURES = {"requests_per_s": max, "ttft_p50_s": min, "tpot_p50_s": min}
+"""Figure -> which of two values is the better one."""
 IDLE_S = 5.0
 SHAPE = re.compile(r"(\d+)x(\d+)\+(\d+)(?::(\d+))?")
 
@@ -83,10 +84,7 @@ def summary(results: Mapping[str, list[LoadResult]], ours: str, peer: str) -> di
         for name, rounds in results.items()
     }
     best = {
-        name: {
-            figure: (max if figure == "requests_per_s" else min)(getattr(result, figure) for result in rounds)
-            for figure in FIGURES
-        }
+        name: {figure: better(getattr(result, figure) for result in rounds) for figure, better in FIGURES.items()}
         for name, rounds in results.items()
     }
     ratios = {}

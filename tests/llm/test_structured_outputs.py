@@ -16,6 +16,8 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from tests.llm.conftest import TINY
+from tests.support.llm_requests import TEXT
 
 Running = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 SCHEMA: dict[str, Any] = {
@@ -63,20 +65,17 @@ async def test_async_llm_does_so_beside_others(running: Running) -> None:
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
-def test_an_llm_that_nobody_shuts_down_leaves_no_process(
-    tiny_checkpoints: Callable[..., Path], engine_process: bool
-) -> None:
-    before = running_children()
-    llm = LLM(tiny_checkpoints("llama"), engine_process=engine_process, num_blocks=64)
-    llm.generate("Is it?", asked(choice=("yes", "no")), use_tqdm=False)
-    started = running_children() - before
+def test_an_llm_that_nobody_shuts_down_leaves_no_process(folder: Path, engine_process: bool) -> None:
+    before = children()
+    llm = LLM(folder, **TINY, engine_process=engine_process)
+    llm.generate(TEXT, asked(choice=("yes", "no")), use_tqdm=False)
+    assert llm.llm_engine.client.utility("check_pool") is True
+    started = children() - before
     assert started
     del llm
     gc.collect()
-    assert not started & running_children()
+    assert not started & children()
 
 
-def running_children() -> set[psutil.Process]:
-    """Descendants of this process, but for zombies."""
-    children = psutil.Process().children(recursive=True)
-    return {child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))

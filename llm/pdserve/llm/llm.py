@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -75,9 +74,6 @@ class LLM(PoolingCalls):
             **options,
         )
         self._engine: LLMEngine | None = engine
-        # threads and processes of the engine would outlive an LLM that nobody shuts down; at exit they end by themselves
-        self._close = weakref.finalize(self, engine.close)
-        self._close.atexit = False
         self._requests = engine.requests
         self._tokenizer = engine.tokenizer
         self._busy = threading.Lock()
@@ -225,7 +221,8 @@ class LLM(PoolingCalls):
 
     def shutdown(self) -> None:
         """Free model and cache, and end the engine's process. May be called again."""
-        self._close()
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     def __enter__(self) -> Self:

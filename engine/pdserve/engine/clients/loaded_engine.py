@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import load_model
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 
 
 def local_hasher(block_size: int) -> BlockHasher:
@@ -35,7 +35,7 @@ class LoadedEngine:
         self._model = load_model(folder, settings)
         weakref.finalize(self, self._model.close)
         self._logits_processors = logits_processors or LogitsProcessors.from_entry_points(settings.logits_processors)
-        self._grammars: GrammarCompiler | None = None
+        self._close_grammars: Callable[[], object] = lambda: None
         self._core: EngineCore | None = None
         self.info = self._model.engine_info(settings)
 
@@ -47,14 +47,17 @@ class LoadedEngine:
         """An engine with an empty cache over the one pool: the last one made owns it."""
         # the last engine may have left sequences in their grammars, and loads that write into the pool
         self._close_core()
-        self._grammars = self._model.grammar_compiler(self._settings)
+        grammars = self._model.grammar_compiler(self._settings)
+        if grammars is not None:
+            # its thread and its processes would outlive this object
+            self._close_grammars = weakref.finalize(self, grammars.close)
         self._core = make_engine_core(
             replace(self._model.engine_config(self._settings), max_sequences=self._settings.max_num_seqs),
             self._model.decoder,
             self._model.kv_caches,
             local_hasher(self._settings.block_size),
             self.info.vocab_size,
-            grammars=self._grammars,
+            grammars=grammars,
             logits_processors=self._logits_processors,
             lora=self._model.lora_runner,
             ranks=self._model.ranks,
@@ -71,5 +74,4 @@ class LoadedEngine:
     def _close_core(self) -> None:
         if self._core is not None:
             self._core.executor.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._close_grammars()
