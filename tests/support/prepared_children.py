@@ -30,6 +30,8 @@ from pdserve.worker.ranks.join_ranks import WORKER_RANK
 
 ENGINE_PROCESS, RANK_1 = "engine-process", "worker-rank-1"
 """Names (`psutil.Process.name`) of prepared processes that run the program of the engine, and of rank 1."""
+_PREPARED = "prepared"
+"""Name of a prepared process until it is asked."""
 _PR_SET_NAME = 15
 _MAX_BYTES = 1 << 16
 
@@ -44,6 +46,8 @@ class PreparedChild:
         self.pid = os.fork()
         if self.pid == 0:
             self._asks.close()
+            # not the parent's name: this may be the engine's process, and the child is none of its parts
+            _set_name(_PREPARED)
             end_with_parent()
             if os.getppid() != parent:
                 os._exit(0)
@@ -92,9 +96,13 @@ def _run_when_asked(asked: socket.socket, name: str, run: Callable[[], int | Non
     if given != number:
         os.dup2(given, number, inheritable=False)
         os.close(given)
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+    _set_name(name)
     sys.argv = [name, *arguments]
     return run()
+
+
+def _set_name(name: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def prepare_children(begin: Callable[[], None] = lambda: None) -> None:
