@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import Cancelled, PdServeError, PeerError, WorkerLost, from_code
-from pdserve.engine.child_process import ChildProcess, StartProcess, exit_text, start_module
+from pdserve.engine.child_process import ChildProcess, StartProcess, exit_text, start_module, wait_for_exit
 from pdserve.engine.clients.frames import (
     EngineDead,
     Loaded,
@@ -144,7 +144,7 @@ class EngineConnection:
     def _exit_text(self) -> str:
         """How the process ended, which closed its socket."""
         try:
-            status = self._process.wait(_END_S)
+            status = wait_for_exit(self._process, _END_S)
         except subprocess.TimeoutExpired:
             return "the engine's process closed its socket"
         return f"the engine's process {exit_text(status)}"

@@ -20,7 +20,7 @@ import torch
 
 from pdserve.common.errors import Cancelled, PdServeError, PeerError, WorkerLost, from_code
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.child_process import ChildProcess, exit_text, start_module
+from pdserve.engine.child_process import ChildProcess, exit_text, start_module, wait_for_exit
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import StartRank, ToRank, decode_from_rank, encode
 from pdserve.engine.socket_frames import receive_frame, send_frame
@@ -216,7 +216,7 @@ class RankProcesses:
                 payload = receive_frame(self._sockets[rank - 1])
             if payload is not None:
                 return decode_from_rank(payload).failure.error()
-            return WorkerLost(f"rank {rank} {exit_text(self._processes[rank - 1].wait(_END_S))}")
+            return WorkerLost(f"rank {rank} {exit_text(wait_for_exit(self._processes[rank - 1], _END_S))}")
         except (PeerError, msgspec.DecodeError, subprocess.TimeoutExpired) as error:
             return WorkerLost(f"rank {rank} closed its socket: {error}")
 
