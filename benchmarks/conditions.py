@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def conditions() -> dict[str, str]:
-    """Name -> value, as text."""
+    """Name -> value, as text. autogroups: `kernel.sched_autogroup_enabled`."""
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -18,9 +18,12 @@ def conditions() -> dict[str, str]:
             line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else model
+    autogroups = Path("/proc/sys/kernel/sched_autogroup_enabled")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": f"{model}, {os.cpu_count()} cores",
+        "kernel": platform.release(),
+        "autogroups": autogroups.read_text().strip() if autogroups.exists() else "unknown",
         "load before": f"{os.getloadavg()[0]:.2f}",
         "python": platform.python_version(),
         "torch": version("torch"),

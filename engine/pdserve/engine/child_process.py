@@ -34,7 +34,8 @@ def start_module(module: str, descriptor: int) -> ChildProcess:
 def wait_for_exit(process: ChildProcess, timeout: float) -> int:
     """How a process ended, as `ChildProcess.wait` returns it, without reaping it. timeout: seconds.
 
-    Linux has taken 40 s to reap a process on a machine with busy loops, and `wait` does not end before, whatever its timeout.
+    Linux 6.18.44 has taken 40 s to reap a process beside busy loops (docs/failure.md), and `wait` does not end before, whatever its
+    timeout.
     Raises: subprocess.TimeoutExpired.
     """
     try:
@@ -46,7 +47,7 @@ def wait_for_exit(process: ChildProcess, timeout: float) -> int:
         finally:
             os.close(descriptor)
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except (ProcessLookupError, ChildProcessError):  # another thread has reaped it
+    except (ProcessLookupError, ChildProcessError):  # it was reaped before: `process` has the status
         return process.wait(timeout)
     if found is None:
         raise subprocess.TimeoutExpired(str(process.pid), timeout)
