@@ -185,7 +185,7 @@ def test_auto_takes_it_where_it_is_built(caplog: pytest.LogCaptureFixture) -> No
 def test_without_the_library_torch_computes_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
+    monkeypatch.setattr(native_library, "LIBRARY_FOLDER", tmp_path)
     caplog.set_level("INFO", choice.__name__)
     cache = torch.zeros(4, 1, 2, 2, 4, 8)
     assert type(make_attention("auto", cache)) is TorchAttentionBackend

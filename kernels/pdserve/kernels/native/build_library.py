@@ -1,4 +1,4 @@
-"""Compiles the C++ sources beside this file into one shared library: `python build_library.py [FOLDER]`.
+"""Compiles the C++ sources in `sources` into one shared library: `python build_library.py [FOLDER]`.
 
 Needs a C++ compiler (the variable CXX, else c++, g++ or clang++) and nothing else: no header of Python's or torch's, so one library
 serves every version of both. The sources named `*_level.cpp` are compiled once per instruction set; the library chooses by the
@@ -19,16 +19,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = Path(__file__).resolve().parent
+LIBRARY_FOLDER = Path(__file__).resolve().parent
+SOURCES = LIBRARY_FOLDER / "sources"
 ENTRY_SOURCES = (
-    "paged_decode",
-    "paged_prefill",
-    "lora_rows",
-    "layer_rows",
-    "int8_rows",
-    "bfloat_rows",
-    "fused_layers",
-    "expert_rows",
+    "attention/paged_decode",
+    "attention/paged_prefill",
+    "lora/lora_rows",
+    "layers/layer_rows",
+    "linear/int8_rows",
+    "linear/bfloat_rows",
+    "layers/fused_layers",
+    "experts/expert_rows",
 )
 COMPILERS = ("c++", "g++", "clang++")
 X86 = frozenset({"x86_64", "AMD64"})
@@ -53,14 +54,16 @@ class _LevelSource(NamedTuple):
 
 
 _LEVEL_SOURCES = (
-    _LevelSource("decode_level", ("-ffp-contract=fast",), _TILED_LEVELS),
-    _LevelSource("prefill_level", ("-ffp-contract=fast",), _TILED_LEVELS),
-    _LevelSource("lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
-    _LevelSource("layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
-    _LevelSource("expert_level", ("-ffp-contract=fast",), _X86_LEVELS),
-    _LevelSource("bfloat_level", ("-ffp-contract=fast",), _TILED_LEVELS),
+    _LevelSource("attention/decode_level", ("-ffp-contract=fast",), _TILED_LEVELS),
+    _LevelSource("attention/prefill_level", ("-ffp-contract=fast",), _TILED_LEVELS),
+    _LevelSource("lora/lora_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("layers/layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("experts/expert_level", ("-ffp-contract=fast",), _X86_LEVELS),
+    _LevelSource("linear/bfloat_level", ("-ffp-contract=fast",), _TILED_LEVELS),
     # each operation is rounded by itself, as torch's are
-    _LevelSource("int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}),
+    _LevelSource(
+        "linear/int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}
+    ),
 )
 _TIMEOUT_S = 300
 
@@ -72,7 +75,7 @@ class BuildError(Exception):
 def library_name() -> str:
     """File name of the library that belongs to these sources on this kind of machine. Reads the sources."""
     digest = hashlib.sha256(platform.machine().encode())
-    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), Path(__file__)]):
+    for path in sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"), Path(__file__)]):
         digest.update(path.read_bytes())
     return f"native_kernels-{digest.hexdigest()[:12]}.so"
 
@@ -86,7 +89,7 @@ def find_compiler() -> list[str]:
     return [found, *given[1:]]
 
 
-def build(folder: Path = SOURCES) -> Path:
+def build(folder: Path = LIBRARY_FOLDER) -> Path:
     """Compile into `folder`, and remove libraries of other sources there; a library that is there already is not made again.
 
     Raises: BuildError with the compiler's words; OSError if the folder cannot be written.
@@ -98,11 +101,12 @@ def build(folder: Path = SOURCES) -> Path:
     has_levels = platform.machine() in X86
     has_amx = has_levels and sys.platform == "linux" and _accepts(compiler, _AMX)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as room:
+        command = [*compiler, *_FLAGS, "-I", str(SOURCES)]
         commands, objects = [], []
 
         def compile_source(source: str, made: str, *flags: str) -> None:
-            objects.append(f"{room}/{made}.o")
-            commands.append([*compiler, *_FLAGS, *flags, "-c", str(SOURCES / f"{source}.cpp"), "-o", objects[-1]])
+            objects.append(f"{room}/{Path(made).name}.o")
+            commands.append([*command, *flags, "-c", str(SOURCES / f"{source}.cpp"), "-o", objects[-1]])
 
         for source in _LEVEL_SOURCES:
             for name, flags in {"baseline": (), **(source.x86_levels if has_levels else {})}.items():
@@ -154,7 +158,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 def main() -> None:
     try:
-        print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else SOURCES))
+        print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY_FOLDER))
     except (BuildError, OSError) as error:
         sys.exit(str(error))
 

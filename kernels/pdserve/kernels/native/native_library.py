@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from pdserve.kernels.native.build_library import SOURCES, library_name
+from pdserve.kernels.native.build_library import LIBRARY_FOLDER, library_name
 
 NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes that C++ reads -> their number in a call."""
@@ -220,8 +220,8 @@ def _of_libgomp(name: str) -> int | None:
 
 @cache
 def load_library() -> NativeLibrary:
-    """The library that was built of the sources beside this file. Raises: NativeLibraryError saying why there is none."""
-    path = SOURCES / library_name()
+    """The library that was built of `sources`. Raises: NativeLibraryError saying why there is none."""
+    path = LIBRARY_FOLDER / library_name()
     if not path.is_file():
         raise NativeLibraryError(
             "the native library is not built: install a C++ compiler, and run `python -m pdserve.kernels.native.build_library`"

@@ -1,6 +1,6 @@
 // Transposition of 32-bit words in vectors of one instruction set, for sources that are compiled once per level.
 #pragma once
-#include "level_vectors.h"
+#include "shared/level_vectors.h"
 
 namespace {
 

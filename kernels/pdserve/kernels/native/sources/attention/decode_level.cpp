@@ -1,9 +1,9 @@
 // Attention of one piece of keys, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
 // Only plain code, without the standard library: an inline function that two levels share would be linked once, in either
 // instruction set.
-#include "level_vectors.h"
-#include "paged_decode.h"
-#include "word_transpose.h"
+#include "attention/paged_decode.h"
+#include "shared/level_vectors.h"
+#include "shared/word_transpose.h"
 
 #if defined(__AVX512F__)
 #define GROUP 8

@@ -1,8 +1,6 @@
-// Arguments of a product of rows with an int8 matrix, shared by Python (`native_int8.py`, Int8Call), the entry points and the levels.
+// Arguments of a product of rows with an int8 matrix, shared by Python (`native_library.py`, Int8Call), the entry points and the levels.
 #pragma once
-#include <cstdint>
-
-#include "paged_decode.h"
+#include "shared/dtypes.h"
 
 // Output channels of one block of the matrix, and inputs that one instruction multiplies and adds.
 constexpr int64_t CHANNELS = 64, QUAD = 4;

@@ -1,9 +1,9 @@
 // Products of attention in the tiles of AMX, with the layouts of `prefill_level.cpp`: N vectors of rows lie side by side, pairs of bfloat16
 // numbers are words, and all tiles are whole.
 #pragma once
-#include "paged_prefill.h"
-#include "tiles.h"
-#include "word_transpose.h"
+#include "attention/paged_prefill.h"
+#include "shared/tiles.h"
+#include "shared/word_transpose.h"
 
 namespace {
 

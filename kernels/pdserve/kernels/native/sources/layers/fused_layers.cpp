@@ -1,9 +1,9 @@
 // A step through all layers in one call and one parallel region: the functions of `paged_decode.h`, `paged_prefill.h`,
 // `layer_rows.h` and `bfloat_rows.h` in the order of a decoder layer, so that the result has the bits of calls one by one.
-#include "fused_layers.h"
+#include "layers/fused_layers.h"
 
-#include "layer_rows.h"
-#include "levels.h"
+#include "layers/layer_rows.h"
+#include "shared/levels.h"
 
 DECLARE_TILED_LEVELS(Level, LEVEL);
 DECLARE_TILED_LEVELS(PrefillLevel, PREFILL_LEVEL);

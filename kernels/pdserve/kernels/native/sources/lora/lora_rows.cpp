@@ -1,6 +1,6 @@
 // Entry points of LoRA products: choose the level by the processor, and spread rows of A and columns of B over threads.
-#include "levels.h"
-#include "lora_rows.h"
+#include "lora/lora_rows.h"
+#include "shared/levels.h"
 
 DECLARE_LEVELS(LoraLevel, LORA_LEVEL);
 

@@ -1,8 +1,8 @@
-// Arguments of a step through all layers in one call, shared by Python (`native_fused_layers.py`) and the entry point.
+// Arguments of a step through all layers in one call, shared by Python (`native_library.py`) and the entry point.
 #pragma once
-#include "bfloat_rows.h"
-#include "paged_decode.h"
-#include "paged_prefill.h"
+#include "attention/paged_decode.h"
+#include "attention/paged_prefill.h"
+#include "linear/bfloat_rows.h"
 
 // Rows of a product in parts, at most.
 constexpr int64_t PART_ROWS = 512;

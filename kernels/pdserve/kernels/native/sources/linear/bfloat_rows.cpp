@@ -1,6 +1,6 @@
 // Entry point of products with bfloat16 matrices: choose the level by the processor, and spread blocks of channels over threads.
-#include "bfloat_rows.h"
-#include "levels.h"
+#include "linear/bfloat_rows.h"
+#include "shared/levels.h"
 
 DECLARE_TILED_LEVELS(BfloatLevel, BFLOAT_LEVEL);
 

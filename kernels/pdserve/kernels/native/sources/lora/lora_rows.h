@@ -1,6 +1,6 @@
-// Arguments of LoRA products, shared by Python (`native_lora.py`, LoraCall), the entry points and the compiled levels.
+// Arguments of LoRA products, shared by Python (`native_library.py`, LoraCall), the entry points and the compiled levels.
 #pragma once
-#include "paged_decode.h"
+#include "shared/dtypes.h"
 
 // The tokens of a step that have an adapter, sorted by slot.
 struct LoraTokens {

@@ -1,6 +1,6 @@
 // Entry points of products with int8 matrices: choose the level by the processor, and spread blocks of channels over threads.
-#include "int8_rows.h"
-#include "levels.h"
+#include "linear/int8_rows.h"
+#include "shared/levels.h"
 
 extern const Int8Level INT8_LEVEL_BASELINE;
 #ifdef HAS_X86_LEVELS

@@ -1,7 +1,7 @@
 // Arguments of the operations between matrix products, shared by Python (`native_library.py`, LayerCall), the entry points and the
 // compiled levels.
 #pragma once
-#include "paged_decode.h"
+#include "shared/dtypes.h"
 
 struct LayerCall {
   // x[num_rows, num_heads * size] and out[num_rows, size], rows with strides in numbers; heads are adjacent

@@ -1,7 +1,7 @@
 // Arguments of attention of several tokens of a sequence, shared by Python (`native_library.py`, PrefillCall), the entry points and the
 // compiled levels.
 #pragma once
-#include "paged_decode.h"
+#include "shared/dtypes.h"
 
 // Query rows of a task: a row is one query head of one token. A KV head's rows are in the order of tokens, then of query heads.
 constexpr int64_t TASK_ROWS = 192;

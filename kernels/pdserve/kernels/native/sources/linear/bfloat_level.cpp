@@ -1,9 +1,9 @@
 // Rows times one block of a bfloat16 matrix, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
 // A sum adds its inputs in their order, in float32, and is rounded once: a row has the same bits in any number of rows.
-#include "bfloat_rows.h"
-#include "level_vectors.h"
+#include "linear/bfloat_rows.h"
+#include "shared/level_vectors.h"
 #if defined(__AMX_BF16__)
-#include "bfloat_tiles.h"
+#include "linear/bfloat_tiles.h"
 #endif
 
 namespace {

@@ -1,7 +1,7 @@
-// Arguments of a product of rows with a bfloat16 matrix, shared by Python (`native_bfloat.py`, BfloatCall), the entry point and the
+// Arguments of a product of rows with a bfloat16 matrix, shared by Python (`native_library.py`, BfloatCall), the entry point and the
 // compiled levels.
 #pragma once
-#include "paged_decode.h"
+#include "shared/dtypes.h"
 
 // Output channels of one block of the matrix, and inputs that lie side by side.
 constexpr int64_t BFLOAT_CHANNELS = 64, BFLOAT_PAIR = 2;

@@ -1,6 +1,6 @@
 // Entry points of mixtures of experts: sort tokens by expert, choose the level by the processor, and spread blocks over threads.
-#include "expert_rows.h"
-#include "levels.h"
+#include "experts/expert_rows.h"
+#include "shared/levels.h"
 
 DECLARE_LEVELS(ExpertLevel, EXPERT_LEVEL);
 

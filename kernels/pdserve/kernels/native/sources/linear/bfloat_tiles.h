@@ -2,8 +2,8 @@
 // the second cache is the limit: values come from there and do not displace the rows' tiles from the first one, which both halves of the
 // channels use.
 #pragma once
-#include "bfloat_rows.h"
-#include "tiles.h"
+#include "linear/bfloat_rows.h"
+#include "shared/tiles.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Entry points of attention of prompt chunks: choose the level by the processor, and spread groups of rows over threads.
-#include "levels.h"
-#include "paged_prefill.h"
+#include "attention/paged_prefill.h"
+#include "shared/levels.h"
 
 DECLARE_TILED_LEVELS(PrefillLevel, PREFILL_LEVEL);
 

@@ -2,8 +2,8 @@
 // symbol. Sums are exact in int32, and each float operation is rounded by itself (-ffp-contract=off): all levels have the same bits.
 // Only plain code, without the standard library: an inline function that two levels share would be linked once, in either
 // instruction set.
-#include "int8_rows.h"
-#include "level_vectors.h"
+#include "linear/int8_rows.h"
+#include "shared/level_vectors.h"
 
 namespace {
 

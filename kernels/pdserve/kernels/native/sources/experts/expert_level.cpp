@@ -1,8 +1,8 @@
 // A mixture of experts, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
 // A block of a matrix is read from memory once, for all rows of its expert. Sums are float32, and the order in which a token's are made
 // depends on the shapes alone.
-#include "expert_rows.h"
-#include "level_vectors.h"
+#include "experts/expert_rows.h"
+#include "shared/level_vectors.h"
 
 namespace {
 

@@ -4,11 +4,11 @@
 // are read number by number as factors, and only queries are transposed. Scores are in units of log2(e), so that weights are powers of two.
 // Only plain code, without the standard library: an inline function that two levels share would be linked once, in either
 // instruction set.
-#include "level_vectors.h"
-#include "paged_prefill.h"
-#include "word_transpose.h"
+#include "attention/paged_prefill.h"
+#include "shared/level_vectors.h"
+#include "shared/word_transpose.h"
 #if defined(__AMX_BF16__)
-#include "prefill_tiles.h"
+#include "attention/prefill_tiles.h"
 #endif
 
 namespace {

@@ -1,6 +1,6 @@
 // Entry point of the operations between matrix products: choose the level by the processor, and spread rows over threads.
-#include "layer_rows.h"
-#include "levels.h"
+#include "layers/layer_rows.h"
+#include "shared/levels.h"
 
 DECLARE_LEVELS(LayerLevel, LAYER_LEVEL);
 

@@ -1,6 +1,6 @@
 // Entry points of attention: choose the level by the processor, cut the rows into pieces, and spread pieces over threads.
-#include "levels.h"
-#include "paged_decode.h"
+#include "attention/paged_decode.h"
+#include "shared/levels.h"
 
 DECLARE_TILED_LEVELS(Level, LEVEL);
 

@@ -1,13 +1,11 @@
-// Arguments of paged decode attention, shared by Python (`library.py`, DecodeCall), the entry points and the compiled levels.
+// Arguments of paged decode attention, shared by Python (`native_library.py`, DecodeCall), the entry points and the compiled levels.
 #pragma once
-#include <cstdint>
+#include "shared/dtypes.h"
 
 // Keys of one piece. A row's keys are cut at multiples of it, by the row's own length alone.
 constexpr int64_t PIECE_TOKENS = 256;
 // Query rows that one call of `attend_piece` takes at most.
 constexpr int64_t MAX_GROUP = 8;
-
-enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
 struct DecodeCall {
   // kv_cache[num_blocks, Hkv, L, 2, bs, D], contiguous

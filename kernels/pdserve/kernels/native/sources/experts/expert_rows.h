@@ -1,6 +1,6 @@
-// Arguments of a mixture of experts, shared by Python (`native_experts.py`, ExpertsCall), the entry points and the compiled levels.
+// Arguments of a mixture of experts, shared by Python (`native_library.py`, ExpertsCall), the entry points and the compiled levels.
 #pragma once
-#include "int8_rows.h"
+#include "linear/int8_rows.h"
 
 // Numbers of an expert's matrices that lie side by side for one output channel: what one instruction multiplies and adds.
 constexpr int64_t FLOATS_TOGETHER = 1, BFLOATS_TOGETHER = 2;
