@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -152,13 +152,10 @@ async def hurt(
 ) -> None:
     """Send a signal to a worker while a request is in a phase: every answer is that of an undisturbed run, and the worker is used
     again afterwards. only_engine: the signal goes to the process of its engine alone."""
-    cluster, salt = matrix.cluster, f"{phase}-{role}-{way}"
+    cluster = matrix.cluster
     log_before = len(cluster.router.read_log())
     async with InferenceClient(cluster.router.address) as client:
-        known = {decision["request_id"] for decision in await matrix.routing()}
-        matrix.pauses.arm(phase)
-        asked = {name: asyncio.create_task(matrix.ask(client, name, salt)) for name in matrix.requests}
-        pausing = await matrix.pauses.reached(cluster)
+        known, salt, asked, pausing = await _ask_until_paused(matrix, client, phase, f"{phase}-{role}-{way}")
         new = [decision for decision in await matrix.routing() if decision["request_id"] not in known]
         held = next(decision for decision in new if decision[pausing.role] == pausing.name)
         victim = cluster.services[held[role]]
@@ -170,11 +167,11 @@ async def hurt(
         if way in ("SIGKILL", RANK):  # no longer than that: the worker that pauses must not be missed, too
             await eventually(lambda: _has_ended(target), "the end of what was killed")
         matrix.pauses.go_on()
-        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        answers = dict(zip(matrix.requests, await asked, strict=True))
         answered_s = time.monotonic() - since
         assert answers == matrix.calm
         assert answered_s < 2 * SOON_S
-        matrix_rows.append(Row(phase, role, way, answered_s, await _attempts(matrix, known) - len(asked)))
+        matrix_rows.append(Row(phase, role, way, answered_s, await _attempts(matrix, known) - len(answers)))
 
         if way == "SIGSTOP":
             # answers that did not need it any more may be here before it has been missed
@@ -194,6 +191,36 @@ async def hurt(
         assert f"{victim.name} " in warnings[0]
         assert "is lost: its " in warnings[0]
     cluster.check_pools()
+
+
+class _Asked(NamedTuple):
+    """The requests that were asked when a worker paused."""
+
+    known: set[str]
+    """Ids of those before."""
+    salt: str
+    answers: asyncio.Future[list[list[int]]]
+    """In the order of `Matrix.requests`."""
+    pausing: Service
+
+
+async def _ask_until_paused(matrix: Matrix, client: InferenceClient, phase: str, salt: str) -> _Asked:
+    """Ask all requests, under one salt after another, until a worker pauses.
+
+    A request has no phase `moving` where decode's first read comes after the last chunk and takes all blocks at once.
+    """
+    matrix.pauses.arm(phase)
+    give_up_at = time.monotonic() + HANG_S
+    turn = 0
+    while True:
+        assert time.monotonic() < give_up_at, f"no request comes to the phase {phase}"
+        known = {decision["request_id"] for decision in await matrix.routing()}
+        turn_salt = f"{salt}-asked-{turn}"
+        answers = asyncio.gather(*(matrix.ask(client, name, turn_salt) for name in matrix.requests))
+        if pausing := await matrix.pauses.reached_unless(answers.done, matrix.cluster):
+            return _Asked(known, turn_salt, answers, pausing)
+        assert dict(zip(matrix.requests, await answers, strict=True)) == matrix.calm
+        turn += 1
 
 
 def _has_ended(process_id: int) -> bool:

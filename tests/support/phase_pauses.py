@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +36,19 @@ class PhasePauses:
 
     async def reached(self, cluster: Cluster) -> Service:
         """Wait for the worker that pauses."""
-        paths = await eventually(lambda: list(self.folder.glob("reached.*")), "a worker comes to this phase")
-        pid = int(paths[0].suffix[1:])
-        pids = {pid, psutil.Process(pid).ppid()}  # an engine's process belongs to its worker
-        return next(service for service in cluster.services.values() if service.process.pid in pids)
+        return await eventually(lambda: self._pausing(cluster), "a worker comes to this phase")
+
+    async def reached_unless(self, is_over: Callable[[], bool], cluster: Cluster) -> Service | None:
+        """Wait for the worker that pauses, or until `is_over` returns true. Returns: None if no worker pauses."""
+        await eventually(lambda: is_over() or self._pausing(cluster), "a worker comes to this phase")
+        return self._pausing(cluster)
+
+    def _pausing(self, cluster: Cluster) -> Service | None:
+        for path in self.folder.glob("reached.*"):
+            pid = int(path.suffix[1:])
+            pids = {pid, psutil.Process(pid).ppid()}  # an engine's process belongs to its worker
+            return next(service for service in cluster.services.values() if service.process.pid in pids)
+        return None
 
     def go_on(self) -> None:
         """End the pause, and let no other worker begin one."""
