@@ -3,7 +3,9 @@
 Both are processor time of one thread, with torch on one thread. The timers are called as `ModelRunner` and `EngineCore` call them,
 without a step between.
 
-Usage: python benchmarks/stats_cost.py [--model demo|DIR] [--sequences 1 8 32] [--steps 200] [--rounds 5]
+Usage: python benchmarks/stats_cost.py [--model demo|DIR] [--sequences 1 8 32] [--steps 200] [--rounds 5] [--greedy]
+
+greedy: without sampling, whose steps are the shortest.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ def processor_s(work: Callable[[], object]) -> float:
     return time.thread_time() - started
 
 
-def decode_step_s(core: EngineCore, num_sequences: int, num_steps: int) -> float:
+def decode_step_s(core: EngineCore, num_sequences: int, num_steps: int, temperature: float) -> float:
     """Processor seconds of a decode step of this number of sequences."""
     for number in range(num_sequences):
-        params = SamplingParams(temperature=1.0, seed=number, max_tokens=num_steps + 8, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=number, max_tokens=num_steps + 8, ignore_eos=True)
         prompt = [5 + (7 * place + number) % 200 for place in range(PROMPT_TOKENS)]
         core.add_request(
             EngineCoreRequest(request_id=f"{num_sequences}.{number}", prompt_token_ids=prompt, sampling_params=params)
@@ -90,9 +92,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--greedy", action="store_true", help="without sampling")
     options = parser.parse_args()
     for name, value in conditions().items():
         print(f"{name}: {value}")
+    print(f"sampling: {'greedy' if options.greedy else 'seeded'}")
     torch.set_num_threads(1)
     core = LoadedEngine(model_folder(options.model), WorkerSettings(max_num_seqs=max(options.sequences))).make_core()
     core.warm_up()
@@ -103,7 +107,7 @@ def main() -> None:
         for timed, found in alone.items():
             found.append(timers_s(timed))
         for number, found in steps.items():
-            found.append(decode_step_s(core, number, options.steps))
+            found.append(decode_step_s(core, number, options.steps, 0.0 if options.greedy else 1.0))
     print("\n| sequences | step, us | timers, us | of the step | with layers, us | of the step |")
     print("|---:|---:|---:|---:|---:|---:|")
     plain, layered = (1e6 * statistics.median(found) for found in alone.values())
