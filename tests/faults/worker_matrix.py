@@ -167,7 +167,7 @@ async def hurt(
         if way in ("SIGKILL", RANK):  # no longer than that: the worker that pauses must not be missed, too
             await eventually(lambda: _has_ended(target), "the end of what was killed")
         matrix.pauses.go_on()
-        answers = dict(zip(matrix.requests, await asked, strict=True))
+        answers = await asked
         answered_s = time.monotonic() - since
         assert answers == matrix.calm
         assert answered_s < 2 * SOON_S
@@ -199,8 +199,7 @@ class _Asked(NamedTuple):
     known: set[str]
     """Ids of those before."""
     salt: str
-    answers: asyncio.Future[list[list[int]]]
-    """In the order of `Matrix.requests`."""
+    answers: asyncio.Task[dict[str, list[int]]]
     pausing: Service
 
 
@@ -216,10 +215,10 @@ async def _ask_until_paused(matrix: Matrix, client: InferenceClient, phase: str,
         assert time.monotonic() < give_up_at, f"no request comes to the phase {phase}"
         known = {decision["request_id"] for decision in await matrix.routing()}
         turn_salt = f"{salt}-asked-{turn}"
-        answers = asyncio.gather(*(matrix.ask(client, name, turn_salt) for name in matrix.requests))
-        if pausing := await matrix.pauses.reached_unless(answers.done, matrix.cluster):
+        answers = asyncio.create_task(matrix.ask_all(client, turn_salt))
+        if pausing := await matrix.pauses.reached_unless(matrix.cluster, answers.done):
             return _Asked(known, turn_salt, answers, pausing)
-        assert dict(zip(matrix.requests, await answers, strict=True)) == matrix.calm
+        assert await answers == matrix.calm
         turn += 1
 
 

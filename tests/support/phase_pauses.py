@@ -38,7 +38,7 @@ class PhasePauses:
         """Wait for the worker that pauses."""
         return await eventually(lambda: self._pausing(cluster), "a worker comes to this phase")
 
-    async def reached_unless(self, is_over: Callable[[], bool], cluster: Cluster) -> Service | None:
+    async def reached_unless(self, cluster: Cluster, is_over: Callable[[], bool]) -> Service | None:
         """Wait for the worker that pauses, or until `is_over` returns true. Returns: None if no worker pauses."""
         await eventually(lambda: is_over() or self._pausing(cluster), "a worker comes to this phase")
         return self._pausing(cluster)
