@@ -72,9 +72,7 @@ PUBLIC int64_t pdserve_plan_decode(const DecodeCall* plan) {
 // Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
 PUBLIC int64_t pdserve_paged_decode(const DecodeCall* plan, int64_t level) {
   const DecodeCall& call = *plan;
-  int found[NUM_LEVELS];
-  find_levels(found);
-  Work work = {&call, LEVELS[found[level]], 0, 0};
+  Work work = {&call, LEVELS[level_index(level)], 0, 0};
   const Threads threads = {call.num_threads, call.parallel};
   threads.run(attend_pieces, &work, call.piece_starts[call.num_seqs] * call.num_kv_heads);
   const int64_t num_heads = call.num_seqs * call.num_kv_heads * call.group_size;

@@ -62,9 +62,7 @@ PUBLIC int64_t pdserve_plan_prefill(const PrefillCall* plan) {
 // Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
 PUBLIC int64_t pdserve_paged_prefill(const PrefillCall* plan, int64_t level) {
   const PrefillCall& call = *plan;
-  int found[NUM_LEVELS];
-  find_levels(found);
-  Work work = {&call, LEVELS[found[level]], 0, 0, 0};
+  Work work = {&call, LEVELS[level_index(level)], 0, 0, 0};
   const Threads threads = {call.num_threads, call.parallel};
   threads.run(attend_tasks, &work, call.task_starts[call.num_chunks]);
   return work.is_bad;

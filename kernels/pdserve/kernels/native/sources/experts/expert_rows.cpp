@@ -95,13 +95,11 @@ PUBLIC int64_t pdserve_experts_call_size() { return sizeof(ExpertsCall); }
 // there.
 PUBLIC int64_t pdserve_apply_experts(const ExpertsCall* given, int64_t level, int64_t int8) {
   const ExpertsCall& call = *given;
-  int found[NUM_LEVELS];
-  find_levels(found);
   const int64_t num_used = sort(call);
   if (num_used < 0) return 1;
   const int64_t hidden_blocks = blocks_of(call.hidden_size), num_places = call.num_tokens * call.top_k;
   const int64_t worth = num_used * call.inner_size * call.hidden_size / THREAD_NUMBERS;
-  Work work = {&call, LEVELS[found[level]], int8_level(int8), 0};
+  Work work = {&call, LEVELS[level_index(level)], int8_level(int8), 0};
   const Threads threads = {call.num_threads, call.parallel};
   if (call.int8_downs) {
     work.num_blocks = blocks_of(2 * call.inner_size);

@@ -277,14 +277,12 @@ PUBLIC int64_t pdserve_fused_sum_rows(int64_t num_rows) { return num_rows < PART
 // number outside its cache.
 PUBLIC int64_t pdserve_fused_layers(const FusedCall* given, int64_t level) {
   const FusedCall& call = *given;
-  int found[NUM_LEVELS];
-  find_levels(found);
   const FusedLayer& first = call.layers[0];
   const int64_t bytes = bytes_of(first.qkv) + bytes_of(first.output) + bytes_of(first.gate_up) + bytes_of(first.down);
   const int64_t worth = bytes / THREAD_BYTES + 1;
   int64_t num_threads = worth < call.num_threads ? worth : call.num_threads;
   if (!call.parallel || !call.barrier || num_threads < 1) num_threads = 1;
-  const int chosen = found[level];
+  const int chosen = level_index(level);
   Work work = {given, DECODE_LEVELS[chosen], PREFILL_LEVELS[chosen], LAYER_LEVELS[chosen], BFLOAT_LEVELS[chosen], num_threads, {0, 0}, 0, 0};
   if (num_threads > 1) {
     call.parallel(run_layers, &work, static_cast<unsigned>(num_threads), 0);

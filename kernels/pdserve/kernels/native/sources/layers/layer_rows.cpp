@@ -32,9 +32,7 @@ PUBLIC int64_t pdserve_layer_call_size() { return sizeof(LayerCall); }
 // operation: 0 norm, 1 gate, 2 rotate. level: index of `pdserve_level_name`.
 PUBLIC void pdserve_layer_rows(const LayerCall* given, int64_t operation, int64_t level) {
   const LayerCall& call = *given;
-  int found[NUM_LEVELS];
-  find_levels(found);
-  const LayerLevel& chosen = *LEVELS[found[level]];
+  const LayerLevel& chosen = *LEVELS[level_index(level)];
   const int64_t row_numbers = call.num_heads * call.size + 1;
   const int64_t rows_per_task = THREAD_NUMBERS / row_numbers + 1;
   const Work work = {&call, operation == 0 ? chosen.norm : operation == 1 ? chosen.gate : chosen.rotate, rows_per_task};

@@ -27,10 +27,8 @@ PUBLIC int64_t pdserve_bfloat_call_size() { return sizeof(BfloatCall); }
 // Writes `out`. level: index of `pdserve_level_name`.
 PUBLIC void pdserve_multiply_bfloats(const BfloatCall* given, int64_t level) {
   const BfloatCall& call = *given;
-  int found[NUM_LEVELS];
-  find_levels(found);
   const int64_t num_blocks = num_channel_blocks(call.matrix);
-  const Work work = {&call, LEVELS[found[level]]};
+  const Work work = {&call, LEVELS[level_index(level)]};
   const Threads threads = {call.num_threads, call.parallel};
   const int64_t worth = 2 * num_blocks * BFLOAT_CHANNELS * call.matrix.padded / THREAD_BYTES;
   threads.run_tasks<multiply_block>(work, num_blocks, worth);

@@ -32,9 +32,7 @@ PUBLIC int64_t pdserve_lora_call_size() { return sizeof(LoraCall); }
 // Changes `y`. level: index of `pdserve_level_name`.
 PUBLIC void pdserve_add_lora(const LoraCall* given, int64_t level) {
   const LoraCall& call = *given;
-  int found[NUM_LEVELS];
-  find_levels(found);
-  const LoraLevel* const chosen = LEVELS[found[level]];
+  const LoraLevel* const chosen = LEVELS[level_index(level)];
   const Threads threads = {call.num_threads, call.parallel};
   const int64_t num_groups = call.tokens->num_groups;
   const int64_t row_parts = (call.max_rank + SHRUNK_ROWS - 1) / SHRUNK_ROWS;

@@ -71,6 +71,13 @@ static inline int find_levels(int found[NUM_LEVELS]) {
   return count;
 }
 
+// Index into ALL_LEVELS of the level that callers name by its place among those of this processor, the fastest at 0.
+static inline int level_index(int64_t place) {
+  int found[NUM_LEVELS];
+  find_levels(found);
+  return found[place];
+}
+
 // libgomp's GOMP_parallel, for the threads that torch already has; null: one thread.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
