@@ -12,6 +12,7 @@ from pdserve.kernels.linear import (
     PlainLinear,
     WidenedLinear,
     make_linear,
+    make_output_head,
     onednn_multiplies,
     swiglu,
 )
@@ -129,6 +130,32 @@ def test_weights_of_16_bits_are_widened_where_the_processor_multiplies_none(
     if dtype is torch.float16 or HAS_BFLOAT16:
         kind = PackedLinear if dtype is torch.bfloat16 else PlainLinear
         assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("width", [64, 63])
+@DTYPES
+def test_an_output_head_returns_float32_whatever_multiplies(
+    dtype: torch.dtype, width: int, multiplies: bool, has_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if multiplies and dtype is torch.bfloat16 and not HAS_BFLOAT16:
+        pytest.skip("oneDNN has no bfloat16 here")
+    monkeypatch.setattr("pdserve.kernels.linear.onednn_multiplies", lambda dtype: multiplies)
+    if not has_library:
+        monkeypatch.setattr("pdserve.kernels.linear.built_library", lambda: None)
+    generator = torch.Generator().manual_seed(0)
+    weight, x, bias = (
+        torch.randint(-64, 65, shape, generator=generator).to(dtype) for shape in ((130, width), (70, width), (130,))
+    )
+    exact = x.double() @ weight.double().t()
+    for num_rows in (0, 1, 8, 70):
+        for found, expected in (
+            (make_output_head(weight)(x[:num_rows]), exact),
+            (make_output_head(weight, bias)(x[:num_rows]), exact + bias.double()),
+        ):
+            assert found.dtype is torch.float32
+            assert torch.equal(found.double(), expected[:num_rows])
 
 
 def test_a_bias_of_another_length_is_refused() -> None:

@@ -119,6 +119,21 @@ def test_sums_are_rounded_once(built: NativeLibrary) -> None:
         assert torch.equal(_made(weight, bias, built, level).add_to(residual.clone(), x), (exact + 8).bfloat16())
 
 
+def test_sums_in_float32_are_not_rounded(built: NativeLibrary) -> None:
+    weight, x, exact = _exact_sums(40)
+    bias = torch.full((130,), 5.0).bfloat16()
+    layers: list[NativeBfloatRows | BlockedLinear | WidenedLinear] = [
+        *(_made(weight, bias, built, level) for level in built.levels),
+        BlockedLinear(weight, bias, built),
+        WidenedLinear(weight, bias),
+    ]
+    for layer in layers:
+        for num_rows in (0, 1, 7, 24, 25, 40):
+            found = layer.in_float32(x[:num_rows])
+            assert found.dtype is torch.float32
+            assert torch.equal(found.double(), exact[:num_rows] + 5)
+
+
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_number_of_threads(built: NativeLibrary) -> None:
     weight = _weight(1000, 900)
     x = torch.randn(230, 900, generator=torch.Generator().manual_seed(4)).bfloat16()

@@ -21,6 +21,8 @@ DEVICE = torch.device("meta")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
 """The parameter that names a real one, where there is one."""
 _COPY_INTO = torch.ops.aten.copy_.default
+_WIDENED_PRODUCT = torch.ops.aten.mm.dtype
+"""A product whose result has another dtype than its factors: GPUs have it, processors do not."""
 
 
 class PretendTensor(Tensor):
@@ -73,7 +75,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if not isinstance(stranger, PretendTensor) and stranger.dim() > 0:
                 raise RuntimeError(f"{func} is given tensors of two devices, {tuple(stranger.shape)} of the processor")
     held_args, held_kwargs = tree_map(_held, (args, kwargs))
-    result = func(*held_args, **held_kwargs)
+    if func is _WIDENED_PRODUCT:
+        left, right, dtype = held_args
+        result = left.to(dtype) @ right.to(dtype)
+    else:
+        result = func(*held_args, **held_kwargs)
     if func is _COPY_INTO:
         return args[0]
     on_device = bool(pretended) if target is None else target.type == DEVICE.type

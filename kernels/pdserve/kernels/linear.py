@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -41,6 +41,10 @@ _WIDENED_OUTPUTS = 256
 _NATIVE_ROWS, _NATIVE_ROWS_WITH_AMX = 64, 8
 """Number of rows up to which C++ computes without bfloat16 instructions, and without AMX where oneDNN has it: up to so few rows the
 weights' bytes decide."""
+
+
+OutputHead = Callable[[Tensor], Tensor]
+"""Hidden states `[N, H]` -> logits `[N, V]`."""
 
 
 class Linear(Protocol):
@@ -93,6 +97,10 @@ class _WidenedProducts(ABC):
     def _add_widened(self, residual: Tensor, x: Tensor) -> Tensor:
         return residual.copy_(self._sums(x).add_(residual))
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]` float32: the sums before they are rounded."""
+        return self._sums(x)
+
     def _sums(self, x: Tensor) -> Tensor:
         x = x.float()
         sums = x.new_empty((len(x), self._num_outputs))
@@ -137,6 +145,9 @@ class BlockedLinear(_WidenedProducts):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.native(x) if len(x) <= self.native_rows else self._widened(x)
+
+    def in_float32(self, x: Tensor) -> Tensor:
+        return self.native.in_float32(x) if len(x) <= self.native_rows else self._sums(x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if len(x) <= self.native_rows and residual.stride(1) == 1:
@@ -223,6 +234,34 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
         if weight.dtype is torch.float32 and weight.numel() >= _PACKED_FLOAT32_NUMEL:
             return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def make_output_head(weight: Tensor, bias: Tensor | None = None) -> OutputHead:
+    """A product whose results are float32 for weights of any dtype, and never rounded to that dtype.
+
+    In bfloat16 the two best of 50,000 logits are often equal after rounding, and the token with the smaller id would win.
+    weight: `[V, H]`; hidden states have its dtype. bias: `[V]`.
+    """
+    if weight.dtype is torch.float32:
+        return make_linear(weight, bias)
+    if not weight.is_cpu:
+        return _DeviceHead(weight, bias)
+    linear = make_linear(weight, bias)
+    if isinstance(linear, PackedLinear) and linear.native is not None:
+        return linear.native.in_float32
+    return (linear if isinstance(linear, BlockedLinear) else WidenedLinear(weight, bias)).in_float32
+
+
+class _DeviceHead:
+    """A GPU's product of 16-bit factors: its sums are float32, and are written as they are."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._transposed = weight.t()
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits = torch.mm(x, self._transposed, out_dtype=torch.float32)
+        return logits if self._bias is None else logits.add_(self._bias)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

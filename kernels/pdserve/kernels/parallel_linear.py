@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.linear import Linear, OutputHead
 from pdserve.kernels.rank_group import RankGroup
 
 
@@ -57,7 +57,7 @@ class VocabParallelEmbedding:
 class ParallelLMHead:
     """The output head over this rank's part of the vocabulary; rank 0 gets the logits of all parts."""
 
-    def __init__(self, part: Linear, group: RankGroup) -> None:
+    def __init__(self, part: OutputHead, group: RankGroup) -> None:
         self._part = part
         self._group = group
 

@@ -12,6 +12,7 @@ from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.fused_layers import FusedLayers
 from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.linear import OutputHead
 from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.kernels.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig
@@ -24,8 +25,6 @@ from pdserve.models.vision.vision_tower import VisionTower
 
 Embedding = Callable[[Tensor], Tensor]
 """`[T]` int64 token ids -> `[T, H]`."""
-OutputHead = Callable[[Tensor], Tensor]
-"""`[N, H]` -> `[N, V]`."""
 
 
 def embedding_table(weight: Tensor) -> Embedding:
@@ -77,7 +76,7 @@ class Decoder:
         classifier: ClassificationHead | None = None,
         vision_tower: VisionTower | None = None,
     ) -> None:
-        """lm_head: None with a classifier, which takes its place. vision_tower: of a model with images."""
+        """lm_head: with float32 logits; None with a classifier, which takes its place. vision_tower: of a model with images."""
         self.vision_tower = vision_tower
         self.config = config
         self.classifier = classifier
@@ -180,7 +179,7 @@ class Decoder:
         """`[N, H]` -> `[N, V]` float32; `[N, 0]` on ranks but 0 of several. Raises: RuntimeError with a classifier."""
         if self._lm_head is None:
             raise RuntimeError(f"{self.config.architecture} has a classification head and no language-model head")
-        logits, family = self._lm_head(hidden).float(), self.config.family
+        logits, family = self._lm_head(hidden), self.config.family
         if family.logits_scaling != 1.0:
             logits = logits / family.logits_scaling
         if family.logits_softcap is not None:

@@ -11,7 +11,7 @@ import torch
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.linear import make_output_head
 from pdserve.kernels.parallel_linear import ParallelLMHead, VocabParallelEmbedding
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
@@ -110,7 +110,8 @@ def _decoder(
     final_norm = family.load_norm(weights, family.final_norm_name, config)
     lm_head, classifier = None, None
     if config.classifier is None:
-        lm_head = make_linear(embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows))
+        head = embedding if is_tied else weights.tensor(head_name, config.vocab_size, hidden, part=rows)
+        lm_head = make_output_head(head)
     else:
         weight = weights.tensor(family.classifier_name, config.classifier.num_labels, hidden)
         classifier = ClassificationHead(weight, config.classifier.activation)

@@ -1,7 +1,7 @@
 """Products with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place, or `in_blocks`' copy.
 
-A block of the weight is prefetched, and multiplied by all rows while it is in a cache; sums are float32 and are rounded once. A
-row has the same bits whatever is beside it, with any number of threads.
+A block of the weight is prefetched, and multiplied by all rows while it is in a cache; sums are float32 and are rounded once, to
+bfloat16, or not at all. A row has the same bits whatever is beside it, with any number of threads.
 """
 
 from __future__ import annotations
@@ -101,6 +101,12 @@ class NativeBfloatRows(NativeRows):
         """The weight for C++; its addresses are valid as long as this object."""
         self._constants = BfloatCall(matrix=self.matrix, parallel=library.parallel)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """`[T, in]` -> `[T, out]` float32: the sums before they are rounded."""
+        out = torch.empty(len(x), self._num_outputs, dtype=torch.float32)
+        self._run(x, out, 0)
+        return out
+
     def _run(self, x: Tensor, out: Tensor, adds: int) -> None:
         if x.shape[1] != self._num_inputs or out.shape != (len(x), self._num_outputs):
             raise ValueError(
@@ -110,6 +116,10 @@ class NativeBfloatRows(NativeRows):
             x = x.contiguous()
         call = BfloatCall.from_buffer_copy(self._constants)
         call.x, call.x_stride, call.num_rows = x.data_ptr(), x.stride(0), len(x)
-        call.out, call.out_stride, call.adds = out.data_ptr(), out.stride(0), adds
+        if out.dtype is torch.float32:
+            call.float_out = out.data_ptr()
+        else:
+            call.out = out.data_ptr()
+        call.out_stride, call.adds = out.stride(0), adds
         call.num_threads = torch.get_num_threads()
         self._multiply(byref(call), self._level)

@@ -100,8 +100,9 @@ class BfloatCall(ctypes.Structure):
     """`BfloatCall` of `bfloat_rows.h`, field by field."""
 
     _fields_ = (
-        ("matrix", BfloatMatrix), ("x", c_void_p), ("x_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64),
-        ("num_rows", c_int64), ("adds", c_int64), ("num_threads", c_int64), ("parallel", c_void_p),
+        ("matrix", BfloatMatrix), ("x", c_void_p), ("x_stride", c_int64), ("out", c_void_p),
+        ("float_out", c_void_p), ("out_stride", c_int64), ("num_rows", c_int64), ("adds", c_int64),
+        ("num_threads", c_int64), ("parallel", c_void_p),
     )  # fmt: skip
 
 

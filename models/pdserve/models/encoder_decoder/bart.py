@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
 from pdserve.kernels.layer_norm import LayerNorm
-from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.linear import Linear, make_output_head
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer
@@ -144,7 +144,7 @@ class Bart(EncoderDecoderFamily):
         layers = [self._decoder_layer(weights, index, config) for index in range(config.num_layers)]
         final_norm = self._final_norm(weights, "model.decoder", config)
         weights.check_all_read()
-        return EncoderDecoder(config, embedding, encoder, embed, layers, final_norm, make_linear(head, bias))
+        return EncoderDecoder(config, embedding, encoder, embed, layers, final_norm, make_output_head(head, bias))
 
     def _embed(self, weights: WeightLoader, part: str, embedding: Tensor, config: EncoderDecoderConfig) -> TokenEmbed:
         rows = config.derived_max_model_len + _FIRST_POSITION

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.linear import OutputHead
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer
 from pdserve.models.encoder_decoder.encoder import Encoder
@@ -39,11 +40,11 @@ class EncoderDecoder:
         embed: Callable[[Tensor, Tensor], Tensor],
         layers: Sequence[CrossDecoderLayer],
         final_norm: Norm | None,
-        head: Callable[[Tensor], Tensor],
+        head: OutputHead,
         distance_bias: Tensor | None = None,
     ) -> None:
         """embedding: `[V, H]`. embed: token ids and positions `[T]` int64 of the decoder -> `[T, H]`. final_norm: None: the last
-        layer's output is normalised. head: `[N, H]` -> `[N, V]`. distance_bias: of the decoder's self attention."""
+        layer's output is normalised. head: with float32 logits. distance_bias: of the decoder's self attention."""
         self.config = config
         self._embedding = embedding
         self._encoder = encoder
@@ -104,4 +105,4 @@ class EncoderDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32."""
-        return self._head(hidden).float()
+        return self._head(hidden)

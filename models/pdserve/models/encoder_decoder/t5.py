@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.linear import make_output_head
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer
@@ -125,10 +125,10 @@ class T5(EncoderDecoderFamily):
         ]
         final_norm = weights.norm("decoder.final_layer_norm.weight", config.hidden_size, config.rms_norm_eps)
         weights.check_all_read()
-        linear, factor = make_linear(head), config.hidden_size**-0.5 if self.scales_output else 1.0
+        project, factor = make_output_head(head), config.hidden_size**-0.5 if self.scales_output else 1.0
         return EncoderDecoder(
             config, embedding, encoder, embed, layers, final_norm,
-            lambda hidden: linear(hidden * factor if factor != 1.0 else hidden), self.buckets.causal_table(of_decoder),
+            lambda hidden: project(hidden * factor if factor != 1.0 else hidden), self.buckets.causal_table(of_decoder),
         )  # fmt: skip
 
     def _norm(self, weights: WeightLoader, prefix: str, config: EncoderDecoderConfig) -> ResidualNorm:

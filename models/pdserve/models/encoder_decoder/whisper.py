@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.common.audio_processor_config import FILE
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.linear import Linear, make_linear, make_output_head
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.audio_features import AudioFeatures
@@ -97,7 +97,7 @@ class Whisper(Bart):
         final_norm = self._final_norm(weights, "model.decoder", config)
         weights.check_all_read()
         return EncoderDecoder(
-            config, embedding, encoder, TokenEmbed(embedding, positions), layers, final_norm, make_linear(head)
+            config, embedding, encoder, TokenEmbed(embedding, positions), layers, final_norm, make_output_head(head)
         )
 
     def _projections(self, weights: WeightLoader, name: str, parts: str, hidden: int) -> Linear:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
+from pdserve.kernels.linear import make_output_head
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs
@@ -88,6 +89,7 @@ class TransformersDecoder:
         weights = WeightLoader(source, TORCH_DTYPES[config.dtype], device, ignored=ignored, progress=progress)
         with torch.inference_mode():
             load_module_weights(model, source, weights)
+            _keep_sums(model)
         return cls(config, model, torch.device(device))
 
     @property
@@ -135,6 +137,16 @@ class TransformersDecoder:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[N, H]` -> `[N, V]` float32."""
         return head_logits(self._model, self._body, self.config.traced.output, hidden).float()
+
+
+def _keep_sums(model: PreTrainedModel) -> None:
+    """Let the model's head return float32 (`make_output_head`). A head that is no linear layer computes in its own dtype."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return
+    project = make_output_head(head.weight, head.bias)
+    # an attribute of the object comes before the method of its class
+    head.forward = lambda hidden: project(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)  # type: ignore[method-assign, assignment]
 
 
 class _PagedStep:

@@ -1,5 +1,5 @@
 // Rows times one block of a bfloat16 matrix, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
-// A sum adds its inputs in their order, in float32, and is rounded once: a row has the same bits in any number of rows.
+// A sum adds its inputs in their order, in float32, and is rounded once, or not at all: a row has the same bits in any number of rows.
 #include "linear/bfloat_rows.h"
 #include "shared/level_vectors.h"
 #if defined(__AMX_BF16__)
@@ -171,7 +171,8 @@ void multiply_some(Registers& registers, const BfloatCall& call, const Part& par
 }
 
 // Writes a row's sums of the channels from `first` on, with the bias, to `out`; adds: and with what `out` contains.
-void finish(const BfloatMatrix& matrix, int64_t first, const float* sums, BFloat* out, bool adds) {
+template <class Out>
+void finish(const BfloatMatrix& matrix, int64_t first, const float* sums, Out* out, bool adds) {
   const int64_t rest = matrix.num_outputs - first, count = rest < CHANNELS ? rest : CHANNELS;
   const float* bias = matrix.bias ? matrix.bias + first : nullptr;
   int64_t i = 0;
@@ -195,11 +196,17 @@ inline void for_all_rows(int64_t num_rows, const Task& task) {
   for (int64_t row = 0; row < num_rows; row += GROUP_ROWS) task(row, num_rows - row < GROUP_ROWS ? num_rows - row : GROUP_ROWS);
 }
 
-// Writes the sums of rows to `out`.
-void finish_rows(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, const float* sums) {
-  BFloat* out = reinterpret_cast<BFloat*>(call.out) + block * CHANNELS;
+template <class Out>
+void finish_rows_in(Out* out, const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, const float* sums) {
+  out += block * CHANNELS;
   for (int64_t row = 0; row < num_rows; ++row)
     finish(call.matrix, block * CHANNELS, sums + row * CHANNELS, out + (first + row) * call.out_stride, call.adds);
+}
+
+// Writes the sums of rows to `float_out` or `out`.
+void finish_rows(const BfloatCall& call, int64_t block, int64_t first, int64_t num_rows, const float* sums) {
+  if (call.float_out) return finish_rows_in(call.float_out, call, block, first, num_rows, sums);
+  finish_rows_in(reinterpret_cast<BFloat*>(call.out), call, block, first, num_rows, sums);
 }
 
 void multiply_block(const BfloatCall& call, int64_t block) {

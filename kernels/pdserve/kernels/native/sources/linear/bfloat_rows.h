@@ -26,6 +26,8 @@ struct BfloatCall {
   const uint16_t* x;
   int64_t x_stride;
   uint16_t* out;
+  // not null: takes the place of `out`, in float32
+  float* float_out;
   int64_t out_stride, num_rows;
   // 1: add to what `out` contains
   int64_t adds;
