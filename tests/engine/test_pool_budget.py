@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.runner.pool.pool_budget import GRAPH_BYTES, LargestSteps, PoolBudget
-from pdserve.engine.runner.step_graphs import graph_sizes
+from pdserve.engine.runner.step_graphs import graph_shapes
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.kv_cache import make_kv_cache
@@ -94,7 +94,8 @@ def test_the_largest_steps_are_run(tiny_checkpoints: Callable[..., Path], num_to
         budget = PoolBudget.measured(settings, steps, FakeMemory([90 * MIB, 50 * MIB]))
     assert model.steps == [(num_tokens, 1 + num_tokens // 64, 64), (6, 6, 64)]
     assert model.logits == [6]
-    graphs = 50 * MIB + len(graph_sizes(6)) * GRAPH_BYTES
+    shapes = graph_shapes(6, num_tokens)
+    graphs = max(50 * MIB, 90 * MIB * shapes[-1].num_tokens // num_tokens) + len(shapes) * GRAPH_BYTES
     assert budget == PoolBudget(1000 * MIB, 300 * MIB, 90 * MIB + 6 * 4 * 8, graphs, 32 * MIB)
 
 

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten
 from triton.runtime.jit import JITFunction
 
 from pdserve.engine.runner.device_runtime import ProcessorRuntime
-from pdserve.engine.runner.step_graphs import graph_sizes
+from pdserve.engine.runner.step_graphs import graph_shapes
+from pdserve.engine.runner.step_inputs import StepShape
 from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
 from tests.support.lora_adapters import make_adapter
 
@@ -145,10 +146,46 @@ def test_replayed_steps_give_the_answers_of_launched_ones(
     engine.runner._runtime = runtime
     engine.core.executor.warm_up()
     assert not engine.kv_cache.any()
-    assert len(set(runtime.num_steps)) == 1
+    # prompts of two sizes, decode rows of three
+    assert [len(set(runtime.num_steps[:2])), len(set(runtime.num_steps[2:]))] == [1, 1]
     assert runtime.num_steps[0] > 20
     assert answers(engine) == expected
     assert runtime.num_replays >= 4
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3", {}), pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow)],
+)
+def test_replayed_prompts_give_the_answers_of_launched_ones(
+    tiny_checkpoints: Callable[..., Path],
+    make_real_engine: Callable[..., Harness],  # noqa: F811
+    family: str,
+    options: dict[str, int],
+) -> None:
+    """Steps of one to three chunks, padded and not, the first of a prompt and later ones, after steps with more chunks."""
+    limits = {
+        "kernels": "triton", "attention_backend": "triton", "num_blocks": 40, "max_model_len": 64, "max_num_seqs": 4,
+        "max_num_batched_tokens": 32, "enable_prefix_caching": False,
+    }  # fmt: skip
+    folder = tiny_checkpoints(family, **options)
+    groups = [[7, 9, 12], [16], [40], [2, 2]]
+
+    def first_tokens(engine: Harness) -> list[list[int]]:
+        found = []
+        for group in groups:
+            ids = [engine.add([(5 * i + n) % 300 for i in range(n)], params={"max_tokens": 1}) for n in group]
+            outputs = engine.run()
+            found.append([token for request_id in ids for token in outputs[request_id].token_ids])
+        return found
+
+    expected = first_tokens(make_real_engine(folder, **limits | {"kernels": "torch", "attention_backend": "torch"}))
+    engine, runtime = make_real_engine(folder, **limits), ReplayRuntime()
+    engine.runner._runtime = runtime
+    engine.core.executor.warm_up()
+    assert first_tokens(engine) == expected
+    # 40 tokens take two steps
+    assert runtime.num_replays == len(groups) + 1
 
 
 def test_a_step_over_other_memory_is_no_replay() -> None:
@@ -178,10 +215,16 @@ def test_eager_engines_and_back_ends_that_cannot_have_no_graphs(
 
 
 def test_sizes_of_graphs() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(3) == [1, 2, 3]
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(64) == [1, 2, 4, *range(8, 65, 8)]
+    def rows(max_num_seqs: int) -> list[int]:
+        return [shape.num_tokens for shape in graph_shapes(max_num_seqs, 8)]
+
+    assert rows(1) == [1]
+    assert rows(3) == [1, 2, 3]
+    assert rows(20) == [1, 2, 4, 8, 16, 20]
+    assert rows(64) == [1, 2, 4, *range(8, 65, 8)]
+    assert graph_shapes(1, 48)[1:] == [StepShape(16, 1), StepShape(32, 1)]
+    assert {shape.most_chunks for shape in graph_shapes(64, 2048)} == {None, 16}
+    assert graph_shapes(64, 2048)[-1] == StepShape(512, 16)
 
 
 @pytest.mark.slow
@@ -203,7 +246,8 @@ def test_steps_with_adapters_are_replayed_whatever_rows_have_which(
     engine, runtime = make_real_engine(folder, adapters=made, **limits), ReplayRuntime()
     engine.runner._runtime = runtime
     engine.core.executor.warm_up()
-    without, with_adapters = runtime.num_steps[:3], runtime.num_steps[3:]
+    prompts, without, with_adapters = runtime.num_steps[:2], runtime.num_steps[2:5], runtime.num_steps[5:]
+    assert len(set(prompts)) == 1
     assert len(set(without)) == len(set(with_adapters)) == 1
     assert with_adapters[0] > without[0]
     store = plain.core.adapters

@@ -157,9 +157,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture decode steps of all sizes, where device and attention back ends can, unless `enforce_eager` forbids it.
+        """Capture decode steps of all sizes and short prompts, where device and attention back ends can, unless `enforce_eager`
+        forbids it.
 
-        Afterwards steps of decode rows alone replay them. No step may be under way.
+        Afterwards steps of decode rows only, and of short prompts only, replay them. No step may be under way.
         """
         is_capturable = getattr(self._model, "is_capturable", True)
         if self._config.enforce_eager or not is_capturable or not can_capture(self._attention, self._runtime):
@@ -198,17 +199,17 @@ class ModelRunner:
             is_pooled = batch.pooler.is_pooled(rows[complete])
             pooled, complete = complete[is_pooled], complete[~is_pooled]
         reads_embeds = len(batch.prompt_embeds) > 0 and batch.prompt_embeds.are_read(rows, batch.num_computed)
-        graphs = self._graphs if counts[-1] == 1 and not reads_embeds and images is None else None
-        if graphs is not None and has_adapters and not graphs.has_adapters:
-            graphs = None
-        inputs = self._inputs.build(rows, counts, complete, graphs.size_for(len(rows)) if graphs else len(rows))
+        graphs, shape = self._graphs, None
+        if graphs is not None and not reads_embeds and images is None and not (len(batch.mrope) and counts[-1] > 1):
+            shape = graphs.shape_for(counts, has_adapters)
+        inputs = self._inputs.build(rows, counts, complete, shape)
         times = StepTimes(started, len(rows), int(counts.sum()))
         times.prepared = self._runtime.event()
         embedded = output_rows = None
-        if graphs is not None:
+        if graphs is not None and shape is not None:
             if self._before_layer is not None:
                 self._before_layer()
-            hidden = graphs.run(inputs, has_adapters)
+            hidden = graphs.run(inputs, shape, has_adapters)
         else:
             if reads_embeds or images is not None:
                 embedded = self._model.embed_input_ids(inputs.token_ids)

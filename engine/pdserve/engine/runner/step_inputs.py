@@ -29,6 +29,15 @@ _FROM_DEVICE = -1
 
 
 @dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes to which a step is padded, so that it has the launches of others."""
+
+    num_tokens: int
+    most_chunks: int | None = None
+    """Chunks of prompts that the step has at most, and no decode row; None: it has decode rows only."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step's inputs."""
 
@@ -74,12 +83,16 @@ class _StepArrays:
     new_tails: IntArray
     """See `AttentionBatch.new_tails`."""
 
-    num_rows: int
-    """Rows at the beginning that are the batch's; the others are padding of one token."""
+    num_tokens: int
+    """Tokens at the beginning that are the batch's; the others are padding."""
+    num_decodes: int
+    """Rows at the beginning with one token each."""
+    most_chunks: int | None
+    """See `AttentionBatch.most_chunks`."""
 
     @classmethod
-    def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray, size: int) -> _StepArrays:
-        """size: number of rows with padding, which only decode rows may have."""
+    def of(cls, batch: InputBatch, rows: IntArray, counts: IntArray, shape: StepShape | None) -> _StepArrays:
+        """shape: None for no padding."""
         computed = batch.num_computed[rows]
         row_of_token = np.repeat(rows, counts)
         starts = np.cumsum(counts) - counts
@@ -91,30 +104,41 @@ class _StepArrays:
             token_ids[positions >= batch.num_tokens[row_of_token]] = _FROM_DEVICE
         new_tails = batch.take_new_tails(rows, counts, seq_lens)
         rotary = batch.mrope.of_step(rows, counts, row_of_token, positions) if len(batch.mrope) else positions
-        padding = size - len(rows)
+        num_decodes, num_tokens = int(np.count_nonzero(counts == 1)), len(row_of_token)
+        most_chunks = None if shape is None else shape.most_chunks
+        missing = 0 if shape is None else shape.num_tokens - num_tokens
+        # Padding is at position 0 of sequences of length 0, in row 0 of the batch: a sequence for each decode row, or a chunk and
+        # sequences without tokens, so that the step has `most_chunks` and one.
+        if most_chunks is None:
+            num_decodes += missing
+            counts_of_padding = np.full(missing, 1)
+        else:
+            counts_of_padding = np.zeros(most_chunks + 1 - len(rows), np.int64)
+            counts_of_padding[0] = missing
 
-        def padded(array: IntArray, fill: int) -> IntArray:
+        def padded(array: IntArray, fill: IntArray | int, padding: int = len(counts_of_padding)) -> IntArray:
             return np.append(array, np.full(padding, fill)) if padding else array
 
-        # a padded row is one token at position 0 of a sequence of length 0, in row 0 of the batch
         return cls(
             rows=padded(rows, 0),
-            counts=padded(counts, 1),
+            counts=padded(counts, counts_of_padding),
             seq_lens=padded(seq_lens, 0),
-            row_of_token=padded(row_of_token, 0),
-            positions=padded(positions, 0),
-            rotary_positions=padded(rotary, 0),
-            token_ids=padded(token_ids, 0),
+            row_of_token=padded(row_of_token, 0, missing),
+            positions=padded(positions, 0, missing),
+            rotary_positions=padded(rotary, 0, missing),
+            token_ids=padded(token_ids, 0, missing),
             is_pending=is_pending,
             new_tails=new_tails,
-            num_rows=len(rows),
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            most_chunks=most_chunks,
         )
 
     def slots(self, table: BlockTable) -> IntArray:
         """See `AttentionBatch.slot_mapping`."""
         slots = table.slot_mapping(self.row_of_token, self.positions)
-        if self.num_rows < len(self.rows):
-            slots[self.num_rows :] = NO_SLOT
+        if self.num_tokens < len(slots):
+            slots[self.num_tokens :] = NO_SLOT
         return slots
 
 
@@ -155,12 +179,12 @@ class StepInputBuilder:
         """Keep the tokens that these rows sampled, for a step that begins before the host has read them; both `[N]`."""
         self._newest.put(rows, token_ids)
 
-    def build(self, rows: IntArray, counts: IntArray, complete: IntArray, size: int) -> StepInputs:
+    def build(self, rows: IntArray, counts: IntArray, complete: IntArray, shape: StepShape | None) -> StepInputs:
         """rows and counts `[S]`: tokens of each row, single ones first; complete `[C]`: places of the rows to sample.
 
-        size: number of rows to pad to; S for none.
+        shape: to which the step is padded; None: to none.
         """
-        step = _StepArrays.of(self._batch, rows, counts, size)
+        step = _StepArrays.of(self._batch, rows, counts, shape)
         plan = SampledPlan.of(self._batch, rows, counts, complete) if len(complete) else None
         return self._staged(step, plan) if self._tables else self._shared(step, plan)
 
@@ -176,6 +200,7 @@ class StepInputBuilder:
                 seq_lens=step.seq_lens,
                 block_tables=table.of_step(step.rows, step.seq_lens),
                 new_tails=step.new_tails,
+                most_chunks=step.most_chunks,
                 plan_arrays=of_group,
                 device=self._device,
             )
@@ -220,12 +245,13 @@ class StepInputBuilder:
                     query_start_loc=starts_there,
                     seq_lens=seq_lens,
                     block_tables=table.of_step(rows, seq_lens, longest),
-                    num_decodes=counts.count(1),
+                    num_decodes=step.num_decodes,
                     max_query_len=max(counts),
                     max_seq_len=longest,
                     query_start_loc_cpu=torch.from_numpy(starts),
                     seq_lens_cpu=torch.from_numpy(step.seq_lens),
                     new_tails=new_tails,
+                    most_chunks=step.most_chunks,
                     plan_arrays=plan_arrays[group],
                 )
             )
@@ -233,7 +259,7 @@ class StepInputBuilder:
 
     def _plan_arrays(self, step: _StepArrays) -> list[_GroupArrays]:
         """Per KV cache group; a back end of another package may lack the method."""
-        lengths = StepLengths(step.counts, step.seq_lens, int(np.count_nonzero(step.counts == 1)))
+        lengths = StepLengths(step.counts, step.seq_lens, step.num_decodes, step.most_chunks)
         return [
             backend.plan_arrays(lengths, specs) if hasattr(backend, "plan_arrays") else {}
             for backend, specs in zip(self._attention, self._specs, strict=True)

@@ -60,9 +60,10 @@ class AttentionBackend(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """True if steps of decode rows alone can be captured in a graph: the calls of two plans with as many rows launch the same
-        kernels over the same memory, where `plan` has written what differs, and a row with slot -1 and length 0 writes nothing.
-        Plans of the largest steps come first, so that no memory moves later."""
+        """True if steps of decode rows only, and those of chunks only with `AttentionBatch.most_chunks`, can be captured in graphs:
+        the calls of two plans with as many rows, or tokens, launch the same kernels over the same memory, where `plan` has written
+        what differs, and padding with slots -1 and length 0 writes nothing. Plans of the largest steps come first, so that
+        no memory moves later."""
 
     def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> Mapping[str, NDArray[Any]]:
         """Arrays that plans of a step with these lengths read on the device, by names of the back end's own.

@@ -23,6 +23,8 @@ class StepLengths:
     """`[B]`: see `AttentionBatch.seq_lens`."""
     num_decodes: int
     """See `AttentionBatch.num_decodes`."""
+    most_chunks: int | None = None
+    """See `AttentionBatch.most_chunks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class AttentionBatch:
     query_start_loc: Tensor
     """`[B + 1]`: rows `query_start_loc[i]..query_start_loc[i + 1] - 1` belong to sequence i."""
     seq_lens: Tensor
-    """`[B]`: tokens including this step's. 0 marks a padded decode row: its output has no meaning, and its K and V still
-    go to its slot."""
+    """`[B]`: tokens including this step's. 0 marks padding, a decode row or a chunk: its output has no meaning, and its K and V
+    still go to its slots."""
     block_tables: Tensor
     """`[B, N]`: block numbers, padded with 0; no key is read from the padding."""
     num_decodes: int
@@ -70,13 +72,17 @@ class AttentionBatch:
     new_tails: Tensor | None = None
     """`[n]` int64: decode rows whose last block no earlier decode step of their sequence ended in. Only there bytes behind the last
     token may be an earlier owner's, so a back end that needs them finite overwrites them once per block. None: all decode rows."""
+    most_chunks: int | None = None
+    """Not None: the step is one of those with as many tokens and at most so many chunks that have the same launches, since a back
+    end's lists have the same length for all of them."""
     plan_arrays: Mapping[str, PlanArray] = field(default_factory=dict)
     """All arrays of `AttentionBackend.plan_arrays` for this batch's lengths, valid until the next step's; or none."""
 
     @property
     def lengths(self) -> StepLengths:
         """The batch's."""
-        return StepLengths(np.diff(self.query_start_loc_cpu.numpy()), self.seq_lens_cpu.numpy(), self.num_decodes)
+        query_lens = np.diff(self.query_start_loc_cpu.numpy())
+        return StepLengths(query_lens, self.seq_lens_cpu.numpy(), self.num_decodes, self.most_chunks)
 
     @classmethod
     def from_arrays(
@@ -89,6 +95,7 @@ class AttentionBatch:
         block_tables: NDArray[np.int64],
         device: torch.device,
         new_tails: NDArray[np.int64] | None = None,
+        most_chunks: int | None = None,
         plan_arrays: Mapping[str, PlanArray] | None = None,
     ) -> AttentionBatch:
         """Copy a step's arrays to the device; on a processor the tensors share the arrays' memory.
@@ -117,6 +124,7 @@ class AttentionBatch:
             query_start_loc_cpu=query_start_loc_cpu,
             seq_lens_cpu=seq_lens_cpu,
             new_tails=None if new_tails is None else placed(torch.from_numpy(new_tails)),
+            most_chunks=most_chunks,
             plan_arrays=plan_arrays or {},
         )
 
@@ -140,7 +148,7 @@ class AttentionBatch:
         if starts[: num_decodes + 1] != list(range(num_decodes + 1)):
             raise ValueError(f"{num_decodes} decodes, but query_start_loc begins with {starts[: num_decodes + 1][:8]}")
         for (start, stop), seq_len in zip(pairwise(starts[num_decodes:]), seq_lens[num_decodes:], strict=True):
-            if not start < stop <= start + seq_len:
+            if seq_len and not start < stop <= start + seq_len:
                 raise ValueError(f"rows {start}..{stop - 1} belong to a sequence of {seq_len} tokens")
             max_query_len = max(max_query_len, stop - start)
         if max(seq_lens, default=0) != self.max_seq_len or max_query_len != self.max_query_len:

@@ -14,7 +14,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.step_graphs import graph_sizes
+from pdserve.engine.runner.step_graphs import graph_shapes
 from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
@@ -148,7 +148,7 @@ class PoolBudget:
     step: int
     """Needed by the largest step."""
     graphs: int
-    """Needed by captured graphs: the tensors of the largest decode step, and `GRAPH_BYTES` each."""
+    """Needed by captured graphs: the tensors of the largest captured step, and `GRAPH_BYTES` each."""
     transfers: int
 
     @classmethod
@@ -160,8 +160,11 @@ class PoolBudget:
         drafts = max((memory.peak_bytes(each.prefill) for each in drafting), default=0)
         step = max(prefill, decode, drafts) + steps.table_bytes
         free, total = memory.free_and_total_bytes()
-        num_graphs = 0 if settings.enforce_eager else len(graph_sizes(settings.max_num_seqs))
-        graphs = decode + num_graphs * GRAPH_BYTES if num_graphs else 0
+        graphs = 0
+        if not settings.enforce_eager:
+            shapes = graph_shapes(settings.max_num_seqs, settings.step_tokens)
+            largest = max((shape.num_tokens for shape in shapes if shape.most_chunks is not None), default=0)
+            graphs = max(decode, prefill * largest // settings.step_tokens) + len(shapes) * GRAPH_BYTES
         return cls(total, total - free, step, graphs, settings.kv_ring_mib << 20)
 
     def pool_bytes(self, settings: WorkerSettings, block_bytes: int, image_bytes: int = 0) -> int:

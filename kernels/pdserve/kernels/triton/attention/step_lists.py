@@ -50,7 +50,9 @@ class StepLists:
     def of_spec(self, spec: AttentionSpec, tile_tokens: int, full_chunk: int | None) -> SpecLists:
         """tile_tokens: query tokens of a prefill tile; full_chunk: a full chunk has a multiple of this number of tokens, None: no
         chunk is full."""
-        full = () if full_chunk is None else self._full_chunks(spec, full_chunk)
+        full = (
+            () if full_chunk is None or self._lengths.most_chunks is not None else self._full_chunks(spec, full_chunk)
+        )
         return SpecLists(
             self._pieces(spec.window) if self._lengths.num_decodes else None,
             self._tiles(tile_tokens, full),
@@ -82,13 +84,24 @@ class StepLists:
 
     def _tiles(self, tile_tokens: int, full: tuple[int, ...]) -> str | None:
         lengths = self._lengths
-        sequences = [sequence for sequence in range(lengths.num_decodes, len(lengths.seq_lens)) if sequence not in full]
+        sequences = [
+            sequence
+            for sequence in range(lengths.num_decodes, len(lengths.seq_lens))
+            if sequence not in full and lengths.seq_lens[sequence]
+        ]
         if not sequences:
             return None
         # specs have different full chunks only by their windows, and then different numbers of them
-        name = f"tiles of {tile_tokens} tokens beside {len(full)} full chunks"
+        name = f"tiles of {tile_tokens} tokens next to {len(full)} full chunks"
+        if lengths.most_chunks is not None:
+            num_tokens = int(lengths.query_lens.sum())
+            name = f"tiles of {tile_tokens} tokens of at most {lengths.most_chunks} chunks with {num_tokens}"
         if name not in self.arrays:
             tiles = cut_into_tiles(lengths.query_lens, lengths.seq_lens, np.array(sequences), tile_tokens)
+            if lengths.most_chunks is not None:
+                # tiles without rows: nothing is read or written for them
+                padding = num_tokens // tile_tokens + lengths.most_chunks - len(tiles)
+                tiles = np.pad(tiles, ((0, padding), (0, 0)))
             self.arrays[name] = tiles.reshape(-1)
         return name
 

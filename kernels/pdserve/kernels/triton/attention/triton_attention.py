@@ -26,7 +26,8 @@ from pdserve.kernels.triton.launch_configs import architecture
 
 
 class TritonAttentionBackend:
-    """Implements `AttentionBackend`. A step of decode rows alone is capturable: its launches depend on the number of rows alone.
+    """Implements `AttentionBackend`. A step of decode rows is capturable: its launches depend on the number of rows only. So is
+    one of chunks with `most_chunks`, whose launches depend on that and the number of tokens.
 
     Lengths are in lists on the device, at addresses that stay. Bytes behind a sequence's end are not read, so none is overwritten.
     """
