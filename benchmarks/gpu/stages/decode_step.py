@@ -1,4 +1,4 @@
-"""A decode step of Llama 3.1 8B's shape: seconds from its schedule to its tokens, against bytes over bandwidth.
+"""A decode step of Llama 3.1 8B's shape: seconds from its schedule to its tokens, against bytes over bandwidth; and short prompts.
 
 The bytes are those of every weight but the embedding, of which a step reads a row per sequence, and of all keys and values. The
 bandwidth is a copy's, from the same process.
@@ -22,6 +22,8 @@ from pdserve.engine.runner.pool.memory_needs import weight_bytes
 CONTEXT = 1024
 NUM_STEPS, WARM_STEPS = 30, 6
 BATCHES = (1, 8, 32, 64)
+PROMPTS, NUM_PROMPTS = (16, 128, 512, 1024), 12
+"""Tokens of a prompt, and how many are computed one after the other."""
 
 
 def run(bench: Bench) -> None:
@@ -46,6 +48,10 @@ def run(bench: Bench) -> None:
                 return
             with bench.case(name):
                 measure(bench, name, loaded, engine, batch, context, num_new, judged=number == 0)
+        for num_tokens in (5, 16) if bench.dry else PROMPTS:
+            name = f"prompt of {num_tokens} tokens, {mode}"
+            with bench.case(name):
+                measure_prompt(bench, name, engine, num_tokens)
         del engine
         bench.wait()
 
@@ -100,6 +106,20 @@ def measure(
         bench.rows.judge(name, "decode_step", step_ms / floor_ms, **fields)
     else:
         bench.rows.add(name, **fields, ratio=step_ms / floor_ms, goal=None, met=None)
+
+
+def measure_prompt(bench: Bench, name: str, engine: Engine, num_tokens: int) -> None:
+    """The step that computes a whole prompt and samples its first token."""
+    draw = random.Random(num_tokens)
+    times = []
+    for _ in range(NUM_PROMPTS):
+        engine.add([draw.randrange(3, engine.vocab_size) for _ in range(num_tokens)], max_tokens=1)
+        began = time.perf_counter()
+        while engine.core.has_work:
+            engine.step()
+        times.append((time.perf_counter() - began) * 1e3)
+    fields = {"step_ms": NOT_MEASURED if bench.dry else statistics.median(times[2:]), "steps": len(times) - 2}
+    bench.rows.add(name, **fields)
 
 
 def step_bytes(bench: Bench, loaded: LoadedModel, batch: int, context: int) -> int:
