@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,7 +16,7 @@ from torch import Tensor
 
 from gpu.attention_inputs import Shape, random_cache
 from gpu.bench import Bench
-from pdserve.kernels.layer_ops import LayerOps
+from pdserve.kernels.layer_ops import LayerOps, SampleTokens
 from pdserve.kernels.lora.lora_linear import LoraMatrices, LoraStack
 from pdserve.kernels.lora.make_lora_ops import make_lora_ops
 from pdserve.kernels.make_layer_ops import make_layer_ops
@@ -45,6 +49,35 @@ class Pages:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """The parameters that all rows of a case have."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+SAMPLED = {
+    "greedy": Given(temperature=0.0),
+    "random": Given(),
+    "top_k 50": Given(top_k=50),
+    "top_p 0.9": Given(top_p=0.9),
+    "min_p 0.05": Given(min_p=0.05),
+    "top_k 50, top_p 0.9": Given(top_k=50, top_p=0.9),
+}
+VARIANTS: dict[str, dict[str, int]] = {
+    "tiles of 512": {"sample_tile": 512},
+    "tiles of 2048, 8 warps": {"sample_tile": 2048, "sample_warps": 8},
+    "pivots in tiles of 1024": {"sample_pivot_tile": 1024},
+    "528 programs": {"sample_programs": 528},
+    "2112 programs": {"sample_programs": 2112},
+}
+"""Values of the architecture's table that are tried in place of its own, each with 256 rows: random, and with top_p."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Sampling parameters of N equal rows."""
 
@@ -57,13 +90,14 @@ class Rows:
     positions: NDArray[np.int64]
 
     @classmethod
-    def of(cls, count: int, vocab_size: int, temperature: float, top_p: float) -> Rows:
+    def of(cls, count: int, vocab_size: int, given: Given) -> Rows:
         def full(value: float) -> NDArray[np.float32]:
             return np.full(count, value, np.float32)
 
         seeds = np.arange(count)
+        top_k = np.full(count, given.top_k or vocab_size)
         return cls(
-            full(temperature), full(top_p), np.full(count, vocab_size), full(0.0), seeds, np.zeros_like(seeds), seeds
+            full(given.temperature), full(given.top_p), top_k, full(given.min_p), seeds, np.zeros_like(seeds), seeds
         )
 
 
@@ -77,20 +111,30 @@ def run(bench: Bench) -> None:
     for count in (2,) if bench.dry else (1, 16, 128, 512):
         of_blocks(bench, ops, count)
     for count in (2,) if bench.dry else (1, 64, 256):
-        for kind, temperature, top_p in (("greedy", 0.0, 1.0), ("random", 1.0, 1.0), ("top_p 0.9", 1.0, 0.9)):
-            of_logits(bench, ops, count, kind, temperature, top_p)
+        for spread in (1.0, 4.0):
+            of_logits(bench, ops, count, spread)
+    of_variants(bench, 2 if bench.dry else 256)
 
 
-def report(bench: Bench, name: str, call: Callable[[], object], num_bytes: int, *, capture: bool = True) -> None:
-    """capture: time a CUDA graph of the call; an operation that uploads or waits is timed as it is."""
+def report(
+    bench: Bench,
+    name: str,
+    call: Callable[[], object],
+    num_bytes: int,
+    *,
+    capture: bool = True,
+    for_ms: float = 30.0,
+    **more: float,
+) -> None:
+    """capture: time a CUDA graph of the call; an operation that uploads or waits is timed as it is. more: fields of the row."""
     if bench.is_late(name):
         return
     with bench.case(name):
         measure = bench.graph_milliseconds if capture else bench.milliseconds
-        ms = measure(call, for_ms=30.0, flush=True)
+        ms = measure(call, for_ms=for_ms, flush=True)
         rate = num_bytes / ms * 1e3
         fields = {"mb": round(num_bytes / 1e6, 2), "time_us": ms * 1e3, "rate_tb_s": rate / 1e12}
-        bench.rows.add(name, **fields, ratio=rate / bench.copy_bytes_per_s)
+        bench.rows.add(name, **fields, **more, ratio=rate / bench.copy_bytes_per_s)
 
 
 def of_tokens(bench: Bench, ops: LayerOps, num_tokens: int) -> None:
@@ -151,13 +195,63 @@ def of_blocks(bench: Bench, ops: LayerOps, count: int) -> None:
     report(bench, f"digests, {count} blocks", lambda: ops.digests(pool, blocks), num_bytes, capture=False)
 
 
-def of_logits(bench: Bench, ops: LayerOps, count: int, kind: str, temperature: float, top_p: float) -> None:
+def of_logits(bench: Bench, ops: LayerOps, count: int, spread: float) -> None:
+    """Rows of logits of a normal distribution. spread: its standard deviation: with 1, top_p 0.9 keeps half of all tokens."""
     if ops.sample is None:
         bench.rows.skip("sample", "these kernels do not sample")
         return
-    sample = ops.sample
-    logits = torch.randn(count, 300 if bench.dry else 128256, device=bench.device)
-    asked = Rows.of(count, logits.shape[1], temperature, top_p)
-    parameters = torch.from_numpy(packed(asked)).to(bench.device)
-    rows = PackedRows(parameters, SamplingStages.of(asked, logits.shape[1]))
-    report(bench, f"sample, {count} rows, {kind}", lambda: sample(logits, rows), logits.nbytes, capture=False)
+    for kind, given in SAMPLED.items():
+        of_sampling(bench, ops.sample, f"sample, {count} rows of spread {spread:g}, {kind}", given, count, spread)
+
+
+@contextmanager
+def launched_kernels() -> Iterator[list[str]]:
+    """Names of the Triton kernels that are launched while it is open."""
+    names: list[str] = []
+    if find_spec("triton") is None:
+        yield names
+        return
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(self.__name__)
+        return run(self, *args, **kwargs)
+
+    with patch.object(JITFunction, "run", named):
+        yield names
+
+
+def of_variants(bench: Bench, count: int) -> None:
+    """Other tiles than those of the table."""
+    if bench.triton != "triton":
+        bench.rows.skip("sample, other tiles", "these kernels have no tiles")
+        return
+    from pdserve.kernels.triton.launch_configs import launch_configs
+    from pdserve.kernels.triton.layer_ops import TritonLayerOps
+
+    for name, values in VARIANTS.items():
+        if bench.dry:
+            values = {field: value // 8 for field, value in values.items() if field.endswith("tile")}
+        ops = TritonLayerOps(bench.device, replace(launch_configs(bench.device), **values))
+        for kind in ("random", "top_p 0.9"):
+            of_sampling(bench, ops.sample, f"sample, {count} rows, {kind}, {name}", SAMPLED[kind], count, 1.0)
+
+
+def of_sampling(bench: Bench, sample: SampleTokens, name: str, given: Given, count: int, spread: float) -> None:
+    """Times of a graph, and of launches by the host (`eager_us`); the bytes are those of the logits, read once."""
+    if bench.is_late(name):
+        return
+    with bench.case(name):
+        logits = torch.randn(count, 300 if bench.dry else 128256, device=bench.device) * spread
+        asked = Rows.of(count, logits.shape[1], given)
+        parameters = torch.from_numpy(packed(asked)).to(bench.device)
+        rows = PackedRows(parameters, SamplingStages.of(asked, logits.shape[1]))
+        with launched_kernels() as kernels:
+            sample(logits, rows)
+        eager_ms = bench.milliseconds(lambda: sample(logits, rows), for_ms=15.0, flush=True)
+        report(
+            bench, name, lambda: sample(logits, rows), logits.nbytes, for_ms=15.0,
+            kernels=len(kernels), eager_us=eager_ms * 1e3,
+        )  # fmt: skip

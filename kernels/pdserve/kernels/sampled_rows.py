@@ -50,6 +50,7 @@ class SamplingStages:
     is_random: bool
     has_top_k: bool
     has_top_p: bool
+    has_min_p: bool
 
     @classmethod
     def of(cls, rows: SampledRows, vocab_size: int) -> SamplingStages:
@@ -58,6 +59,7 @@ class SamplingStages:
             is_random,
             is_random and bool((rows.top_k < vocab_size).any()),
             is_random and bool((rows.top_p < 1).any()),
+            is_random and bool((rows.min_p > 0).any()),
         )
 
 

@@ -117,10 +117,11 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),
     "greedy rows": lambda configs: sampled(64, configs, temperature=0.0),
     "rows with top_k and top_p": lambda configs: sampled(64, configs, top_k=50, top_p=0.9),
+    "rows with min_p": lambda configs: sampled(256, configs, min_p=0.1),
     # an argument that is 1 is a constant for the compiler
     "one row with top_p": lambda configs: sampled(1, configs, top_p=0.9),
 }
-NARROW = {"choose", "chain_sums", "find_border"}
+NARROW = {"choose", "chain_sums"}
 """Kernels that read a few numbers per thread."""
 FAST = {("sm_90", "add and norm"), ("sm_90", "lora of 8b"), ("sm_90", "rotary with norm"), ("gfx942", "swiglu")}
 """The part of `make test`."""

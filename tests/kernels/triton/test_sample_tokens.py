@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits
-from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
-from pdserve.kernels.triton.launch_configs import TABLE, launch_configs
+from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages, packed
+from pdserve.kernels.triton import kept_border
+from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs, launch_configs
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
-from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
+from pdserve.kernels.triton.noise import exact_gumbel, lead_words, noise_bits, rough_gumbel
+from pdserve.kernels.triton.sample_tokens import sample_tokens
+from tests.support.compiled_kernels import recorded_launches
 from tests.support.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,8 +45,8 @@ def drawn(
 def mixed(vocab_size: int, first: int = 0) -> SamplingMetadata:
     """A row for each of `SAMPLING_FIELDS`. first: where the rows' coordinates begin."""
     asked = metadata(len(SAMPLING_FIELDS), vocab_size)
-    for row, fields in enumerate(SAMPLING_FIELDS):
-        for name, value in fields.items():
+    for row, given in enumerate(SAMPLING_FIELDS):
+        for name, value in given.items():
             getattr(asked, name)[row] = value
     noise = coordinates(len(SAMPLING_FIELDS), first)
     return replace(asked, seeds=noise.seeds, indexes=noise.indexes, positions=noise.positions)
@@ -75,6 +78,48 @@ def test_ties_are_cut_by_their_ids(limit: int) -> None:
     logits = torch.from_numpy(rows_of("flat", len(SAMPLING_FIELDS), 500)).bfloat16().mul_(4).round_().float().numpy()
     logits[:, ::50], logits[:, 1::50] = 0.0, -0.0
     check(logits, mixed(500), sample_list=limit)
+
+
+@pytest.mark.parametrize("kind", ["flat", "masked"])
+@pytest.mark.parametrize("short", ["sample_hits", "sample_list"])
+def test_lists_that_are_too_short_change_nothing(kind: str, short: str) -> None:
+    check(rows_of(kind, len(SAMPLING_FIELDS), 500), mixed(500), **{short: 16})
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel has no function to take away")
+@pytest.mark.parametrize("kind", ["flat", "peaked", pytest.param("steep", marks=pytest.mark.slow)])
+def test_no_row_is_searched_whole_with_the_sizes_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proposals of pivots are right, and their lists long enough, also where many logits are equal."""
+    monkeypatch.setattr(kept_border, "weight_of_row", None)
+    sizes = {
+        field.name: getattr(TABLE["sm_90"], field.name) for field in fields(LaunchConfigs) if "sample" in field.name
+    }
+    logits = rows_of(kind, len(SAMPLING_FIELDS), 20_000)
+    check(logits, mixed(20_000), **sizes)
+    check(torch.from_numpy(logits).bfloat16().float().numpy(), mixed(20_000, 100), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("given", "kernels"),
+    [
+        ({"temperature": 0.0}, ["scan_rows", "choose"]),
+        ({}, ["scan_rows", "choose"]),
+        ({"min_p": 0.1}, ["scan_rows", "list_kept", "choose"]),
+        ({"top_k": 9}, ["scan_rows", "weigh_pivots", "weigh_pivots", "list_kept", "choose"]),
+        ({"top_p": 0.9}, ["scan_rows", "weigh_pivots", "weigh_pivots", "list_kept", "choose"]),
+    ],
+    ids=str,
+)
+def test_launches(given: dict[str, Any], kernels: list[str]) -> None:
+    """And their grids depend on shapes alone, as a graph needs it."""
+    with recorded_launches() as launches:
+        for count in (1, 3):
+            stages = SamplingStages.of(metadata(count, 500, **given), 500)
+            parameters = torch.empty(PARAMETERS, count, dtype=torch.int64, device="meta")
+            sample_tokens(torch.empty(count, 500, device="meta"), PackedRows(parameters, stages), TABLE["interpreter"])
+    assert [launch.kernel.__name__ for launch in launches] == kernels * 2
+    grids = [[launch.grid for launch in launches[first : first + len(kernels)]] for first in (0, len(kernels))]
+    assert grids == [[(1, 2)] * (len(kernels) - 1) + [(1,)], [(3, 2)] * (len(kernels) - 1) + [(3,)]]
 
 
 @pytest.mark.slow
@@ -110,7 +155,7 @@ def test_no_rows_and_rows_that_do_not_fit() -> None:
 
 
 @triton.jit
-def noise_of_tokens(coordinates, bits, V, TILE: tl.constexpr):
+def noise_of_tokens(coordinates, bits, leads, V, TILE: tl.constexpr):
     row, first = tl.program_id(0), tl.program_id(1) * TILE
     seed, index, position = (
         tl.load(coordinates + row * 3),
@@ -118,8 +163,11 @@ def noise_of_tokens(coordinates, bits, V, TILE: tl.constexpr):
         tl.load(coordinates + row * 3 + 2),
     )
     at = first + tl.arange(0, TILE)
-    found = noise_bits(first, seed, index, position, TILE)
+    found = noise_bits(at, seed, index, position)
     tl.store(bits + row * V + at, found.to(tl.int64, bitcast=True), mask=at < V)
+    words = lead_words(first, seed, index, position, TILE // 4)
+    lead = (words[:, None] >> (tl.arange(0, 4)[None, :] * 8).to(tl.uint32)) & 0xFF
+    tl.store(leads + row * V + at, tl.reshape(lead, (TILE,)).to(tl.int64), mask=at < V)
 
 
 @triton.jit
@@ -142,13 +190,14 @@ def test_noise_is_the_processors_bit_by_bit() -> None:
     seeds = np.array([0, 1, -1, 2**63 - 1, -(2**63), 2**32, -(2**32), 0x0123456789ABCDEF])
     indexes, positions = np.arange(8) % 4, np.array([0, 1, 2**32 - 1, 2**31, 5, 6, 7, 70_000])
     given = torch.from_numpy(np.stack([seeds, indexes, positions], 1).copy()).to(DEVICE)
-    bits = torch.empty(8, 1000, dtype=torch.int64, device=DEVICE)
-    noise_of_tokens[(8, 4)](given, bits, 1000, TILE=256)
+    bits, first_bytes = torch.empty(2, 8, 1000, dtype=torch.int64, device=DEVICE)
+    noise_of_tokens[(8, 4)](given, bits, first_bytes, 1000, TILE=256)
     token_ids = np.arange(1000)
     for row, held in enumerate(bits.cpu().numpy().view(np.uint64)):
         seed, index, position = (np.full(1000, of[row]) for of in (seeds, indexes, positions))
         expected = gumbel(seed, index, position, token_ids)
         np.testing.assert_array_equal(gumbel_of_bits(held), expected)
+        np.testing.assert_array_equal(first_bytes[row].cpu().numpy(), held >> np.uint64(56))
 
 
 def test_logarithms_of_the_noise_differ_by_a_bound() -> None:
@@ -166,4 +215,6 @@ def test_logarithms_of_the_noise_differ_by_a_bound() -> None:
 
 
 def test_tiles_hold_whole_calls_of_the_generator() -> None:
-    assert all(configs.sample_tile % 16 == 0 for configs in TABLE.values())
+    for configs in TABLE.values():
+        assert configs.sample_pivot_tile % 16 == 0
+        assert configs.sample_tile % configs.sample_pivot_tile == 0

@@ -1,7 +1,9 @@
-"""The borders of top_k and top_p: bins of equal width in y, then a search among the tokens of one bin.
+"""The borders of top_k and top_p: pivots divide a row's logits twice, then a search among the tokens that are left.
 
-All sums are of integers, so the order in which programs add does not matter. A border is the number (`ordered`) of the last kept
-token; 0 keeps all.
+A border is the number (`ordered`) of the last kept token; 0 keeps all. Pivots bring it between two logits, `low` and `high`:
+tokens from `high` up are kept, tokens below `low` are not, and those between are listed. Masses at pivots are sums in float32,
+so they only propose `low` and `high`; `find_border` verifies both with sums of integers, whose order does not matter, and
+searches the whole row if a proposal was wrong or too many tokens lie between.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import triton.language as tl
 
 from pdserve.kernels.triton.sampled_row import (
     float_parameter,
+    is_cut,
     is_drawn,
     ordered,
     row_parameter,
@@ -18,11 +21,16 @@ from pdserve.kernels.triton.sampled_row import (
     top_of_row,
 )
 
-BINS = 2048
-_BINS = tl.constexpr(BINS)
-_LOWEST_Y = tl.constexpr(-50.0)
-_FAN = tl.constexpr(16)
-"""Thresholds that one pass of the search tries."""
+PIVOTS = 16
+_PIVOTS = tl.constexpr(PIVOTS)
+_STEPS = tl.constexpr(PIVOTS - 2)
+"""Intervals between pivots; the last pivot counts all tokens that may be drawn."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NO_MASS = tl.constexpr(-25.0)
+"""y below which a token has no mass."""
+_ROUNDING = tl.constexpr(5e-5)
+"""Bound of the relative error of masses at pivots."""
+_SEARCH_TILE = tl.constexpr(1024)
 
 
 @triton.jit
@@ -33,162 +41,181 @@ def masses(y):
 
 
 @triton.jit
-def bin_scale(lowest, row, parts, top, temperature, floor, PARTS: tl.constexpr):
-    """Bins per unit of -y: 2,048 bins reach from the highest to the lowest token that may be drawn."""
-    part = tl.arange(0, PARTS)
-    least = tl.min(tl.load(lowest + row * parts + part, mask=part < parts, other=float("inf")), 0)
-    reach = -tl.maximum(scaled_logits(least, top, temperature), floor)
-    return tl.where(reach > 0, (_BINS - 1) / tl.maximum(reach, 1e-6), 0.0)
+def interval(pivots, numbers, sums, parameters, row, N, V, parts, PARTS: tl.constexpr):
+    """`low` and `high` by what `weigh_pivots` found; -inf and inf where no pivot says more."""
+    at, part = tl.arange(0, _PIVOTS), tl.arange(0, PARTS)
+    place = (row * parts + part[:, None]) * _PIVOTS + at[None, :]
+    mask = (part[:, None] < parts) & (at[None, :] >= 0)
+    number = tl.sum(tl.load(numbers + place, mask=mask, other=0), 0)
+    mass = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 0)
+    pivot = tl.load(pivots + row * _PIVOTS + at)
+    top_k = row_parameter(parameters, 3, row, N)
+    share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True).to(tl.float32)
+    least = tl.max(tl.where(number <= top_k, mass, 0.0), 0)
+    most = tl.min(tl.where(number >= top_k, mass, tl.max(mass, 0)), 0)
+    # share is 1 or more without top_p
+    is_kept = (number <= top_k) & (mass <= tl.where(share < 1.0, share * least * (1.0 - _ROUNDING), float("inf")))
+    is_enough = (number >= top_k) | (mass >= tl.where(share < 1.0, share * most * (1.0 + _ROUNDING), float("inf")))
+    high = tl.min(tl.where(is_kept, pivot, float("inf")), 0)
+    low = tl.max(tl.where(is_enough, pivot, float("-inf")), 0)
+    return low, high
 
 
-@triton.jit
-def bins_of(y, scale):
-    """A higher logit is never in a later bin, since each operation is monotone."""
-    return tl.minimum((-y * scale).to(tl.int32), _BINS - 1)
-
-
-@triton.jit
-def is_cut(parameters, row, N, V):
-    top_p = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
-    return (row_parameter(parameters, 3, row, N) < V) | (top_p < 1.0)
-
-
-@triton.jit
-def fill_bins(
-    logits, highest, highest_id, lowest, parameters, bins, N, V, stride, part, TILE: tl.constexpr, PARTS: tl.constexpr
-):
-    """`bins[0]`: number of tokens, `bins[1]`: their masses, `[2, N, BINS]`."""
-    row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
-    top, _top_id = top_of_row(highest, highest_id, row, parts, PARTS)
-    temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
-    scale = bin_scale(lowest, row, parts, top, temperature, floor, PARTS)
-    begin = tl.program_id(1) * part
-    end = tl.where(is_drawn(top, temperature) & is_cut(parameters, row, N, V), tl.minimum(begin + part, V), begin)
-    for first in range(begin, end, TILE):
-        at = first + tl.arange(0, TILE)
-        y = scaled_logits(tl.load(logits + row * stride + at, mask=at < end, other=float("-inf")), top, temperature)
-        is_in = y >= floor
-        y = tl.where(is_in, y, 0.0)
-        mass = masses(y)
-        tl.atomic_add(bins + row * _BINS + bins_of(y, scale), is_in.to(tl.int64), mask=is_in, sem="relaxed")
-        tl.atomic_add(bins + (N + row) * _BINS + bins_of(y, scale), mass, mask=is_in & (mass > 0), sem="relaxed")
-
-
-@triton.jit
-def border_bin(bins, kept_mass, parameters, row, N, V, TOP_P: tl.constexpr, AFTER_TOP_K: tl.constexpr):
-    """The bin that contains the border, 2,048 if all tokens are kept; the weight of the bins before it; the weight wanted."""
-    at = tl.arange(0, _BINS)
-    if TOP_P:
-        weights = tl.load(bins + (N + row) * _BINS + at)
-        share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
-        total = tl.load(kept_mass + row) if AFTER_TOP_K else tl.sum(weights, 0)
-        wanted = tl.where(share < 1.0, share * total.to(tl.float64), float("inf"))
-    else:
-        weights = tl.load(bins + row * _BINS + at)
-        top_k = row_parameter(parameters, 3, row, N)
-        wanted = tl.where(top_k < V, top_k.to(tl.float64), float("inf"))
-    found = tl.min(tl.where(tl.cumsum(weights, 0).to(tl.float64) >= wanted, at, _BINS), 0)
-    return found, tl.sum(tl.where(at < found, weights, 0), 0), wanted
-
-
-@triton.jit
-def list_bin(
-    logits, highest, highest_id, lowest, parameters, bins, kept_mass, borders, listed, counts, N, V, stride, part,
-    TILE: tl.constexpr, LIMIT: tl.constexpr, TOP_P: tl.constexpr, AFTER_TOP_K: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["N"])
+def weigh_pivots(
+    logits, highest, highest_id, lowest, parameters, before, before_numbers, before_sums, pivots, numbers, sums,
+    N, V, stride, part,
+    TILE: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """`listed[n]`: ids of the first LIMIT tokens in the border's bin, in any order; `counts[n]`: their number without the limit."""
+    """Per part: number (with top_k) and masses (with top_p) of the tokens that reach each pivot, `[N, S, 16]`.
+
+    The pivots, `[N, 16]`, divide the range of the logits, or the interval of the first division. Every other pass begins at the
+    last part, which the L2 cache still has from the pass before.
+    """
     row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    turn = parts - 1 - tl.program_id(1) if FIRST else tl.program_id(1)
     top, _top_id = top_of_row(highest, highest_id, row, parts, PARTS)
     temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
-    scale = bin_scale(lowest, row, parts, top, temperature, floor, PARTS)
-    found, _, _ = border_bin(bins, kept_mass, parameters, row, N, V, TOP_P, AFTER_TOP_K)
-    border = tl.load(borders + row).to(tl.uint64, bitcast=True)
-    begin = tl.program_id(1) * part
-    end = tl.where((found < _BINS) & is_drawn(top, temperature), tl.minimum(begin + part, V), begin)
-    for first in range(begin, end, TILE):
-        at = first + tl.arange(0, TILE)
-        values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
-        y = scaled_logits(values, top, temperature)
-        is_in = (y >= floor) & (ordered(values, at) >= border)
-        is_in = is_in & (bins_of(tl.where(is_in, y, 0.0), scale) == found)
-        number = tl.sum(is_in.to(tl.int32), 0)
-        if number > 0:
-            base = tl.atomic_add(counts + row, number.to(tl.int64), sem="relaxed")
-            place = base + tl.cumsum(is_in.to(tl.int32), 0) - 1
-            tl.store(listed + row * LIMIT + place, at, mask=is_in & (place < LIMIT))
+    if is_drawn(top, temperature) & is_cut(parameters, row, N, V):
+        each = tl.arange(0, PARTS)
+        low = tl.min(tl.load(lowest + row * parts + each, mask=each < parts, other=float("inf")), 0)
+        reach = tl.where(row_parameter(parameters, 3, row, N) < V, floor, tl.maximum(floor, _NO_MASS))
+        low = tl.maximum(low, top + reach * temperature)
+        high = top
+        if not FIRST:
+            nearer_low, nearer_high = interval(before, before_numbers, before_sums, parameters, row, N, V, parts, PARTS)
+            low, high = tl.maximum(low, nearer_low), tl.minimum(high, nearer_high)
+        step = (high - low) / _STEPS
+        rate = _LOG2_E / temperature
+        found_numbers = (tl.zeros((TILE // 4,), tl.int32),) * _PIVOTS
+        found_sums = (tl.zeros((TILE // 4,), tl.float32),) * _PIVOTS
+        begin = turn * part
+        end = tl.minimum(begin + part, V)
+        offsets = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        for first in range(begin, end, TILE):
+            at = first + offsets
+            values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
+            y = (values - top) * rate
+            is_in = y >= floor * _LOG2_E
+            values = tl.where(is_in, values, float("-inf"))
+            mass = tl.exp2(y)
+            more_numbers, more_sums = (), ()
+            for i in tl.static_range(_PIVOTS):
+                reaches = is_in if i == _PIVOTS - 1 else values >= high - step * i
+                if TOP_K:
+                    more_numbers = more_numbers + (found_numbers[i] + tl.sum(reaches.to(tl.int32), 1),)  # noqa: RUF005
+                else:
+                    more_numbers = more_numbers + (found_numbers[i],)  # noqa: RUF005
+                if TOP_P:
+                    more_sums = more_sums + (found_sums[i] + tl.sum(tl.where(reaches, mass, 0.0), 1),)  # noqa: RUF005
+                else:
+                    more_sums = more_sums + (found_sums[i],)  # noqa: RUF005
+            found_numbers, found_sums = more_numbers, more_sums
+        place = (row * parts + turn) * _PIVOTS
+        for i in tl.static_range(_PIVOTS):
+            tl.store(numbers + place + i, tl.sum(found_numbers[i], 0))
+            tl.store(sums + place + i, tl.sum(found_sums[i], 0))
+        if turn == 0:
+            each_pivot = tl.arange(0, _PIVOTS)
+            values_of = high - step * each_pivot.to(tl.float32)
+            values_of = tl.where(each_pivot == _PIVOTS - 1, float("-inf"), values_of)
+            tl.store(pivots + row * _PIVOTS + each_pivot, values_of)
 
 
 @triton.jit
-def members(
-    logits_row, listed_row, first, num_listed, V, top, temperature, floor, scale, found, border, TILE: tl.constexpr
-):
-    """Numbers (`ordered`) and y of TILE tokens of the bin; number 0 for places that hold none.
+def last_number(numbers, weights, above, wanted):
+    """The highest number whose tokens, with all above, weigh what is wanted; all listed tokens together do.
 
-    num_listed: length of the list, or -1 if it is not complete: then place i holds token i.
+    numbers: 0 for places that hold no token. above: weight of the tokens that precede all listed ones.
     """
-    i = first + tl.arange(0, TILE)
-    at = tl.load(listed_row + i, mask=i < num_listed, other=0)
-    at = tl.where(num_listed < 0, i, at)
-    values = tl.load(logits_row + at, mask=i < tl.where(num_listed < 0, V, num_listed), other=float("-inf"))
-    y = scaled_logits(values, top, temperature)
-    numbers = ordered(values, at)
-    is_in = (y >= floor) & (numbers >= border)
-    y = tl.where(is_in, y, 0.0)
-    is_in = is_in & (bins_of(y, scale) == found)
-    return tl.where(is_in, numbers, 0), y
+    high = tl.max(numbers, 0) + 1
+    low = tl.min(tl.where(numbers > 0, numbers, high), 0)
+    if above.to(tl.float64) >= wanted:
+        low = high
+    while low < high:
+        middle = low + (high - low) // 2 + (high - low) % 2
+        reached = above + tl.sum(tl.where(numbers >= middle, weights, 0), 0)
+        is_reached = reached.to(tl.float64) >= wanted
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle - 1)
+    return low
+
+
+@triton.jit
+def weight_of_row(logits_row, threshold, V, top, temperature, floor, WEIGHS: tl.constexpr):
+    """Number, or mass if WEIGHS, of the row's tokens with this number (`ordered`) or a higher one."""
+    weight = tl.zeros((_SEARCH_TILE,), tl.int64)
+    for first in range(0, V, _SEARCH_TILE):
+        at = first + tl.arange(0, _SEARCH_TILE)
+        values = tl.load(logits_row + at, mask=at < V, other=float("-inf"))
+        y = scaled_logits(values, top, temperature)
+        is_in = (y >= floor) & (ordered(values, at) >= threshold)
+        weight += tl.where(is_in, masses(tl.where(is_in, y, 0.0)), 0) if WEIGHS else is_in.to(tl.int64)
+    return tl.sum(weight, 0)
+
+
+@triton.jit
+def last_number_of_row(logits_row, low, V, top, temperature, floor, wanted, WEIGHS: tl.constexpr):
+    """`last_number` over the whole row; low: a number whose tokens, with all above, weigh what is wanted."""
+    high = ordered(top, tl.full((), 0, tl.int32))
+    while low < high:
+        middle = low + (high - low) // 2 + (high - low) % 2
+        reached = weight_of_row(logits_row, middle, V, top, temperature, floor, WEIGHS)
+        is_reached = reached.to(tl.float64) >= wanted
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle - 1)
+    return low
 
 
 @triton.jit
 def find_border(
-    logits, highest, highest_id, lowest, parameters, bins, kept_mass, borders, listed, counts, N, V, stride, parts,
-    TILE: tl.constexpr, LIMIT: tl.constexpr, TOP_P: tl.constexpr, AFTER_TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    logits_row, listed_row, count, low, numbers_row, masses_row, parameters, row, N, V, top, temperature, floor, parts,
+    PARTS: tl.constexpr, LIMIT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """`borders[n]`: the highest number whose tokens, with all above, weigh what is wanted; without top_p also `kept_mass[n]`.
+    """A row's border, and True if the proposal was right: then a token that may win is among the listed ones (`list_hits`).
 
-    Each pass over the bin tries 16 thresholds between the lowest and the highest number that are still possible.
+    numbers_row, masses_row `[S, 2]`: of the tokens from `high` up and of all that may be drawn. count: number of tokens between.
     """
-    row = tl.program_id(0).to(tl.int64)
-    top, _top_id = top_of_row(highest, highest_id, row, parts, PARTS)
-    temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
-    scale = bin_scale(lowest, row, parts, top, temperature, floor, PARTS)
-    found, above, wanted = border_bin(bins, kept_mass, parameters, row, N, V, TOP_P, AFTER_TOP_K)
-    before = tl.load(borders + row).to(tl.uint64, bitcast=True)
-    border = before
-    count = tl.load(counts + row)
-    num_listed = tl.where(count <= LIMIT, count, -1).to(tl.int32)
-    num_places = tl.where((found < _BINS) & (count > 0), tl.where(num_listed < 0, V, num_listed), 0)
-    logits_row, listed_row = logits + row * stride, listed + row * LIMIT
-    low = tl.full((), 0xFFFFFFFFFFFFFFFF, tl.uint64)
-    high = tl.full((), 0, tl.uint64)
-    for first in range(0, num_places, TILE):
-        numbers, _y = members(
-            logits_row, listed_row, first, num_listed, V, top, temperature, floor, scale, found, before, TILE
-        )
-        least, most = tl.min(tl.where(numbers > 0, numbers, 0xFFFFFFFFFFFFFFFF), 0), tl.max(numbers, 0)
-        low, high = tl.where(least < low, least, low), tl.where(most > high, most, high)
-    if low <= high:
-        while low < high:
-            step = (high - low) // _FAN + 1
-            thresholds = low + step * (tl.arange(0, _FAN) + 1).to(tl.uint64)
-            sums = tl.zeros((_FAN,), tl.int64)
-            for first in range(0, num_places, TILE):
-                numbers, y = members(
-                    logits_row, listed_row, first, num_listed, V, top, temperature, floor, scale, found, before, TILE
-                )
-                weights = masses(y) if TOP_P else tl.full((TILE,), 1, tl.int64)
-                sums += tl.sum(tl.where(numbers[:, None] >= thresholds[None, :], weights[:, None], 0), 0)
-            reaches = ((above + sums).to(tl.float64) >= wanted) & (thresholds <= high)
-            low += step * tl.sum(reaches.to(tl.int32), 0).to(tl.uint64)
-            high = tl.where(low + step - 1 < high, low + step - 1, high)
-        border = low
-        tl.store(borders + row, border.to(tl.int64, bitcast=True))
-    if not TOP_P:
-        at = tl.arange(0, _BINS)
-        of_row = tl.load(bins + (N + row) * _BINS + at)
-        mass = tl.sum(tl.where(at < found, of_row, 0), 0)
-        for first in range(0, num_places, TILE):
-            numbers, y = members(
-                logits_row, listed_row, first, num_listed, V, top, temperature, floor, scale, found, before, TILE
-            )
-            mass += tl.sum(tl.where((numbers > 0) & (numbers >= border), masses(y), 0), 0)
-        tl.store(kept_mass + row, mass)
+    part = tl.arange(0, PARTS)
+    mask = part < parts
+    above = tl.sum(tl.load(numbers_row + part * 2, mask=mask, other=0), 0)
+    number = tl.sum(tl.load(numbers_row + part * 2 + 1, mask=mask, other=0), 0)
+    mass_above = tl.sum(tl.load(masses_row + part * 2, mask=mask, other=0), 0)
+    mass = tl.sum(tl.load(masses_row + part * 2 + 1, mask=mask, other=0), 0)
+    top_k = row_parameter(parameters, 3, row, N)
+    share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
+    i = tl.arange(0, LIMIT)
+    at = tl.load(listed_row + i, mask=i < count, other=0)
+    values = tl.load(logits_row + at, mask=i < count, other=float("-inf"))
+    numbers = tl.where(i < count, ordered(values, at), 0)
+    listed = tl.sum((numbers > 0).to(tl.int64), 0)
+    # of all tokens with the logit `low` the last
+    border = ordered(low, tl.full((), -1, tl.int32))
+    is_right = count <= LIMIT
+    is_short = top_k < number
+    if TOP_K:
+        is_right = is_right & ((top_k >= number) | ((above <= top_k) & (above + listed >= top_k)))
+        if is_right & is_short:
+            found = last_number(numbers, (numbers > 0).to(tl.int64), above, top_k.to(tl.float64))
+            border = tl.where(found > border, found, border)
+    if TOP_P:
+        weights = tl.where(numbers > 0, masses(tl.where(numbers > 0, scaled_logits(values, top, temperature), 0.0)), 0)
+        weights = tl.where(numbers >= border, weights, 0)
+        between = tl.sum(weights, 0)
+        kept = tl.where(is_short, mass_above + between, mass)
+        wanted = share * kept.to(tl.float64)
+        reaches = (mass_above + between).to(tl.float64) >= wanted
+        is_right = is_right & ((share >= 1.0) | ((mass_above.to(tl.float64) <= wanted) & reaches))
+        if is_right & (share < 1.0):
+            found = last_number(numbers, weights, mass_above, wanted)
+            border = tl.where(found > border, found, border)
+    if is_right == 0:
+        border = tl.full((), 0, tl.uint64)
+        if TOP_K:  # noqa: SIM102
+            if is_short:
+                border = last_number_of_row(logits_row, border, V, top, temperature, floor, top_k.to(tl.float64), False)
+        if TOP_P:  # noqa: SIM102
+            if share < 1.0:
+                wanted = share * weight_of_row(logits_row, border, V, top, temperature, floor, True).to(tl.float64)
+                border = last_number_of_row(logits_row, border, V, top, temperature, floor, wanted, True)
+    return border, is_right

@@ -38,8 +38,16 @@ class LaunchConfigs:
     sample_warps: int = 4
     sample_programs: int = 1024
     """Programs per launch of `sample`, about: a row is divided into `sample_programs / N` parts."""
-    sample_list: int = 8192
-    """Tokens of one bin that are listed; the border in a bin with more is searched in the whole row."""
+    sample_pivot_tile: int = 512
+    """Tokens that a program holds at once while it weighs those above pivots, each of which takes registers; a divisor of
+    `sample_tile`."""
+    sample_hits: int = 4096
+    """Quads of tokens per row that are listed because one may win; where more may, noise is computed for the whole row."""
+    sample_list: int = 4096
+    """Tokens per row that are listed between two pivots, a power of two; a border among more is searched in the whole row."""
+    sample_draws: int = 512
+    """Listed quads of which one token each is weighed at once."""
+    sample_draw_warps: int = 8
     lora_rows: int = 64
     """Rows of A, or ranks of B, that a program of LoRA products takes at once; at least 16."""
     lora_inputs: int = 128
@@ -82,6 +90,7 @@ TABLE = {
         move_warps=4,
         digest_warps=2,
         sample_warps=2,
+        sample_draw_warps=4,
         sample_programs=2432,
         lora_warps=2,
         expert_stages=2,
@@ -96,7 +105,10 @@ TABLE = {
         digest_unroll=2,
         sample_tile=256,
         sample_programs=8,
+        sample_pivot_tile=128,
+        sample_hits=64,
         sample_list=128,
+        sample_draws=64,
         lora_rows=16,
         lora_inputs=32,
         lora_columns=16,

@@ -19,21 +19,31 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def noise_bits(first, seed, index, position, TILE: tl.constexpr):
-    """`h` `[TILE]` uint64 of tokens first to first + TILE - 1; first and TILE are multiples of 16."""
+def lead_words(first, seed, index, position, QUADS: tl.constexpr):
+    """`[QUADS]` uint32: the leads of tokens first + 4 q to first + 4 q + 3, the lowest byte first.
+
+    first is a multiple of 16, QUADS of 4: one call of the generator gives the leads of 16 tokens.
+    """
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    index, position = index.to(tl.uint32), position.to(tl.uint32)
-    call = (first // 16 + tl.arange(0, TILE // 16)).to(tl.uint32)
+    call = (first // 16 + tl.arange(0, QUADS // 4)).to(tl.uint32)
     none = call * 0
-    w0, w1, w2, w3 = philox(call, none + position, none + index, none, k0, k1)
-    # words in order: pairs (0, 2) and (1, 3) are joined to [.., k, j] = word 2 k + j
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
-    leads = (tl.reshape(words, (TILE // 16, 4))[:, :, None] >> shifts[None, None, :]) & 0xFF
-    token = (first + tl.arange(0, TILE)).to(tl.uint32)
-    zero = token * 0
-    t0, t1, _, _ = philox(token, zero + position, zero + index, zero + 1, k0, k1)
-    lead = tl.reshape(leads, (TILE,)).to(tl.uint64)
+    w0, w1, w2, w3 = philox(call, none + position.to(tl.uint32), none + index.to(tl.uint32), none, k0, k1)
+    # pairs (0, 2) and (1, 3) are joined to [.., k, j] = word 2 k + j
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (QUADS,))
+
+
+@triton.jit
+def noise_bits(tokens, seed, index, position):
+    """`h`, uint64, of any tokens, int32 in an array of one dimension."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    token = tokens.to(tl.uint32)
+    none = token * 0
+    position, index = none + position.to(tl.uint32), none + index.to(tl.uint32)
+    w0, w1, w2, w3 = philox(token // 16, position, index, none, k0, k1)
+    quad = (token // 4) % 4
+    word = tl.where(quad < 2, tl.where(quad == 0, w0, w1), tl.where(quad == 2, w2, w3))
+    lead = ((word >> ((token % 4) * 8)) & 0xFF).to(tl.uint64)
+    t0, t1, _, _ = philox(token, position, index, none + 1, k0, k1)
     return (lead << 56) | (t1.to(tl.uint64) << 24) | (t0.to(tl.uint64) >> 8)
 
 

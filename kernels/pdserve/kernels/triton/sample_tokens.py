@@ -1,14 +1,15 @@
 """Greedy and random sampling on a device, by the rules of `engine/sampling/kept_tokens.py` and `token_draw.py`. Nothing is sorted.
 
-Programs divide each row into parts; every launch is one pass over the logits, and no program waits for another. N rows, S parts:
+Programs divide each row into parts, and no program waits for another. N rows, S parts; the first four launches are one pass over
+the logits each, of the rows that need them:
 
-    find_extremes    highest logit with its lowest id, and lowest logit, of each part           grid (N, S)
-    fill_bins        masses and number of tokens in 2,048 bins of equal width in y              grid (N, S)   with top_k or top_p
-    list_bin         ids of the tokens in the bin that contains the border of top_k             grid (N, S)   with top_k
-    find_border      the border among them                                                      grid (N,)     with top_k
-    list_bin, find_border   for top_p, over the tokens that top_k keeps                                       with top_p
-    draw_parts       highest sum of y and noise of each part                                    grid (N, S)   with random rows
-    choose           the token of each row                                                      grid (N,)
+    scan_rows       highest logit, and its lowest id, of each part; lists tokens that may win    grid (N, S)   all rows
+    weigh_pivots    number and mass of the tokens above each of 15 pivots; two launches          grid (N, S)   top_k, top_p
+    list_kept       lists kept tokens that may win, and the tokens between two pivots            grid (N, S)   top_k, top_p, min_p
+    choose          the border between the pivots, the noise of what is listed, the token        grid (N,)     all rows
+
+A token may win if its lead, the first byte of its noise, is 0, which one in 256 is, or if its y is so much above the best of those
+that its lead does not matter (`list_hits`): the noise of all others is not computed. So a random row without limits is one pass.
 
 Equality with the processor: noise, order, ties and y are the same bits. Two results are rounded elsewhere: `exp` of a mass (some
 units in the last place of float32: the border of top_p may lie one token further), and the noise, which is computed in float64 with
@@ -23,12 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows
-from pdserve.kernels.triton.kept_border import BINS, fill_bins, find_border, list_bin
+from pdserve.kernels.triton.kept_border import PIVOTS, find_border, interval, masses, weigh_pivots
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
-from pdserve.kernels.triton.noise import exact_gumbel, noise_bits, rough_gumbel
+from pdserve.kernels.triton.noise import exact_gumbel, lead_words, noise_bits, rough_gumbel
 from pdserve.kernels.triton.sampled_row import (
     float_parameter,
+    is_cut,
     is_drawn,
+    is_limited,
     ordered,
     row_parameter,
     scaled_logits,
@@ -37,80 +40,216 @@ from pdserve.kernels.triton.sampled_row import (
 
 _SLACK = tl.constexpr(1e-3)
 """Sums of rough noise this near to the highest are computed exactly."""
-_SEARCH_TILE = 128
-"""Tokens that a pass of the search holds at once, each compared with 16 thresholds."""
+_LEAD_SLACK = tl.constexpr(1.004)
+"""exp of `_SLACK`, and of what the noise of a lead of 0 and the bound of other leads may be apart, 0.002."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3e38)
 
 
 @triton.jit
-def find_extremes(logits, highest, highest_id, lowest, V, stride, part, TILE: tl.constexpr):
-    """Per part: its highest logit, the lowest id that has it, and its lowest finite logit."""
+def list_hits(
+    values, is_candidate, is_kept, best_lead, rate, first, seed, index, position, count, hits_row,
+    LIMIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Lists the candidates of a tile that may win; returns the highest logit so far of kept tokens with lead 0.
+
+    values `[TILE / 4, 4]`, first: id of the first. Noise is at most `-ln(lead / 256)`, so a token loses against that best one
+    if its lead exceeds `exp(difference of y)`. rate: log2(e) / temperature. An entry is the number of a quad of tokens, and 4
+    bits that name tokens of it; `count` counts entries beyond LIMIT too.
+    """
+    lanes = tl.arange(0, 4)[None, :]
+    words = lead_words(first, seed, index, position, TILE // 4)
+    leads = (words[:, None] >> (lanes * 8).to(tl.uint32)) & 0xFF
+    best = tl.max(tl.where(is_kept & (leads == 0), values, _LOWEST), 1)
+    best_lead = tl.maximum(best_lead, tl.max(best, 0))
+    gain = tl.minimum((tl.where(is_candidate, values, best_lead) - best_lead) * rate, 10.0)
+    is_hit = is_candidate & (leads.to(tl.int32).to(tl.float32) <= tl.exp2(gain) * _LEAD_SLACK)
+    names = tl.sum(is_hit.to(tl.int32) << lanes, 1)
+    has_hit = (names > 0).to(tl.int32)
+    number = tl.sum(has_hit, 0)
+    if number > 0:
+        place = tl.atomic_add(count, number, sem="relaxed") + tl.cumsum(has_hit, 0) - 1
+        quads = first // 4 + tl.arange(0, TILE // 4)
+        tl.store(hits_row + place, (quads << 4) | names, mask=(names > 0) & (place < LIMIT))
+    return best_lead
+
+
+@triton.jit(do_not_specialize=["N"])
+def scan_rows(
+    logits, parameters, highest, highest_id, lowest, counts, hits, N, V, stride, part,
+    TILE: tl.constexpr, HITS: tl.constexpr, RANDOM: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Per part: its highest logit, the lowest id that has it, and (CUT) its lowest finite logit; hits of rows without limits."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, V)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_at = begin + tl.arange(0, TILE)
-    least = tl.full((TILE,), float("inf"), tl.float32)
+    offsets = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    best = tl.full((TILE // 4, 4), float("-inf"), tl.float32)
+    best_at = begin + offsets
+    least = tl.full((TILE // 4, 4), float("inf"), tl.float32)
+    if RANDOM:
+        temperature = float_parameter(parameters, 4, row, N)
+        is_listed = tl.where(is_limited(parameters, row, N, V), 0.0, temperature) > 0
+        rate = _LOG2_E / tl.where(temperature > 0, temperature, 1.0)
+        seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
+        position = row_parameter(parameters, 2, row, N)
+        best_lead = tl.full((), _LOWEST, tl.float32)
     for first in range(begin, end, TILE):
-        at = first + tl.arange(0, TILE)
+        at = first + offsets
         values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
         is_higher = values > best
         best, best_at = tl.where(is_higher, values, best), tl.where(is_higher, at, best_at)
-        least = tl.where((values < least) & (values > float("-inf")), values, least)
-    top = tl.max(best, 0)
+        if CUT:
+            least = tl.where((values < least) & (values > float("-inf")), values, least)
+        if RANDOM:  # noqa: SIM102
+            if is_listed:
+                is_finite = tl.abs(values) < float("inf")
+                best_lead = list_hits(
+                    values, is_finite, is_finite, best_lead, rate, first, seed, index, position,
+                    counts + row, hits + row * HITS, HITS, TILE,
+                )  # fmt: skip
+    top = tl.max(tl.max(best, 1), 0)
     tl.store(highest + place, top)
-    tl.store(highest_id + place, tl.minimum(tl.min(tl.where(best == top, best_at, V), 0), V - 1))
-    tl.store(lowest + place, tl.min(least, 0))
+    top_at = tl.min(tl.min(tl.where(best == top, best_at, V), 1), 0)
+    tl.store(highest_id + place, tl.minimum(top_at, V - 1))
+    if CUT:
+        tl.store(lowest + place, tl.min(tl.min(least, 1), 0))
+
+
+@triton.jit(do_not_specialize=["N"])
+def list_kept(
+    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, numbers, sums,
+    N, V, stride, part,
+    TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+):  # fmt: skip
+    """Lists the hits of rows with limits, and the tokens between `low` and `high`. Begins at the last part, as `weigh_pivots` does.
+
+    Per part: `numbers` (with top_k) and `sums` (masses, with top_p) `[N, S, 2]`, of the tokens from `high` up and of all.
+    """
+    row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    turn = parts - 1 - tl.program_id(1)
+    top, _top_id = top_of_row(highest, highest_id, row, parts, PARTS)
+    temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
+    if is_drawn(top, temperature) & is_limited(parameters, row, N, V):
+        low, high = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
+        if TOP_K or TOP_P:  # noqa: SIM102
+            if is_cut(parameters, row, N, V):
+                low, high = interval(pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS)
+        seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
+        position = row_parameter(parameters, 2, row, N)
+        rate = _LOG2_E / temperature
+        best_lead = tl.full((), _LOWEST, tl.float32)
+        number_kept, number = tl.zeros((TILE // 4,), tl.int32), tl.zeros((TILE // 4,), tl.int32)
+        mass_kept, mass = tl.zeros((TILE // 4,), tl.int64), tl.zeros((TILE // 4,), tl.int64)
+        begin = turn * part
+        end = tl.minimum(begin + part, V)
+        offsets = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        for first in range(begin, end, TILE):
+            at = first + offsets
+            values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
+            y = scaled_logits(values, top, temperature)
+            is_in = y >= floor
+            is_kept = is_in & (values >= high)
+            is_between = is_in & (values < high) & (values >= low)
+            best_lead = list_hits(
+                values, is_kept | is_between, is_kept, best_lead, rate, first, seed, index, position,
+                counts + row, hits + row * HITS, HITS, TILE,
+            )  # fmt: skip
+            if TOP_K or TOP_P:
+                number_kept += tl.sum(is_kept.to(tl.int32), 1)
+                number += tl.sum(is_in.to(tl.int32), 1)
+                of_quads = tl.sum(is_between.to(tl.int32), 1)
+                number_between = tl.sum(of_quads, 0)
+                if number_between > 0:
+                    base = tl.atomic_add(counts + N + row, number_between, sem="relaxed")
+                    before = base + tl.cumsum(of_quads, 0) - of_quads - 1
+                    place = before[:, None] + tl.cumsum(is_between.to(tl.int32), 1)
+                    tl.store(listed + row * LIMIT + place, at, mask=is_between & (place < LIMIT))
+            if TOP_P:
+                of_token = tl.where(is_in, masses(tl.where(is_in, y, 0.0)), 0)
+                mass_kept += tl.sum(tl.where(is_kept, of_token, 0), 1)
+                mass += tl.sum(of_token, 1)
+        if TOP_K or TOP_P:
+            place = (row * parts + turn) * 2
+            tl.store(numbers + place, tl.sum(number_kept.to(tl.int64), 0))
+            tl.store(numbers + place + 1, tl.sum(number.to(tl.int64), 0))
+            tl.store(sums + place, tl.sum(mass_kept, 0))
+            tl.store(sums + place + 1, tl.sum(mass, 0))
 
 
 @triton.jit
-def draw_parts(
-    logits, highest, highest_id, parameters, borders, sums, sum_ids, N, V, stride, part, TILE: tl.constexpr, PARTS: tl.constexpr
+def draw(
+    logits_row, hits_row, num_hits, is_listed, border, top, temperature, floor, seed, index, position, V,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Per part: the highest sum of y and noise among the kept tokens, and the lowest id that has it; -inf if none is kept.
+    """The token with the highest sum of y and noise, of equal ones the lowest: among the hits, or (not is_listed) in the whole row.
 
     Rough noise finds the few tokens that can win, whose noise is then computed exactly, one after the other.
     """
-    row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
-    top, _ = top_of_row(highest, highest_id, row, parts, PARTS)
-    temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
-    seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
-    position = row_parameter(parameters, 2, row, N)
-    border = tl.load(borders + row).to(tl.uint64, bitcast=True)
     best = tl.full((), float("-inf"), tl.float32)
     best_id = tl.full((), 0, tl.int32)
-    begin = tl.program_id(1) * part
-    end = tl.where(is_drawn(top, temperature), tl.minimum(begin + part, V), begin)
-    for first in range(begin, end, TILE):
-        at = first + tl.arange(0, TILE)
-        values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
-        y = scaled_logits(values, top, temperature)
-        is_kept = (y >= floor) & (ordered(values, at) >= border) & (at < end)
-        if tl.max(is_kept.to(tl.int32), 0) > 0:
-            bits = noise_bits(first, seed, index, position, TILE)
-            rough = tl.where(is_kept, y + rough_gumbel(bits), float("-inf"))
-            bound = tl.maximum(tl.max(rough, 0), best) - _SLACK
-            token = tl.min(tl.where(rough >= bound, at, V), 0)
-            while token < V:
-                is_it = at == token
-                its_y = tl.max(tl.where(is_it, y, float("-inf")), 0)
-                total = its_y + exact_gumbel(tl.max(tl.where(is_it, bits, 0), 0))
-                best_id = tl.where(total > best, token, best_id)
-                best = tl.maximum(total, best)
-                token = tl.min(tl.where((rough >= bound) & (at > token), at, V), 0)
-    place = tl.program_id(0) * parts + tl.program_id(1)
-    tl.store(sums + place, best)
-    tl.store(sum_ids + place, best_id)
+    num_entries = tl.where(is_listed, num_hits, (V + 3) // 4)
+    for first in range(0, num_entries, TILE):
+        i = first + tl.arange(0, TILE)
+        entries = tl.load(hits_row + i, mask=is_listed & (i < num_entries), other=0)
+        quads = tl.where(is_listed, entries >> 4, i)
+        names = tl.where(i < num_entries, tl.where(is_listed, entries & 15, 15), 0)
+        while tl.max(names, 0) > 0:
+            lane = tl.where((names & 3) != 0, ((names & 1) == 0).to(tl.int32), tl.where((names & 4) != 0, 2, 3))
+            at = quads * 4 + lane
+            is_token = (names > 0) & (at < V)
+            names = names & (names - 1)
+            values = tl.load(logits_row + at, mask=is_token, other=float("-inf"))
+            y = scaled_logits(values, top, temperature)
+            is_kept = is_token & (y >= floor) & (ordered(values, at) >= border)
+            if tl.max(is_kept.to(tl.int32), 0) > 0:
+                bits = noise_bits(at, seed, index, position)
+                rough = tl.where(is_kept, y + rough_gumbel(bits), float("-inf"))
+                bound = tl.maximum(tl.max(rough, 0), best) - _SLACK
+                token = tl.min(tl.where(rough >= bound, at, V), 0)
+                while token < V:
+                    is_it = is_kept & (at == token)
+                    its_y = tl.max(tl.where(is_it, y, float("-inf")), 0)
+                    total = its_y + exact_gumbel(tl.max(tl.where(is_it, bits, 0), 0))
+                    is_better = (total > best) | ((total == best) & (token < best_id))
+                    best, best_id = tl.where(is_better, total, best), tl.where(is_better, token, best_id)
+                    token = tl.min(tl.where((rough >= bound) & (at > token), at, V), 0)
+    return best_id
 
 
-@triton.jit
-def choose(highest, highest_id, sums, sum_ids, parameters, chosen, N, parts, PARTS: tl.constexpr, RANDOM: tl.constexpr):
+@triton.jit(do_not_specialize=["N", "parts"])
+def choose(
+    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, numbers, sums, chosen,
+    N, V, stride, parts,
+    TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr, RANDOM: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+):  # fmt: skip
     """`chosen[0, n]`: the row's token; `chosen[1, n]`: the bits of its highest logit."""
     row = tl.program_id(0).to(tl.int64)
     top, token = top_of_row(highest, highest_id, row, parts, PARTS)
     if RANDOM:
-        temperature = float_parameter(parameters, 4, row, N)
-        _, drawn = top_of_row(sums, sum_ids, row, parts, PARTS)
-        token = tl.where(is_drawn(top, temperature), drawn, token)
+        temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
+        if is_drawn(top, temperature):
+            logits_row = logits + row * stride
+            num_hits = tl.load(counts + row)
+            is_listed = num_hits <= HITS
+            border = tl.full((), 0, tl.uint64)
+            if TOP_K or TOP_P:  # noqa: SIM102
+                if is_cut(parameters, row, N, V):
+                    low, _high = interval(pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS)
+                    border, is_right = find_border(
+                        logits_row, listed + row * LIMIT, tl.load(counts + N + row), low, numbers + row * parts * 2,
+                        sums + row * parts * 2, parameters, row, N, V, top, temperature, floor, parts,
+                        PARTS, LIMIT, TOP_K, TOP_P,
+                    )  # fmt: skip
+                    is_listed = is_listed & is_right
+            seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
+            position = row_parameter(parameters, 2, row, N)
+            token = draw(
+                logits_row, hits + row * HITS, num_hits, is_listed, border, top, temperature, floor, seed, index, position, V,
+                TILE,
+            )  # fmt: skip
     tl.store(chosen + row, token.to(tl.int64))
     tl.store(chosen + N + row, top.to(tl.int32, bitcast=True).to(tl.int64))
 
@@ -129,15 +268,15 @@ class SamplingLaunches:
     """The launches of one call, and the arrays that they pass on."""
 
     def __init__(self, logits: Tensor, rows: PackedRows, configs: LaunchConfigs) -> None:
-        self._logits, self._configs = logits, configs
+        self._logits, self._configs, self._stages = logits, configs, rows.stages
         self._num_rows, self._vocab_size = logits.shape
         tile = configs.sample_tile
         self._part = tile * triton.cdiv(
             triton.cdiv(self._vocab_size, tile), max(1, configs.sample_programs // self._num_rows)
         )
-        self._parts = triton.cdiv(self._vocab_size, self._part)
-        self._grid = (self._num_rows, self._parts)
-        self._stages = rows.stages
+        self._grid = (self._num_rows, triton.cdiv(self._vocab_size, self._part))
+        # of one row, so that steps of other numbers of rows compile nothing
+        self._most_parts = triton.next_power_of_2(min(triton.cdiv(self._vocab_size, tile), configs.sample_programs))
         self._parameters = rows.parameters.contiguous()
 
     def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -145,56 +284,61 @@ class SamplingLaunches:
 
     def run(self) -> Tensor:
         """`[2, N]` int64, see `choose`."""
+        configs, stages, num_rows = self._configs, self._stages, self._num_rows
         # a fused multiplication and addition is rounded once, and a processor's twice
-        constants = {"num_warps": self._configs.sample_warps, "enable_fp_fusion": False}
-        parts = {**constants, "PARTS": triton.next_power_of_2(self._parts)}
-        sizes = (self._vocab_size, self._logits.stride(0), self._part)
-        highest, lowest, sums = self._empty(torch.float32, 3, *self._grid)
-        ids, sum_ids = self._empty(torch.int32, 2, *self._grid)
-        find_extremes[self._grid](
-            self._logits, highest, ids, lowest, *sizes, TILE=self._configs.sample_tile, **constants
-        )
-        if self._stages.is_random:
-            borders = self._borders(highest, ids, lowest, parts)
-            draw_parts[self._grid](
-                self._logits, highest, ids, self._parameters, borders, sums, sum_ids, self._num_rows, *sizes,
-                TILE=self._configs.sample_tile, **parts,
+        constants = {"num_warps": configs.sample_warps, "enable_fp_fusion": False}
+        parts = {"PARTS": self._most_parts}
+        limits = {"HITS": configs.sample_hits if stages.is_random else 1}
+        cuts = {"TOP_K": stages.has_top_k, "TOP_P": stages.has_top_p}
+        is_cut = stages.has_top_k or stages.has_top_p
+        sizes = (num_rows, self._vocab_size, self._logits.stride(0))
+        highest, lowest = self._empty(torch.float32, 2, *self._grid)
+        ids = self._empty(torch.int32, *self._grid)
+        hits = self._empty(torch.int32, num_rows, limits["HITS"])
+        # numbers of hits, and of the tokens between
+        counts = self._empty(torch.int32, 2, num_rows)
+        if stages.is_random:
+            counts.zero_()
+        rows = (self._logits, self._parameters, highest, ids)
+        scan_rows[self._grid](
+            *rows, lowest, counts, hits, *sizes, self._part,
+            TILE=configs.sample_tile, **limits, RANDOM=stages.is_random, CUT=is_cut, **constants,
+        )  # fmt: skip
+        limits["LIMIT"] = configs.sample_list if is_cut else 1
+        found = tuple(self._weighed(highest, ids, lowest)) if is_cut else (lowest, ids, lowest)
+        listed = self._empty(torch.int32, num_rows, limits["LIMIT"])
+        numbers, sums = self._empty(torch.int64, 2, *self._grid, 2)
+        if is_cut or stages.has_min_p:
+            list_kept[self._grid](
+                *rows, *found, counts, hits, listed, numbers, sums, *sizes, self._part,
+                TILE=configs.sample_tile, **parts, **limits, **cuts, **constants,
+                **register_limit(configs.max_registers),
             )  # fmt: skip
-        chosen = self._empty(torch.int64, 2, self._num_rows)
-        choose[(self._num_rows,)](
-            highest,
-            ids,
-            sums,
-            sum_ids,
-            self._parameters,
-            chosen,
-            self._num_rows,
-            self._parts,
-            RANDOM=self._stages.is_random,
-            **parts,
-        )
+        chosen = self._empty(torch.int64, 2, num_rows)
+        choose[(num_rows,)](
+            *rows, *found, counts, hits, listed, numbers, sums, chosen, *sizes, self._grid[1],
+            TILE=configs.sample_draws, **parts, **limits, RANDOM=stages.is_random, **cuts,
+            **{**constants, "num_warps": configs.sample_draw_warps}, **register_limit(configs.max_registers),
+        )  # fmt: skip
         return chosen
 
-    def _borders(self, highest: Tensor, ids: Tensor, lowest: Tensor, parts: dict[str, int]) -> Tensor:
-        """`[N]` int64, the bits of each row's border; 0 keeps all."""
-        device, num_rows, tile = self._logits.device, self._num_rows, self._configs.sample_tile
-        borders = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        if not self._stages.has_top_k and not self._stages.has_top_p:
-            return borders
-        bins = torch.zeros((2, num_rows, BINS), dtype=torch.int64, device=device)
-        rows = (self._logits, highest, ids, lowest, self._parameters)
-        sizes = (num_rows, self._vocab_size, self._logits.stride(0))
-        fill_bins[self._grid](*rows, bins, *sizes, self._part, TILE=tile, **parts)
-        kept_mass = self._empty(torch.int64, num_rows)
-        limit, registers = self._configs.sample_list, register_limit(self._configs.max_registers)
-        listed, counts = (
-            self._empty(torch.int32, num_rows, limit),
-            torch.zeros((2, num_rows), dtype=torch.int64, device=device),
+    def _weighed(self, highest: Tensor, ids: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pivots `[N, 16]` of the second division, and numbers and masses `[N, S, 16]`."""
+        configs, stages, num_rows = self._configs, self._stages, self._num_rows
+        options = {
+            "TILE": configs.sample_pivot_tile, "PARTS": self._most_parts,
+            "TOP_K": stages.has_top_k, "TOP_P": stages.has_top_p,
+            "num_warps": configs.sample_warps, "enable_fp_fusion": False,
+        }  # fmt: skip
+        pivots, sums = (
+            self._empty(torch.float32, 2, num_rows, PIVOTS),
+            self._empty(torch.float32, 2, *self._grid, PIVOTS),
         )
-        for is_top_p, is_used in enumerate((self._stages.has_top_k, self._stages.has_top_p)):
-            if is_used:
-                constants = {"LIMIT": limit, "TOP_P": bool(is_top_p), "AFTER_TOP_K": self._stages.has_top_k, **parts}
-                of_stage = (*rows, bins, kept_mass, borders, listed, counts[is_top_p])
-                list_bin[self._grid](*of_stage, *sizes, self._part, TILE=tile, **constants)
-                find_border[(num_rows,)](*of_stage, *sizes, self._parts, TILE=_SEARCH_TILE, **constants, **registers)
-        return borders
+        numbers = self._empty(torch.int32, 2, *self._grid, PIVOTS)
+        for turn in range(2):
+            weigh_pivots[self._grid](
+                self._logits, highest, ids, lowest, self._parameters, pivots[0], numbers[0], sums[0],
+                pivots[turn], numbers[turn], sums[turn],
+                num_rows, self._vocab_size, self._logits.stride(0), self._part, FIRST=turn == 0, **options,
+            )  # fmt: skip
+        return pivots[1], numbers[1], sums[1]

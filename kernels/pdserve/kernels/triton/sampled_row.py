@@ -6,6 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pdserve.kernels.sampled_rows import LOWEST_Y
+
+_LOWEST_Y = tl.constexpr(LOWEST_Y)
+
 
 @triton.jit
 def row_parameter(parameters, which, row, N):
@@ -34,6 +38,19 @@ def top_of_row(values, ids, row, parts, PARTS: tl.constexpr):
 def is_drawn(top, temperature):
     """A row whose highest logit is infinite has no distribution: it gets its most likely token."""
     return (temperature > 0) & (tl.abs(top) < float("inf"))
+
+
+@triton.jit
+def is_cut(parameters, row, N, V):
+    """True for rows with top_k or top_p."""
+    top_p = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
+    return (row_parameter(parameters, 3, row, N) < V) | (top_p < 1.0)
+
+
+@triton.jit
+def is_limited(parameters, row, N, V):
+    """True for rows with top_k, top_p or min_p: what they keep depends on the row's highest logit."""
+    return is_cut(parameters, row, N, V) | (float_parameter(parameters, 5, row, N) > _LOWEST_Y)
 
 
 @triton.jit
