@@ -67,8 +67,9 @@ SAMPLED = {
     "min_p 0.05": Given(min_p=0.05),
     "top_k 50, top_p 0.9": Given(top_k=50, top_p=0.9),
 }
-VARIANTS: dict[str, dict[str, int]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "tiles of 512": {"sample_tile": 512},
+    "tiles of 2048": {"sample_tile": 2048},
     "tiles of 2048, 8 warps": {"sample_tile": 2048, "sample_warps": 8},
     "pivots in tiles of 1024": {"sample_pivot_tile": 1024},
     "528 programs": {"sample_programs": 528},

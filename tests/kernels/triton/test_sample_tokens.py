@@ -99,6 +99,31 @@ def test_no_row_is_searched_whole_with_the_sizes_of_a_gpu(kind: str, monkeypatch
     check(torch.from_numpy(logits).bfloat16().float().numpy(), mixed(20_000, 100), **sizes)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps its constants")
+def test_tokens_near_the_border_of_top_p_are_decided_by_exact_masses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bound of the error of masses so large that such tokens win."""
+    monkeypatch.setattr(kept_border, "_ROUNDING", tl.constexpr(0.1))
+    check(rows_of("flat", len(SAMPLING_FIELDS), 500), mixed(500), sample_list=512)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_lowest_logit_is_the_last_whose_y_is_not_too_low(scale: float) -> None:
+    """Among logits that differ in the last place, above and below zero."""
+    asked = metadata(4, 300, min_p=0.25, temperature=scale)
+    logits = np.empty((4, 300), np.float32)
+    for row, highest in enumerate((0.0, scale, 1.4 * scale, -5e3 * scale)):
+        border = np.float32(highest + np.log(0.25) * scale)
+        logits[row, 0] = highest
+        for token in range(150, 0, -1):
+            logits[row, token] = border = np.nextafter(border, np.float32(-np.inf))
+        border = np.float32(highest + np.log(0.25) * scale)
+        for token in range(150, 300):
+            logits[row, token] = border = np.nextafter(border, np.float32(np.inf))
+    for first in range(0, 40, 4):
+        noise = coordinates(4, first)
+        check(logits, replace(asked, seeds=noise.seeds, indexes=noise.indexes, positions=noise.positions))
+
+
 @pytest.mark.parametrize(
     ("given", "kernels"),
     [

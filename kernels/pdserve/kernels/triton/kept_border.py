@@ -1,9 +1,10 @@
 """The borders of top_k and top_p: pivots divide a row's logits twice, then a search among the tokens that are left.
 
 A border is the number (`ordered`) of the last kept token; 0 keeps all. Pivots bring it between two logits, `low` and `high`:
-tokens from `high` up are kept, tokens below `low` are not, and those between are listed. Masses at pivots are sums in float32,
-so they only propose `low` and `high`; `find_border` verifies both with sums of integers, whose order does not matter, and
-searches the whole row if a proposal was wrong or too many tokens lie between.
+tokens from `high` up are kept, tokens below `low` are not, and those between are listed. Masses at pivots are sums in float32
+with a known bound of their error, so the border of top_p among the listed tokens is known but for the few tokens at that bound.
+If none of these wins the draw, they do not matter; else `exact_border` computes the masses as integers, whose order of summation
+does not matter. A border among more tokens than the list holds is searched in the whole row.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pdserve.kernels.triton.sampled_row import (
     float_parameter,
     is_cut,
     is_drawn,
+    lowest_logit,
     ordered,
     row_parameter,
     scaled_logits,
@@ -24,12 +26,13 @@ from pdserve.kernels.triton.sampled_row import (
 PIVOTS = 16
 _PIVOTS = tl.constexpr(PIVOTS)
 _STEPS = tl.constexpr(PIVOTS - 2)
-"""Intervals between pivots; the last pivot counts all tokens that may be drawn."""
+"""Intervals between pivots; the last pivot is the lowest logit that may be drawn."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_MASS_OF_HIGHEST = tl.constexpr(2.0**34)
 _NO_MASS = tl.constexpr(-25.0)
 """y below which a token has no mass."""
 _ROUNDING = tl.constexpr(5e-5)
-"""Bound of the relative error of masses at pivots."""
+"""Bound of the error of a difference of masses at pivots, as part of the row's mass."""
 _SEARCH_TILE = tl.constexpr(1024)
 
 
@@ -42,7 +45,10 @@ def masses(y):
 
 @triton.jit
 def interval(pivots, numbers, sums, parameters, row, N, V, parts, PARTS: tl.constexpr):
-    """`low` and `high` by what `weigh_pivots` found; -inf and inf where no pivot says more."""
+    """`low` and `high` by what `weigh_pivots` found; number and mass from `high` up; number and mass of all that may be drawn.
+
+    `high` is inf where no pivot is surely kept; `low` is the lowest logit that may be drawn where none surely suffices.
+    """
     at, part = tl.arange(0, _PIVOTS), tl.arange(0, PARTS)
     place = (row * parts + part[:, None]) * _PIVOTS + at[None, :]
     mask = (part[:, None] < parts) & (at[None, :] >= 0)
@@ -57,8 +63,10 @@ def interval(pivots, numbers, sums, parameters, row, N, V, parts, PARTS: tl.cons
     is_kept = (number <= top_k) & (mass <= tl.where(share < 1.0, share * least * (1.0 - _ROUNDING), float("inf")))
     is_enough = (number >= top_k) | (mass >= tl.where(share < 1.0, share * most * (1.0 + _ROUNDING), float("inf")))
     high = tl.min(tl.where(is_kept, pivot, float("inf")), 0)
-    low = tl.max(tl.where(is_enough, pivot, float("-inf")), 0)
-    return low, high
+    low = tl.maximum(tl.max(tl.where(is_enough, pivot, float("-inf")), 0), tl.min(pivot, 0))
+    number_above = tl.max(tl.where(is_kept, number, 0), 0)
+    mass_above = tl.max(tl.where(is_kept, mass, 0.0), 0)
+    return low, high, number_above.to(tl.int64), mass_above, tl.max(number, 0), tl.max(mass, 0)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -78,12 +86,15 @@ def weigh_pivots(
     temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
     if is_drawn(top, temperature) & is_cut(parameters, row, N, V):
         each = tl.arange(0, PARTS)
-        low = tl.min(tl.load(lowest + row * parts + each, mask=each < parts, other=float("inf")), 0)
+        least = tl.min(tl.load(lowest + row * parts + each, mask=each < parts, other=float("inf")), 0)
+        lowest_drawn = lowest_logit(top, temperature, floor)
         reach = tl.where(row_parameter(parameters, 3, row, N) < V, floor, tl.maximum(floor, _NO_MASS))
-        low = tl.maximum(low, top + reach * temperature)
+        low = tl.maximum(tl.maximum(least, lowest_drawn), top + reach * temperature)
         high = top
         if not FIRST:
-            nearer_low, nearer_high = interval(before, before_numbers, before_sums, parameters, row, N, V, parts, PARTS)
+            nearer_low, nearer_high, _number_above, _mass_above, _number, _mass = interval(
+                before, before_numbers, before_sums, parameters, row, N, V, parts, PARTS
+            )
             low, high = tl.maximum(low, nearer_low), tl.minimum(high, nearer_high)
         step = (high - low) / _STEPS
         rate = _LOG2_E / temperature
@@ -95,21 +106,18 @@ def weigh_pivots(
         for first in range(begin, end, TILE):
             at = first + offsets
             values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
-            y = (values - top) * rate
-            is_in = y >= floor * _LOG2_E
-            values = tl.where(is_in, values, float("-inf"))
-            mass = tl.exp2(y)
+            mass = tl.exp2((values - top) * rate)
             more_numbers, more_sums = (), ()
             for i in tl.static_range(_PIVOTS):
-                reaches = is_in if i == _PIVOTS - 1 else values >= high - step * i
+                reaches = values >= (lowest_drawn if i == _PIVOTS - 1 else tl.maximum(high - step * i, lowest_drawn))
                 if TOP_K:
-                    more_numbers = more_numbers + (found_numbers[i] + tl.sum(reaches.to(tl.int32), 1),)  # noqa: RUF005
+                    more_numbers = more_numbers + (found_numbers[i] + tl.sum(reaches.to(tl.int32), 1),)  # type: ignore[assignment] # noqa: RUF005
                 else:
-                    more_numbers = more_numbers + (found_numbers[i],)  # noqa: RUF005
+                    more_numbers = more_numbers + (found_numbers[i],)  # type: ignore[assignment] # noqa: RUF005
                 if TOP_P:
-                    more_sums = more_sums + (found_sums[i] + tl.sum(tl.where(reaches, mass, 0.0), 1),)  # noqa: RUF005
+                    more_sums = more_sums + (found_sums[i] + tl.sum(tl.where(reaches, mass, 0.0), 1),)  # type: ignore[assignment] # noqa: RUF005
                 else:
-                    more_sums = more_sums + (found_sums[i],)  # noqa: RUF005
+                    more_sums = more_sums + (found_sums[i],)  # type: ignore[assignment] # noqa: RUF005
             found_numbers, found_sums = more_numbers, more_sums
         place = (row * parts + turn) * _PIVOTS
         for i in tl.static_range(_PIVOTS):
@@ -117,8 +125,8 @@ def weigh_pivots(
             tl.store(sums + place + i, tl.sum(found_sums[i], 0))
         if turn == 0:
             each_pivot = tl.arange(0, _PIVOTS)
-            values_of = high - step * each_pivot.to(tl.float32)
-            values_of = tl.where(each_pivot == _PIVOTS - 1, float("-inf"), values_of)
+            values_of = tl.maximum(high - step * each_pivot.to(tl.float32), lowest_drawn)
+            values_of = tl.where(each_pivot == _PIVOTS - 1, lowest_drawn, values_of)
             tl.store(pivots + row * _PIVOTS + each_pivot, values_of)
 
 
@@ -169,53 +177,88 @@ def last_number_of_row(logits_row, low, V, top, temperature, floor, wanted, WEIG
 
 @triton.jit
 def find_border(
-    logits_row, listed_row, count, low, numbers_row, masses_row, parameters, row, N, V, top, temperature, floor, parts,
+    logits_row, listed_row, count, pivots, pivot_numbers, pivot_sums, parameters, row, N, V, top, temperature, parts,
     PARTS: tl.constexpr, LIMIT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """A row's border, and True if the proposal was right: then a token that may win is among the listed ones (`list_hits`).
+    """The border of top_k; a number that is the row's border or lower; a number from which on all tokens are surely kept.
 
-    numbers_row, masses_row `[S, 2]`: of the tokens from `high` up and of all that may be drawn. count: number of tokens between.
+    count: number of listed tokens, not above LIMIT.
     """
-    part = tl.arange(0, PARTS)
-    mask = part < parts
-    above = tl.sum(tl.load(numbers_row + part * 2, mask=mask, other=0), 0)
-    number = tl.sum(tl.load(numbers_row + part * 2 + 1, mask=mask, other=0), 0)
-    mass_above = tl.sum(tl.load(masses_row + part * 2, mask=mask, other=0), 0)
-    mass = tl.sum(tl.load(masses_row + part * 2 + 1, mask=mask, other=0), 0)
+    low, _high, above, mass_above, number, mass = interval(
+        pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS
+    )
     top_k = row_parameter(parameters, 3, row, N)
     share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
     i = tl.arange(0, LIMIT)
     at = tl.load(listed_row + i, mask=i < count, other=0)
     values = tl.load(logits_row + at, mask=i < count, other=float("-inf"))
     numbers = tl.where(i < count, ordered(values, at), 0)
-    listed = tl.sum((numbers > 0).to(tl.int64), 0)
     # of all tokens with the logit `low` the last
     border = ordered(low, tl.full((), -1, tl.int32))
-    is_right = count <= LIMIT
-    is_short = top_k < number
-    if TOP_K:
-        is_right = is_right & ((top_k >= number) | ((above <= top_k) & (above + listed >= top_k)))
-        if is_right & is_short:
+    if TOP_K:  # noqa: SIM102
+        if top_k < number:
             found = last_number(numbers, (numbers > 0).to(tl.int64), above, top_k.to(tl.float64))
             border = tl.where(found > border, found, border)
-    if TOP_P:
-        weights = tl.where(numbers > 0, masses(tl.where(numbers > 0, scaled_logits(values, top, temperature), 0.0)), 0)
-        weights = tl.where(numbers >= border, weights, 0)
-        between = tl.sum(weights, 0)
-        kept = tl.where(is_short, mass_above + between, mass)
-        wanted = share * kept.to(tl.float64)
-        reaches = (mass_above + between).to(tl.float64) >= wanted
-        is_right = is_right & ((share >= 1.0) | ((mass_above.to(tl.float64) <= wanted) & reaches))
-        if is_right & (share < 1.0):
-            found = last_number(numbers, weights, mass_above, wanted)
+    of_top_k, sure = border, border
+    if TOP_P:  # noqa: SIM102
+        if share < 1.0:
+            weights = masses(tl.where(numbers > 0, scaled_logits(values, top, temperature), 0.0))
+            weights = tl.where((numbers > 0) & (numbers >= border), weights, 0)
+            # masses at pivots are parts of that of the highest
+            before = mass_above.to(tl.float64) * _MASS_OF_HIGHEST
+            kept = mass.to(tl.float64) * _MASS_OF_HIGHEST
+            slack = kept * _ROUNDING
+            kept = tl.where(top_k < number, before + tl.sum(weights, 0).to(tl.float64), kept)
+            found = last_number(numbers, weights, before.to(tl.int64), share * kept + slack)
             border = tl.where(found > border, found, border)
-    if is_right == 0:
-        border = tl.full((), 0, tl.uint64)
-        if TOP_K:  # noqa: SIM102
-            if is_short:
-                border = last_number_of_row(logits_row, border, V, top, temperature, floor, top_k.to(tl.float64), False)
-        if TOP_P:  # noqa: SIM102
-            if share < 1.0:
-                wanted = share * weight_of_row(logits_row, border, V, top, temperature, floor, True).to(tl.float64)
-                border = last_number_of_row(logits_row, border, V, top, temperature, floor, wanted, True)
-    return border, is_right
+            found = last_number(numbers, weights, before.to(tl.int64), share * kept - slack)
+            sure = tl.where(found > sure, found, sure)
+    return of_top_k, border, sure
+
+
+@triton.jit
+def refined_border(
+    logits_row,
+    listed_row,
+    count,
+    of_top_k,
+    lower,
+    sure,
+    parameters,
+    row,
+    N,
+    V,
+    top,
+    temperature,
+    floor,
+    LIMIT: tl.constexpr,
+):
+    """The row's border, which top_p puts between the numbers `lower` and `sure`, by two passes over the row."""
+    share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
+    wanted = share * weight_of_row(logits_row, of_top_k, V, top, temperature, floor, True).to(tl.float64)
+    above = weight_of_row(logits_row, sure, V, top, temperature, floor, True)
+    i = tl.arange(0, LIMIT)
+    at = tl.load(listed_row + i, mask=i < count, other=0)
+    values = tl.load(logits_row + at, mask=i < count, other=float("-inf"))
+    numbers = tl.where(i < count, ordered(values, at), 0)
+    numbers = tl.where((numbers >= lower) & (numbers < sure), numbers, 0)
+    weights = tl.where(numbers > 0, masses(tl.where(numbers > 0, scaled_logits(values, top, temperature), 0.0)), 0)
+    found = last_number(numbers, weights, above, wanted)
+    return tl.where(above.to(tl.float64) >= wanted, sure, tl.where(found > lower, found, lower))
+
+
+@triton.jit
+def exact_border(
+    logits_row, border, parameters, row, N, V, top, temperature, floor, TOP_K: tl.constexpr, TOP_P: tl.constexpr
+):
+    """The border by passes over the whole row; border: a number not above it, or 0."""
+    if TOP_K:
+        top_k = row_parameter(parameters, 3, row, N)
+        if weight_of_row(logits_row, border, V, top, temperature, floor, False) > top_k:
+            border = last_number_of_row(logits_row, border, V, top, temperature, floor, top_k.to(tl.float64), False)
+    if TOP_P:
+        share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
+        if share < 1.0:
+            wanted = share * weight_of_row(logits_row, border, V, top, temperature, floor, True).to(tl.float64)
+            border = last_number_of_row(logits_row, border, V, top, temperature, floor, wanted, True)
+    return border

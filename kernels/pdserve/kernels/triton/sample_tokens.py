@@ -24,7 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows
-from pdserve.kernels.triton.kept_border import PIVOTS, find_border, interval, masses, weigh_pivots
+from pdserve.kernels.triton.kept_border import (
+    PIVOTS,
+    exact_border,
+    find_border,
+    interval,
+    refined_border,
+    weigh_pivots,
+)
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 from pdserve.kernels.triton.noise import exact_gumbel, lead_words, noise_bits, rough_gumbel
 from pdserve.kernels.triton.sampled_row import (
@@ -32,6 +39,7 @@ from pdserve.kernels.triton.sampled_row import (
     is_cut,
     is_drawn,
     is_limited,
+    lowest_logit,
     ordered,
     row_parameter,
     scaled_logits,
@@ -40,8 +48,8 @@ from pdserve.kernels.triton.sampled_row import (
 
 _SLACK = tl.constexpr(1e-3)
 """Sums of rough noise this near to the highest are computed exactly."""
-_LEAD_SLACK = tl.constexpr(1.004)
-"""exp of `_SLACK`, and of what the noise of a lead of 0 and the bound of other leads may be apart, 0.002."""
+_LEAD_SLACK = tl.constexpr(0.006)
+"""0.004 log2(e): the noise of a lead of 0 and the bound of other leads are 0.002 apart, and sums of y and noise are rounded."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3e38)
 
@@ -62,8 +70,9 @@ def list_hits(
     leads = (words[:, None] >> (lanes * 8).to(tl.uint32)) & 0xFF
     best = tl.max(tl.where(is_kept & (leads == 0), values, _LOWEST), 1)
     best_lead = tl.maximum(best_lead, tl.max(best, 0))
-    gain = tl.minimum((tl.where(is_candidate, values, best_lead) - best_lead) * rate, 10.0)
-    is_hit = is_candidate & (leads.to(tl.int32).to(tl.float32) <= tl.exp2(gain) * _LEAD_SLACK)
+    # as much lower as the noise of a lead of 0 and the bound of other leads are apart, and as sums are rounded
+    compared = best_lead - (_LEAD_SLACK / rate + tl.abs(best_lead) * 1.2e-7)
+    is_hit = is_candidate & (leads.to(tl.int32).to(tl.float32) <= tl.exp2((values - compared) * rate))
     names = tl.sum(is_hit.to(tl.int32) << lanes, 1)
     has_hit = (names > 0).to(tl.int32)
     number = tl.sum(has_hit, 0)
@@ -84,9 +93,9 @@ def scan_rows(
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, V)
     offsets = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    best = tl.full((TILE // 4, 4), float("-inf"), tl.float32)
-    best_at = begin + offsets
-    least = tl.full((TILE // 4, 4), float("inf"), tl.float32)
+    best = tl.full((TILE // 4,), float("-inf"), tl.float32)
+    best_at = begin + tl.arange(0, TILE // 4) * 4
+    least = tl.full((TILE // 4,), float("inf"), tl.float32)
     if RANDOM:
         temperature = float_parameter(parameters, 4, row, N)
         is_listed = tl.where(is_limited(parameters, row, N, V), 0.0, temperature) > 0
@@ -97,92 +106,92 @@ def scan_rows(
     for first in range(begin, end, TILE):
         at = first + offsets
         values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
-        is_higher = values > best
-        best, best_at = tl.where(is_higher, values, best), tl.where(is_higher, at, best_at)
+        of_quads = tl.max(values, 1)
+        is_higher = of_quads > best
+        best = tl.where(is_higher, of_quads, best)
+        best_at = tl.where(is_higher, first + tl.arange(0, TILE // 4) * 4, best_at)
         if CUT:
-            least = tl.where((values < least) & (values > float("-inf")), values, least)
+            least = tl.minimum(least, tl.min(tl.where(values > float("-inf"), values, float("inf")), 1))
         if RANDOM:  # noqa: SIM102
             if is_listed:
-                is_finite = tl.abs(values) < float("inf")
+                is_possible = values > float("-inf")
                 best_lead = list_hits(
-                    values, is_finite, is_finite, best_lead, rate, first, seed, index, position,
+                    values, is_possible, is_possible, best_lead, rate, first, seed, index, position,
                     counts + row, hits + row * HITS, HITS, TILE,
                 )  # fmt: skip
-    top = tl.max(tl.max(best, 1), 0)
+    top = tl.max(best, 0)
     tl.store(highest + place, top)
-    top_at = tl.min(tl.min(tl.where(best == top, best_at, V), 1), 0)
-    tl.store(highest_id + place, tl.minimum(top_at, V - 1))
+    # the first quad that has it, and there the first token
+    at = tl.min(tl.where(best == top, best_at, V - 1), 0) + tl.arange(0, 4)
+    values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
+    tl.store(highest_id + place, tl.minimum(tl.min(tl.where(values == top, at, V), 0), V - 1))
     if CUT:
-        tl.store(lowest + place, tl.min(tl.min(least, 1), 0))
+        tl.store(lowest + place, tl.min(least, 0))
 
 
 @triton.jit(do_not_specialize=["N"])
 def list_kept(
-    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, numbers, sums,
-    N, V, stride, part,
-    TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, N, V, stride, part,
+    TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Lists the hits of rows with limits, and the tokens between `low` and `high`. Begins at the last part, as `weigh_pivots` does.
+    """Lists the hits of rows with limits, and (CUT) the tokens between `low` and `high`.
 
-    Per part: `numbers` (with top_k) and `sums` (masses, with top_p) `[N, S, 2]`, of the tokens from `high` up and of all.
+    Begins at the last part, as `weigh_pivots` does.
     """
     row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     turn = parts - 1 - tl.program_id(1)
     top, _top_id = top_of_row(highest, highest_id, row, parts, PARTS)
     temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
     if is_drawn(top, temperature) & is_limited(parameters, row, N, V):
-        low, high = tl.full((), float("-inf"), tl.float32), tl.full((), float("-inf"), tl.float32)
-        if TOP_K or TOP_P:  # noqa: SIM102
+        low = lowest_logit(top, temperature, floor)
+        high = low
+        if CUT:  # noqa: SIM102
             if is_cut(parameters, row, N, V):
-                low, high = interval(pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS)
+                low, high, _number_above, _mass_above, _number, _mass = interval(
+                    pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS
+                )
         seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
         position = row_parameter(parameters, 2, row, N)
         rate = _LOG2_E / temperature
         best_lead = tl.full((), _LOWEST, tl.float32)
-        number_kept, number = tl.zeros((TILE // 4,), tl.int32), tl.zeros((TILE // 4,), tl.int32)
-        mass_kept, mass = tl.zeros((TILE // 4,), tl.int64), tl.zeros((TILE // 4,), tl.int64)
         begin = turn * part
         end = tl.minimum(begin + part, V)
         offsets = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
         for first in range(begin, end, TILE):
             at = first + offsets
             values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
-            y = scaled_logits(values, top, temperature)
-            is_in = y >= floor
-            is_kept = is_in & (values >= high)
-            is_between = is_in & (values < high) & (values >= low)
+            is_kept, is_candidate = values >= high, values >= low
             best_lead = list_hits(
-                values, is_kept | is_between, is_kept, best_lead, rate, first, seed, index, position,
+                values, is_candidate, is_kept, best_lead, rate, first, seed, index, position,
                 counts + row, hits + row * HITS, HITS, TILE,
             )  # fmt: skip
-            if TOP_K or TOP_P:
-                number_kept += tl.sum(is_kept.to(tl.int32), 1)
-                number += tl.sum(is_in.to(tl.int32), 1)
+            if CUT:
+                is_between = (values < high) & (values >= low)
                 of_quads = tl.sum(is_between.to(tl.int32), 1)
-                number_between = tl.sum(of_quads, 0)
-                if number_between > 0:
-                    base = tl.atomic_add(counts + N + row, number_between, sem="relaxed")
+                number = tl.sum(of_quads, 0)
+                if number > 0:
+                    base = tl.atomic_add(counts + N + row, number, sem="relaxed")
                     before = base + tl.cumsum(of_quads, 0) - of_quads - 1
                     place = before[:, None] + tl.cumsum(is_between.to(tl.int32), 1)
                     tl.store(listed + row * LIMIT + place, at, mask=is_between & (place < LIMIT))
-            if TOP_P:
-                of_token = tl.where(is_in, masses(tl.where(is_in, y, 0.0)), 0)
-                mass_kept += tl.sum(tl.where(is_kept, of_token, 0), 1)
-                mass += tl.sum(of_token, 1)
-        if TOP_K or TOP_P:
-            place = (row * parts + turn) * 2
-            tl.store(numbers + place, tl.sum(number_kept.to(tl.int64), 0))
-            tl.store(numbers + place + 1, tl.sum(number.to(tl.int64), 0))
-            tl.store(sums + place, tl.sum(mass_kept, 0))
-            tl.store(sums + place + 1, tl.sum(mass, 0))
 
 
 @triton.jit
 def draw(
-    logits_row, hits_row, num_hits, is_listed, border, top, temperature, floor, seed, index, position, V,
+    logits_row,
+    hits_row,
+    num_hits,
+    is_listed,
+    border,
+    top,
+    temperature,
+    floor,
+    seed,
+    index,
+    position,
+    V,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """The token with the highest sum of y and noise, of equal ones the lowest: among the hits, or (not is_listed) in the whole row.
 
     Rough noise finds the few tokens that can win, whose noise is then computed exactly, one after the other.
@@ -220,7 +229,7 @@ def draw(
 
 @triton.jit(do_not_specialize=["N", "parts"])
 def choose(
-    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, numbers, sums, chosen,
+    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, chosen,
     N, V, stride, parts,
     TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr, RANDOM: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr,
@@ -231,25 +240,39 @@ def choose(
     if RANDOM:
         temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
         if is_drawn(top, temperature):
-            logits_row = logits + row * stride
+            logits_row, listed_row = logits + row * stride, listed + row * LIMIT
             num_hits = tl.load(counts + row)
             is_listed = num_hits <= HITS
-            border = tl.full((), 0, tl.uint64)
-            if TOP_K or TOP_P:  # noqa: SIM102
+            border, sure = tl.full((), 0, tl.uint64), tl.full((), 0, tl.uint64)
+            of_top_k = border
+            if TOP_K or TOP_P:
+                count = tl.load(counts + N + row)
                 if is_cut(parameters, row, N, V):
-                    low, _high = interval(pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS)
-                    border, is_right = find_border(
-                        logits_row, listed + row * LIMIT, tl.load(counts + N + row), low, numbers + row * parts * 2,
-                        sums + row * parts * 2, parameters, row, N, V, top, temperature, floor, parts,
-                        PARTS, LIMIT, TOP_K, TOP_P,
-                    )  # fmt: skip
-                    is_listed = is_listed & is_right
+                    if count <= LIMIT:
+                        of_top_k, border, sure = find_border(
+                            logits_row, listed_row, count, pivots, pivot_numbers, pivot_sums, parameters, row, N, V,
+                            top, temperature, parts, PARTS, LIMIT, TOP_K, TOP_P,
+                        )  # fmt: skip
+                    else:
+                        border = exact_border(
+                            logits_row, border, parameters, row, N, V, top, temperature, floor, TOP_K, TOP_P
+                        )
             seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
             position = row_parameter(parameters, 2, row, N)
             token = draw(
-                logits_row, hits + row * HITS, num_hits, is_listed, border, top, temperature, floor, seed, index, position, V,
-                TILE,
+                logits_row, hits + row * HITS, num_hits, is_listed, border, top, temperature, floor, seed, index, position,
+                V, TILE,
             )  # fmt: skip
+            if TOP_P:  # noqa: SIM102
+                if ordered(tl.load(logits_row + token), token) < sure:
+                    border = refined_border(
+                        logits_row, listed_row, count, of_top_k, border, sure, parameters, row, N, V, top, temperature,
+                        floor, LIMIT,
+                    )  # fmt: skip
+                    token = draw(
+                        logits_row, hits + row * HITS, num_hits, is_listed, border, top, temperature, floor, seed, index,
+                        position, V, TILE,
+                    )  # fmt: skip
     tl.store(chosen + row, token.to(tl.int64))
     tl.store(chosen + N + row, top.to(tl.int32, bitcast=True).to(tl.int64))
 
@@ -307,16 +330,15 @@ class SamplingLaunches:
         limits["LIMIT"] = configs.sample_list if is_cut else 1
         found = tuple(self._weighed(highest, ids, lowest)) if is_cut else (lowest, ids, lowest)
         listed = self._empty(torch.int32, num_rows, limits["LIMIT"])
-        numbers, sums = self._empty(torch.int64, 2, *self._grid, 2)
         if is_cut or stages.has_min_p:
             list_kept[self._grid](
-                *rows, *found, counts, hits, listed, numbers, sums, *sizes, self._part,
-                TILE=configs.sample_tile, **parts, **limits, **cuts, **constants,
+                *rows, *found, counts, hits, listed, *sizes, self._part,
+                TILE=configs.sample_tile, **parts, **limits, CUT=is_cut, **constants,
                 **register_limit(configs.max_registers),
             )  # fmt: skip
         chosen = self._empty(torch.int64, 2, num_rows)
         choose[(num_rows,)](
-            *rows, *found, counts, hits, listed, numbers, sums, chosen, *sizes, self._grid[1],
+            *rows, *found, counts, hits, listed, chosen, *sizes, self._grid[1],
             TILE=configs.sample_draws, **parts, **limits, RANDOM=stages.is_random, **cuts,
             **{**constants, "num_warps": configs.sample_draw_warps}, **register_limit(configs.max_registers),
         )  # fmt: skip

@@ -65,3 +65,26 @@ def ordered(values, ids):
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
     return (key.to(tl.uint64) << 32) | (0xFFFFFFFF - ids.to(tl.uint32)).to(tl.uint64)
+
+
+@triton.jit
+def lowest_logit(top, temperature, floor):
+    """The lowest logit whose y (`scaled_logits`) is at least `floor`; about that one where floor is the lowest y that is drawn."""
+    found = top + floor * temperature
+    if floor > _LOWEST_Y:
+        # y rises with the logit
+        low, high = tl.full((), -0x7F800000, tl.int64), tl.full((), 0x7F800000, tl.int64)
+        while low < high:
+            middle = (low + high + 0x100000000) // 2 - 0x80000000
+            reaches = scaled_logits(_of_key(middle), top, temperature) >= floor
+            low, high = tl.where(reaches, low, middle + 1), tl.where(reaches, middle, high)
+        found = _of_key(low)
+    return found
+
+
+@triton.jit
+def _of_key(key):
+    """The float32 with this place among all: negative ones below 0."""
+    bits = tl.abs(key).to(tl.int32)
+    value = bits.to(tl.float32, bitcast=True)
+    return tl.where(key < 0, -value, value)
