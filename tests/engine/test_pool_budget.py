@@ -94,7 +94,7 @@ def test_the_largest_steps_are_run(tiny_checkpoints: Callable[..., Path], num_to
         budget = PoolBudget.measured(settings, steps, FakeMemory([90 * MIB, 50 * MIB]))
     assert model.steps == [(num_tokens, 1 + num_tokens // 64, 64), (6, 6, 64)]
     assert model.logits == [6]
-    shapes = graph_shapes(6, num_tokens)
+    shapes = graph_shapes(6, num_tokens, 64)
     graphs = max(50 * MIB, 90 * MIB * shapes[-1].num_tokens // num_tokens) + len(shapes) * GRAPH_BYTES
     assert budget == PoolBudget(1000 * MIB, 300 * MIB, 90 * MIB + 6 * 4 * 8, graphs, 32 * MIB)
 

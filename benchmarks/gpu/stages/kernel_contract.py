@@ -13,10 +13,10 @@ from gpu.carried import ROOT
 FILES = (
     "tests/kernels/triton/test_triton_attention.py", "tests/kernels/triton/test_triton_layer_ops.py",
     "tests/kernels/triton/test_triton_lora.py", "tests/kernels/triton/test_two_part_prefill.py",
-    "tests/kernels/triton/test_triton_experts.py", "tests/kernels/triton/test_step_graphs.py",
-    "tests/kernels/triton/test_sample_tokens.py", "tests/kernels/triton/test_engine_with_kernels.py",
-    "tests/kernels/triton/test_engine_with_triton.py", "tests/kernels/test_make_attention.py",
-    "tests/kernels/test_make_layer_ops.py", "tests/models/test_devices.py", "tests/models/test_device_setting.py", "tests/models/test_output_heads.py",
+    "tests/kernels/triton/test_triton_experts.py", "tests/kernels/triton/test_sample_tokens.py",
+    "tests/kernels/triton/test_engine_with_kernels.py", "tests/kernels/triton/test_engine_with_triton.py",
+    "tests/kernels/test_make_attention.py", "tests/kernels/test_make_layer_ops.py", "tests/models/test_devices.py",
+    "tests/models/test_device_setting.py", "tests/models/test_output_heads.py",
 )  # fmt: skip
 PROCESSES = 6
 """Each has a CUDA context, and compiles kernels."""

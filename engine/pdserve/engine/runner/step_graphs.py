@@ -40,14 +40,18 @@ _MOST_CHUNKS = 16
 """Chunks of a captured step of prompts, at most: each adds a program per KV head, which ends at once if there is no such chunk."""
 
 
-def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> list[StepShape]:
     """Steps that have a graph, ascending: 1, 2, 4 and multiples of 8 decode rows, and `max_num_seqs`; then prompts of up to 512
     tokens, as far as a step may have so many."""
     rows = {*(size for size in (*_SMALL, *range(_STEP, max_num_seqs, _STEP)) if size < max_num_seqs), max_num_seqs}
     chunks = min(max_num_seqs, _MOST_CHUNKS)
     return [
         *(StepShape(size) for size in sorted(rows)),
-        *(StepShape(size, chunks) for size in _PROMPT_SIZES if size <= max_num_batched_tokens),
+        *(
+            StepShape(size, chunks)
+            for size in _PROMPT_SIZES
+            if size <= min(max_num_batched_tokens, chunks * max_model_len)
+        ),
     ]
 
 
@@ -83,7 +87,7 @@ class StepGraphs:
         self._ops = ops
         self._runtime = runtime
         self._device = device
-        self._shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens)
+        self._shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
         most = max(shape.num_tokens for shape in self._shapes)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
@@ -139,7 +143,7 @@ class StepGraphs:
 
     def _capture(self, shape: StepShape) -> _Graph:
         size = shape.num_tokens
-        query_lens = [1] * size if shape.most_chunks is None else [size] + [0] * shape.most_chunks
+        query_lens = [1] * size if shape.most_chunks is None else self._chunks(size, shape.most_chunks + 1)
         batch = self._batch(query_lens, max(query_lens), shape)
         plans = self._plans(batch)
         inputs = ModelInputs(batch, plans, token_ids=self._token_ids[:size], ops=self._ops)
@@ -150,6 +154,11 @@ class StepGraphs:
 
         work()  # compiles kernels and makes workspaces, which a capture must not
         return _Graph(self._runtime.capture(work), _addresses(plans))
+
+    def _chunks(self, num_tokens: int, count: int) -> list[int]:
+        """Tokens of `count` chunks of whole prompts, the longest first."""
+        longest = self._config.max_model_len
+        return [max(0, min(longest, num_tokens - number * longest)) for number in range(count)]
 
     def run(self, inputs: StepInputs, shape: StepShape, has_adapters: bool) -> Tensor:
         """Hidden states `[T, H]` of a step that is padded to a shape of `shape_for`; valid until the next step."""

@@ -162,7 +162,7 @@ class PoolBudget:
         free, total = memory.free_and_total_bytes()
         graphs = 0
         if not settings.enforce_eager:
-            shapes = graph_shapes(settings.max_num_seqs, settings.step_tokens)
+            shapes = graph_shapes(settings.max_num_seqs, settings.step_tokens, steps.max_model_len)
             largest = max((shape.num_tokens for shape in shapes if shape.most_chunks is not None), default=0)
             graphs = max(decode, prefill * largest // settings.step_tokens) + len(shapes) * GRAPH_BYTES
         return cls(total, total - free, step, graphs, settings.kv_ring_mib << 20)
