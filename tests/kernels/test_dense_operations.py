@@ -132,6 +132,29 @@ def test_weights_of_16_bits_are_widened_where_the_processor_multiplies_none(
         assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)
 
 
+@pytest.mark.parametrize(
+    ("machine", "onednn", "pairs", "tiles", "expected"),
+    [
+        ("x86_64", False, False, False, False),  # AVX2
+        ("x86_64", True, False, False, False),  # AVX-512 of Skylake, Cascade Lake and Ice Lake
+        ("x86_64", True, True, False, True),  # Cooper Lake, Zen 4 and later
+        ("x86_64", True, False, True, True),
+        ("aarch64", True, False, False, True),
+    ],
+)
+def test_onednn_is_asked_only_where_the_cpu_multiplies_bfloat16(
+    machine: str, onednn: bool, pairs: bool, tiles: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
+    monkeypatch.setattr("pdserve.kernels.linear.has_amx", lambda: tiles)
+    assert onednn_multiplies(torch.bfloat16) is expected
+    if not expected:
+        kind = BlockedLinear if built_library() is not None else WidenedLinear
+        assert isinstance(make_linear(torch.ones(8, 8).bfloat16()), kind)
+
+
 @pytest.mark.parametrize("has_library", [True, False])
 @pytest.mark.parametrize("multiplies", [True, False])
 @pytest.mark.parametrize("width", [64, 63])

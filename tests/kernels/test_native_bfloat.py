@@ -80,6 +80,7 @@ def test_a_weight_in_blocks_is_multiplied_in_cpp_or_widened(
     built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, num_outputs: int, num_inputs: int, has_bias: bool
 ) -> None:
     weight, bias = _weight(num_outputs, num_inputs), _weight(1, num_outputs, 1)[0] if has_bias else None
+    monkeypatch.setattr(built, "levels", ["avx2"])
     layer = BlockedLinear(weight, bias, built)
     for num_rows in (0, 1, 24, 25, 70):
         x, residual = _weight(num_rows, num_inputs + 3, 2)[:, :num_inputs], _weight(num_rows, num_outputs, 3)
@@ -92,6 +93,18 @@ def test_a_weight_in_blocks_is_multiplied_in_cpp_or_widened(
     for num_rows in (24, 25, 3):
         layer(_weight(num_rows, num_inputs))
     assert counted == [24, 3]
+
+
+@pytest.mark.parametrize(("level", "most"), [("avx512", 256), ("avx2", 24), ("baseline", 24)])
+def test_rows_in_cpp_by_instruction_set(
+    built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, level: str, most: int
+) -> None:
+    monkeypatch.setattr(built, "levels", [level])
+    layer = BlockedLinear(_weight(64, 32), None, built)
+    counted = _count_rows(layer, monkeypatch)
+    for num_rows in (1, most, most + 1):
+        layer(_weight(num_rows, 32))
+    assert counted == [1, most]
 
 
 def _exact_sums(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:

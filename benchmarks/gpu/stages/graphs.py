@@ -39,7 +39,7 @@ NUM_NEW = 54
 PROMPTS = ((16,), (20,), (128,), (500,), (3, 200, 150), (30,) * 12)
 """Tokens of the prompts of one step."""
 DIFFERENCE = 0.1
-"""Of a log-probability in bfloat16, whose products add in another order."""
+"""Largest difference of a log-probability in bfloat16, whose products add in another order."""
 
 
 def run(bench: Bench) -> None:
