@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from pdserve.router.tenants import fleet_usage
 from pdserve.router.tenants.client import Client
-from pdserve.router.tenants.fleet_usage import FleetUsage
+from pdserve.router.tenants.fleet_usage import LEASE_S, MAX_AGE_S, FleetUsage
 from pdserve.router.tenants.tenant_account import TenantAccounts
 from tests.router.fake_worker import ADMITTED, forever, play
 from tests.support.redis_server import RedisServer, redis_server
@@ -147,6 +148,82 @@ async def test_what_others_write_counts_for_nothing(server, routers):
     await beat(here)
     assert here.usage.elsewhere("alice").num_sequences == 0
     await stranger.close()
+
+
+@pytest.mark.parametrize("away_s", [LEASE_S + 1, MAX_AGE_S + 1, 10 * MAX_AGE_S, 1e6], ids=str)
+@pytest.mark.parametrize("knew_it", [True, False], ids=["it was known", "the reader is new"])
+async def test_reports_of_a_router_that_left_do_not_count_again(server, routers, away_s, knew_it):
+    here, there = routers
+    there.accounts["alice"].num_sequences = 3
+    kept = []
+    for _ in range(4):
+        await beat(*((there, here) if knew_it else (there,)), times=1)
+        kept.append(server.do("HGET", f"{{pdserve}}:usage:{there.usage.router_id}", "usage"))
+    assert here.usage.elsewhere("alice").num_sequences == (3 if knew_it else 0)
+    server.do("DEL", f"{{pdserve}}:usage:{there.usage.router_id}")
+    here.now_s += away_s
+    here.usage._wall_clock = lambda: time.time() + away_s
+    await beat(here)
+    # to a reader that starts anew each beat is new once, for as long as two clocks may differ
+    counts = [3 if not knew_it and away_s < MAX_AGE_S else 0] * len(kept)
+    for sealed, counted in zip((*kept, *kept), (*counts, *[0] * len(kept)), strict=True):
+        server.do("ZADD", "{pdserve}:routers", 9e9, there.usage.router_id)
+        server.do("HSET", f"{{pdserve}}:usage:{there.usage.router_id}", "usage", sealed)
+        await beat(here)
+        assert here.usage.elsewhere("alice").num_sequences == counted
+        here.now_s += LEASE_S + 1
+        await beat(here)
+        assert here.usage.elsewhere("alice").num_sequences == 0, "a beat counts once"
+
+
+@pytest.mark.parametrize("shift_s", [-1e9, -2 * MAX_AGE_S, 2 * MAX_AGE_S, 1e18, float("nan"), float("inf")], ids=str)
+async def test_a_report_of_another_time_counts_for_nothing(routers, shift_s):
+    here, there = routers
+    there.accounts["alice"].num_sequences = 3
+    there.usage._wall_clock = lambda: time.time() + shift_s
+    await beat(here, there)
+    assert here.usage.elsewhere("alice").num_sequences == 0
+    there.usage._wall_clock = time.time
+    await beat(here, there)
+    assert here.usage.elsewhere("alice").num_sequences == 3
+
+
+ODD_NUMBERS = (-1, 2**31 + 1, 2**63, float("nan"), float("inf"), 1e300, "x", None, [1] * 1000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (field, value)
+        for field in fleet_usage._Numbers.__struct_fields__
+        for value in ODD_NUMBERS
+        # tokens may be given back, and many
+        if (field, value) not in (("tokens_used", -1), ("tokens_used", 2**31 + 1))
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_a_report_with_a_number_that_is_none_counts_for_nothing(routers, field, value):
+    """From a router that has the key."""
+    here, there = routers
+    numbers = fleet_usage._Numbers(1, 0, 0, 1.0)
+    setattr(numbers, field, value)
+    there.usage._own = lambda: {there.usage._digest("alice"): numbers}
+    await beat(here, there)
+    assert here.usage.elsewhere("alice").num_sequences == 0
+    assert not here.accounts["alice"].tokens_used
+
+
+@pytest.mark.parametrize("field", fleet_usage._Report.__struct_fields__)
+@pytest.mark.parametrize("value", [*ODD_NUMBERS, {}, {"x": 1}], ids=lambda value: str(value)[:20])
+async def test_a_report_with_a_wrong_field_breaks_nothing(server, routers, field, value):
+    here, there = routers
+    report = fleet_usage._Report(5, {there.usage._digest("alice"): fleet_usage._Numbers(1, 0, 0, 1.0)}, time.time())
+    setattr(report, field, value)
+    await beat(here, there, times=1)
+    sealed = there.usage._sealed(report, there.usage.router_id)
+    server.do("HSET", f"{{pdserve}}:usage:{there.usage.router_id}", "usage", sealed)
+    await beat(here)
+    assert here.usage.elsewhere("alice").num_sequences in (0, 1)
 
 
 async def test_routers_without_number_are_not_read(server, routers):

@@ -5,8 +5,8 @@
 
 Each router writes its own numbers and reads those of the other routers, in one round trip every `BEAT_S`; no request waits for it.
 Numbers that were not refreshed for `LEASE_S`, by the reader's clock, no longer count, so the use of an ended router expires. Values
-have a MAC under a sub-key of the deployment key: other clients of Redis can withhold numbers, but not change them. Tenants are
-named by digests.
+have a MAC under a sub-key of the deployment key, and the time at which they were sealed: other clients of Redis can withhold
+numbers, but not change them, nor have those of a router that left count again. Tenants are named by digests.
 
 While Redis is unreachable, each router applies the limits to its own use.
 """
@@ -20,6 +20,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 from redis.asyncio import Redis
@@ -34,6 +35,7 @@ from pdserve.common.registry.redis_connection import (
 )
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import Keys
+from pdserve.common.security.call_proof import MAX_SKEW_S
 from pdserve.common.security.deployment_key import USAGE, DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.tenants.tenant_account import NOWHERE, TenantAccount, TenantAccounts, UsedElsewhere
@@ -48,18 +50,26 @@ MAX_ROUTERS = 64
 MAX_TENANTS = 8192
 """Most tenants in one router's numbers."""
 MAX_BYTES = 1 << 20
+MAX_AGE_S = MAX_SKEW_S
+"""Seconds by which the time in a report may differ from this router's clock: its age, and the difference of two clocks."""
+MAX_REMEMBERED = 4096
+"""Routers whose last beat is remembered; each has sealed a report within `MAX_AGE_S`."""
 _MAC_BYTES = 16
 _FIELD = "usage"
 _ID_BYTES = 16
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+_Tokens = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+
 class _Numbers(msgspec.Struct, array_like=True):
     """Use of one tenant in one router."""
 
-    num_sequences: int
-    num_waiting: int
-    num_sessions: int
-    tokens_used: float
+    num_sequences: _Count
+    num_waiting: _Count
+    num_sessions: _Count
+    tokens_used: _Tokens
     """Tokens since the router's start."""
 
 
@@ -70,6 +80,8 @@ class _Report(msgspec.Struct):
     """Counts up from 1 in one run of a router, so that a replayed older value is detected."""
     tenants: dict[str, _Numbers]
     """Tenant digest in hexadecimal -> its numbers."""
+    unix_s: float = 0.0
+    """Time at which it was sealed, seconds since 1970, by its router's clock. 0 from a version without: it counts as old."""
 
 
 class _Peer(msgspec.Struct):
@@ -92,8 +104,10 @@ class FleetUsage:
         accounts: TenantAccounts,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """where: the server's name for the log. accounts: this router's accounts, to publish. clock: monotonic, seconds."""
+        """where: the server's name for the log. accounts: this router's accounts, to publish. clock: monotonic, seconds.
+        wall_clock: seconds since 1970."""
         self.breaker = CircuitBreaker(
             f"Redis at {where}, for limits of tenants,", "limits hold for each router by itself; it is tried again", log
         )
@@ -103,6 +117,9 @@ class FleetUsage:
         self._key = key
         self._accounts = accounts
         self._clock = clock
+        self._wall_clock = wall_clock
+        self._beats: dict[str, tuple[int, float]] = {}
+        """Router id -> its last beat and when it came, by the wall clock; also of routers that have left, oldest first."""
         self._beat = 0
         self._ids: list[str] = []
         self._peers: dict[str, _Peer] = {}
@@ -137,7 +154,7 @@ class FleetUsage:
         mine = self._keys.usage(self.router_id)
         trip = self._redis.pipeline(transaction=False)
         trip.zadd(self._keys.routers, {self.router_id: time.time()})
-        trip.hset(mine, _FIELD, self._sealed(_Report(self._beat, self._own()), self.router_id))
+        trip.hset(mine, _FIELD, self._sealed(_Report(self._beat, self._own(), self._wall_clock()), self.router_id))
         trip.pexpire(mine, int(LEASE_S * 1000))
         trip.zremrangebyscore(self._keys.routers, 0, time.time() - 60)
         trip.zrevrange(self._keys.routers, 0, MAX_ROUTERS - 1)
@@ -163,15 +180,28 @@ class FleetUsage:
         report = self._unsealed(value, router_id) if value is not None else None
         if report is None:
             return
-        before = self._peers.get(router_id)
-        if before is not None and report.beat <= before.report.beat:
+        now_s = self._wall_clock()
+        last_beat, _ = self._beats.get(router_id, (0, 0.0))
+        # a time that is no number is old, too
+        if report.beat <= last_beat or not abs(now_s - report.unix_s) <= MAX_AGE_S:
             return
+        self._remember(router_id, report.beat, now_s)
+        before = self._peers.get(router_id)
         for tenant, account in self._accounts.items():
             digest = self._digest(tenant)
             if before is not None and (now := report.tenants.get(digest)) is not None:
                 was = before.report.tenants.get(digest)
                 account.spend_elsewhere(now.tokens_used - (was.tokens_used if was is not None else 0.0))
         self._peers[router_id] = _Peer(report, self._clock())
+
+    def _remember(self, router_id: str, beat: int, now_s: float) -> None:
+        """Keep a beat for as long as an older report of its router could pass for a new one."""
+        self._beats.pop(router_id, None)
+        self._beats[router_id] = beat, now_s
+        for known, (_, seen_s) in list(self._beats.items()):
+            if abs(now_s - seen_s) <= 2 * MAX_AGE_S + LEASE_S and len(self._beats) <= MAX_REMEMBERED:
+                break
+            del self._beats[known]
 
     def _expire(self) -> None:
         """Sum the numbers of routers whose lease has not expired."""
