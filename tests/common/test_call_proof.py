@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pdserve.common.errors import ClockSkew, KeyMismatch, ProtocolMismatch, WrongWorker
 from pdserve.common.protocol import PROTOCOL_VERSION, version_objection, works_with
-from pdserve.common.security.call_proof import MAX_SKEW_S, PROOF_KEY, CallSigner, CallVerifier, NonceMemory
+from pdserve.common.security.call_proof import MAX_NONCES, MAX_SKEW_S, PROOF_KEY, CallSigner, CallVerifier, NonceMemory
 from pdserve.common.security.deployment_key import DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
@@ -107,19 +108,45 @@ def test_nonces_are_forgotten_when_their_time_has_passed() -> None:
     assert len(memory) <= 61
 
 
-def test_a_full_memory_forgets_the_oldest_second_and_refuses_calls_from_before_it() -> None:
+@pytest.mark.parametrize("sign", [-1, 1], ids=["before", "after"])
+def test_a_full_memory_forgets_the_second_farthest_from_now_and_refuses_its_calls(sign: int) -> None:
     memory = NonceMemory(60, max_nonces=100)
     numbers = itertools.count()
 
     def take(stamp: float) -> bool:
         return memory.is_new(next(numbers).to_bytes(16, "big"), stamp, 10_000.0)
 
-    assert all(take(10_000.0 + place) for place in range(10) for _ in range(10))
-    assert take(10_005.0)
+    assert all(take(10_000.0 + sign * place) for place in range(10) for _ in range(10))
+    assert take(10_000.0 + sign * 5)
     assert len(memory) <= 100
-    assert not take(10_000.5), "its nonce may have been seen and forgotten"
-    assert not memory.is_new((0).to_bytes(16, "big"), 10_000.0, 10_000.0)
-    assert take(10_001.0)
+    assert not take(10_000.5 + sign * 9), "its nonce may have been seen and forgotten"
+    assert not memory.is_new((9).to_bytes(16, "big"), 10_000.0 + sign * 9, 10_000.0)
+    assert take(10_000.0)
+    assert take(10_000.0 + sign * 8)
+
+
+@pytest.mark.parametrize("seconds", [[59], [1], range(1, 60), range(-60, 61)], ids=["last", "next", "to come", "all"])
+def test_no_number_of_calls_stamped_otherwise_keeps_out_those_of_now(seconds: Sequence[int]) -> None:
+    memory, now = NonceMemory(60), 10_000.0
+    count = MAX_NONCES + 20_000
+    for number in range(count):
+        memory.is_new(number.to_bytes(16, "big"), now + seconds[number % len(seconds)], now)
+    assert len(memory) <= MAX_NONCES
+    for number in range(count, count + 100):
+        # also while the stamps that were dropped are still to come
+        later = now + (number - count) // 10
+        assert memory.is_new(number.to_bytes(16, "big"), later, later) or later - now in seconds
+        assert not memory.is_new(number.to_bytes(16, "big"), later, later)
+    assert memory.is_new(b"last", now + 200, now + 200)
+
+
+def test_a_second_that_was_dropped_takes_no_call_again_when_it_comes() -> None:
+    memory = NonceMemory(60, max_nonces=10)
+    for number in range(20):
+        memory.is_new(number.to_bytes(16, "big"), 10_059.0, 10_000.0)
+    for now in (10_001.0, 10_059.0, 10_119.0):
+        assert not memory.is_new((0).to_bytes(16, "big"), 10_059.0, now), now
+    assert memory.is_new((0).to_bytes(16, "big"), 10_060.0, 10_060.0)
 
 
 def test_versions_work_together_when_they_differ_by_one_and_authenticate() -> None:

@@ -158,8 +158,9 @@ MAX_NONCES = 1 << 17
 class NonceMemory:
     """Keeps nonces by the second of their time stamp, and forgets whole seconds.
 
-    When it is full, the oldest second is dropped, and from then on calls with an older stamp are refused: memory is bounded,
-    and a replay remains impossible. Current calls are served in any case.
+    When it is full, the second that is farthest from now is dropped, before or after it, and calls with a stamp of that second or
+    beyond it are refused from then on: memory is bounded, a replay remains impossible, and no stamps to come, of which a peer may
+    send any number, keep out calls of now.
     """
 
     def __init__(self, window_s: int, max_nonces: int = MAX_NONCES) -> None:
@@ -170,18 +171,20 @@ class NonceMemory:
         self._num_nonces = 0
         self._oldest = 0
         """Stamps before this second are refused."""
+        self._dropped: set[int] = set()
+        """Later seconds whose stamps are refused, since their nonces are forgotten."""
 
     def __len__(self) -> int:
         return self._num_nonces
 
     def is_new(self, nonce: bytes, stamp_s: float, now_s: float) -> bool:
-        """Remember a nonce; False when it was seen before, or when its stamp is too old to decide.
+        """Remember a nonce; False when it was seen before, or when its second has been dropped.
 
         The caller has checked that the stamp is within the window.
         """
-        second = int(stamp_s)
-        self._forget_before(int(now_s) - self._window_s)
-        if second < self._oldest:
+        second, now = int(stamp_s), int(now_s)
+        self._forget_before(now - self._window_s)
+        if second < self._oldest or second in self._dropped:
             return False
         seen = self._seconds.setdefault(second, set())
         if nonce in seen:
@@ -189,12 +192,21 @@ class NonceMemory:
         seen.add(nonce)
         self._num_nonces += 1
         while self._num_nonces > self._max_nonces:
-            self._forget_before(min(self._seconds) + 1)
+            self._drop_farthest(now)
         return True
+
+    def _drop_farthest(self, now: int) -> None:
+        farthest = max(self._seconds, key=lambda second: abs(second - now))
+        if farthest <= now:
+            self._forget_before(farthest + 1)
+        else:
+            self._dropped.add(farthest)
+            self._num_nonces -= len(self._seconds.pop(farthest))
 
     def _forget_before(self, second: int) -> None:
         if second <= self._oldest:
             return
         self._oldest = second
+        self._dropped = {each for each in self._dropped if each >= second}
         for old in [each for each in self._seconds if each < second]:
             self._num_nonces -= len(self._seconds.pop(old))
