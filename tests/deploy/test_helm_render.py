@@ -196,12 +196,25 @@ def test_probes_are_served_where_they_look() -> None:
 
 
 def test_grpc_probes_need_services_without_tls() -> None:
-    [router, *_] = [one for one in render({"probes": {"protocol": "grpc"}}) if one["kind"] == "Deployment"]
+    clear = {"probes": {"protocol": "grpc"}, "tls": {"enabled": False}}
+    [router, *_] = [one for one in render(clear) if one["kind"] == "Deployment"]
     [container] = router["spec"]["template"]["spec"]["containers"]
     assert container["readinessProbe"]["grpc"] == {"port": 50051, "service": "ready"}
-    for encrypted in ({"tls": {"enabled": True}}, {"front": {"tls": {"enabled": True}}}):
+    for encrypted in ({"tls": {"enabled": True}}, {"front": {"tls": {"enabled": True}}}, {"tls": {}}):
         with pytest.raises(helm.HelmError, match="without TLS"):
-            render({"probes": {"protocol": "grpc"}, **encrypted})
+            render({**clear, **encrypted})
+
+
+def test_without_values_services_speak_tls_with_each_other() -> None:
+    """A deployment in which prompts travel in the clear says so itself."""
+    settings: dict[str, dict[str, str]] = {}
+    for one in render({}):
+        if one["kind"] in ("Deployment", "StatefulSet"):
+            component = one["metadata"]["labels"]["app.kubernetes.io/component"]
+            [container, *_] = one["spec"]["template"]["spec"]["containers"]
+            settings[component] = {entry["name"] for entry in container.get("env", ())}
+    for component in ("router", "prefill", "decode"):
+        assert {"PDSERVE_TLS_CERT_FILE", "PDSERVE_TLS_KEY_FILE", "PDSERVE_TLS_CA_FILE"} <= settings[component]
 
 
 def reached(name: str) -> set[tuple[str, str, int]]:
