@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.text.templates import template_budget
 from pdserve.text.templates.chat_template import ChatTemplate
 from pdserve.text.templates.template_budget import MAX_CPU_S, MAX_VALUE_CHARS, MAX_WORK_CHARS
@@ -203,3 +203,36 @@ def test_what_a_template_says_is_repeated_in_short():
         template.render([{"role": "x" * 10_000, "content": ""}])
     assert "no role xxx" in caught.value.message
     assert len(caught.value.message) < 200
+
+
+NAMELESS = ("raise_exception", "''.upper", "[].append", "messages.items", "namespace", "cycler('a')", "joiner()", "loop", "caller",
+            "(messages | map('upper'))", "self", "{}.keys", "dict", "named")  # fmt: skip
+"""Values of which Python's text has an address, or whose parts may."""
+WRITTEN = {
+    "{{ VALUE }}", "{{ [VALUE] }}", "{{ {'a': VALUE} }}", "{{ namespace(f=VALUE) }}", "{{ VALUE ~ '' }}", "{{ '%s' % VALUE }}",
+    "{{ '%r' % [VALUE] }}", "{{ '{}'.format(VALUE) }}", "{{ '{a}'.format_map({'a': VALUE}) }}", "{{ [VALUE] | join }}",
+    "{{ {'a': VALUE}.values() }}", "{{ {'a': VALUE}.items() | list }}", "{{ ['a'] | join(VALUE) }}", "{{ {}[VALUE].x }}",
+    "{{ raise_exception(VALUE) }}", "{{ 'a' | replace('a', VALUE) }}", "{% set t %}{{ VALUE }}{% endset %}{{ t }}",
+    "{{ messages | map(attribute='content') | join(VALUE) }}", "{{ [VALUE] | map('string') | list }}",
+    "{% filter upper %}{{ VALUE }}{% endfilter %}", "{{ [VALUE] | sum(start='') }}", "{{ [[VALUE]] | first | string | reverse }}",
+    "{{ VALUE + '' }}", "{{ '' + VALUE }}", "{{ VALUE | dictsort }}", "{{ VALUE | tojson }}", "{{ 1 / VALUE }}",
+}  # fmt: skip
+
+
+def test_no_address_of_memory_is_text():
+    budget = template_budget.BudgetedEnvironment()
+    filters = {f"{{{{ {operand} | {name} }}}}" for name in budget.filters for operand in ("VALUE", "[VALUE]")}
+    for value in NAMELESS:
+        for written in sorted(WRITTEN | (filters if value in NAMELESS[:2] else set())):
+            inner = written.replace("VALUE", value)
+            source = (
+                "{% macro named() %}{% endmacro %}{% macro calls() %}{{ caller() }}{% endmacro %}{% for m in messages %}"
+                f"{inner if value != 'caller' else ''}" + "{% endfor %}"
+            )
+            if value == "caller":
+                source += "{% macro outer() %}" + inner + "{% endmacro %}{% call outer() %}x{% endcall %}"
+            try:
+                said = ChatTemplate(source, {}, "test").render(HELLO)
+            except (ConfigError, InvalidRequest) as error:
+                said = error.message
+            assert not re.search("0x[0-9a-f]{6,}", said.lower() + said.lower()[::-1]), (written, value, said)

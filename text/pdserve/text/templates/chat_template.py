@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -25,6 +26,8 @@ _MAX_DEPTH = 64
 _MARK_BYTES = 16
 """Random bytes that mark the end of a message; no client can know them."""
 _REASON_CHARS = 120
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Of an object, as Python writes it."""
 """Characters of a template's error that are shown; the error may repeat the messages."""
 
 
@@ -105,7 +108,7 @@ class ChatTemplate:
             raise InvalidRequest(f"{self._name} needs too much for these messages: {error}", FIELD) from error
         except Exception as error:
             # a template is a program over the client's values, so any exception is an error of this request
-            reason = f"{error!s:.{_REASON_CHARS}}"
+            reason = f"{_ADDRESS.sub('', str(error)):.{_REASON_CHARS}}"
             raise InvalidRequest(f"{self._name} refused the messages: {reason}", FIELD) from error
         if len(text) > MAX_VALUE_CHARS:
             raise InvalidRequest(

@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 from jinja2 import nodes, pass_context
-from jinja2.runtime import Context
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -39,6 +41,10 @@ _STRINGS = (str, bytes)
 _LISTS = (list, tuple, set, frozenset, range)
 _UNSIZED = (Iterator, KeysView, ValuesView, ItemsView)
 """Types that must be converted to a list to be measured."""
+_VIEWS = (KeysView, ValuesView, ItemsView)
+_SCALARS = (float, NoneType, Undefined)
+"""With strings and whole numbers all values that are no containers: functions, iterators and other objects have no text, since
+Python writes their addresses."""
 
 
 class TemplateTooCostly(Exception):
@@ -70,7 +76,10 @@ class _Budget:
             raise TemplateTooCostly(f"more than {MAX_CPU_S:g} s of processor time")
 
     def size(self, value: Any) -> int:
-        """Approximate number of characters of a value as text. Raises: TemplateTooCostly if it exceeds the limit."""
+        """Approximate number of characters of a value as text.
+
+        Raises: TemplateTooCostly if it exceeds the limit; SecurityError for a value whose text would show memory addresses.
+        """
         if isinstance(value, _STRINGS):
             return len(value)
         total, waiting, num_seen = 0, [value], 0
@@ -88,8 +97,10 @@ class _Budget:
                 if isinstance(one, Mapping):
                     waiting.extend(one.keys())
                     waiting.extend(one.values())
-                elif isinstance(one, _LISTS):
+                elif isinstance(one, (*_LISTS, *_VIEWS)):
                     waiting.extend(one)
+                elif not isinstance(one, _SCALARS):
+                    raise SecurityError(f"a value of type {type(one).__name__} has no text")
             if total > MAX_VALUE_CHARS or len(waiting) > MAX_VALUE_CHARS:
                 self.spend(max(total, len(waiting)))
         return total
@@ -232,6 +243,13 @@ def _counted(budget: _Budget, value: Any) -> Any:
 
 _WRITERS = frozenset(("tojson", "string", "join", "pprint", "xmlattr", "urlencode", "format", "escape", "e", "sum"))
 """Filters whose result is text, or a sum, of all parts of a value."""
+_OF_TEXT = _WRITERS - {"sum"} | frozenset(
+    (
+        *("capitalize", "center", "filesizeformat", "forceescape", "indent", "lower", "replace", "safe", "striptags"),
+        *("title", "trim", "truncate", "upper", "urlize", "wordcount", "wordwrap"),
+    )
+)
+"""Filters that make text of whatever they get."""
 _ANY_NUMBER = frozenset(("default", "d", "int", "float", "truncate"))
 """Filters whose result does not grow with a number among their arguments."""
 
@@ -246,6 +264,9 @@ def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         contexts, operands = args[:num_contexts], list(args[num_contexts:])
         if name in _WRITERS and isinstance(operands[0], _UNSIZED):
             operands[0] = list(operands[0])
+        if name in _OF_TEXT:
+            for operand in (*operands, *kwargs.values()):
+                budget.size(operand)
         budget.spend(_filter_size(budget, name, operands, kwargs))
         return _counted(budget, function(*contexts, *operands, **kwargs))
 
