@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdserve.common import timeline as moments
 from pdserve.common.errors import NotFound
 from pdserve.common.timeline import Timeline
+from pdserve.router.telemetry.metric_families import without_label
 from pdserve.router.telemetry.request_log import KEPT_REQUESTS, KEPT_S, AskedRequest, LoggedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
@@ -272,3 +273,16 @@ def test_a_phase_names_the_service_that_spent_it(prefill, service):
         4,
         True,
     )
+
+
+async def test_metrics_name_workers_to_operators_alone(cluster, tmp_path):
+    file = keys_file(tmp_path, alice="", ops='role = "operator"')
+    await cluster.start(api_keys_file=file)
+    await complete(cluster, "alice")
+    names = [worker.worker_id for worker in cluster.workers]
+    for who, sees in (("alice", False), ("ops", True)):
+        text = (await cluster.http.get("/metrics", headers=headers(who))).text
+        assert [name in text for name in names] == [sees] * len(names)
+        assert "pdserve_workers{" in text
+    # what a client chose is no label of its own
+    assert b'{a="x,worker=\\"y"} 1' in without_label("worker", b'm{a="x,worker=\\"y"} 1\nm{a="b",worker="c"} 1\n')

@@ -44,6 +44,7 @@ from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_scope import REQUEST_ID_HEADER
 from pdserve.router.requests.router_views import OwnViews, RouterViews
 from pdserve.router.responses.response_store import ResponseStore
+from pdserve.router.telemetry.metric_families import without_label
 from pdserve.router.tenants.client import Client
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -121,9 +122,11 @@ class HttpFront:
         return json_response({"version": version("pdserve")})
 
     async def metrics(self, request: Request) -> Response:
-        """Metrics for clients; metrics per API key need an operator's key. Prometheus has a separate port."""
+        """Metrics for clients; metrics per API key and per worker need an operator's key. Prometheus has a separate port."""
         client = await self._authenticate(request)
         content = await self._views.metrics(by_key=self._keys.needed and client.sees_all)
+        if not client.sees_all:
+            content = without_label("worker", content)
         return Response(content, headers={"content-type": CONTENT_TYPE})
 
     async def models(self, request: Request) -> Response:

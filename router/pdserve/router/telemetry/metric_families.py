@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -94,3 +95,10 @@ class FamiliesRegistry(Collector):
 def families_of(registry: Collector | CollectorRegistry) -> list[MetricFamily]:
     """The metrics of a registry now."""
     return [MetricFamily.of(metric) for metric in registry.collect()]
+
+
+def without_label(name: str, text: bytes) -> bytes:
+    """Prometheus' text format without the series that have a label of this name."""
+    # quotes in values are escaped, so that no value looks like a label
+    series = re.compile(rb"[{,]" + name.encode() + rb'="')
+    return b"".join(line for line in text.splitlines(keepends=True) if line.startswith(b"#") or not series.search(line))
