@@ -35,6 +35,8 @@ class Method(Generic[Req, Res]):
     path: str
     request: type[Req]
     response: type[Res]
+    max_response_bytes: int | None = None
+    """A larger response is not decoded. None: gRPC's own limit alone."""
 
 
 PREFILL = Method("/pdserve.v1.PrefillService/Prefill", prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent)
@@ -70,12 +72,16 @@ def warn_of(peer: str, error: PeerError) -> None:
     _warnings.warning(peer, "%s; the call fails", error.message)
 
 
-def decoder(response: type[Res], peer: str) -> Callable[[bytes], Res]:
+def decoder(response: type[Res], peer: str, max_bytes: int | None = None) -> Callable[[bytes], Res]:
     """A deserializer for gRPC, which never raises: it returns `Undecodable` for invalid bytes, which `readable` turns into an
-    error."""
+    error. max_bytes: of a message; None: gRPC's own limit alone."""
 
     def decode(raw: bytes) -> Res:
         try:
+            if max_bytes is not None and len(raw) > max_bytes:
+                raise PeerError(
+                    f"a {response.DESCRIPTOR.name} from {peer} has {len(raw)} bytes, at most {max_bytes} are possible"
+                )
             return cast(Res, parsed(f"a {response.DESCRIPTOR.name} from {peer}", response.FromString, raw))
         except PeerError as error:
             warn_of(peer, error)
@@ -144,4 +150,4 @@ class ServiceChannel:
         return raw, (*metadata, *self._signer.metadata(method.path, self._receiver, raw))
 
     def _decoder(self, method: Method[Any, Res]) -> Callable[[bytes], Res]:
-        return decoder(method.response, f"worker {self._receiver[0]}")
+        return decoder(method.response, f"worker {self._receiver[0]}", method.max_response_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,8 +13,19 @@ MAX_COMMANDS = 1024
 """Most submissions, ended sequences and cancelled calls, each, in one message of a router."""
 MAX_EVENTS = 1024
 """Most events in one message of a worker: each has four fields of the 8,192 that a message may have."""
+MAX_ENTRIES = 8192
+"""Most entries of the columns in one message: a worker ends a message earlier (`StepOutbox`)."""
+_MAX_TOKENS = 1 << 16
+"""Tokens of one message, beside those of its last entry, which may be a whole output."""
+_MESSAGE_BYTES = 2 << 20
+_TOKEN_BYTES = 16
 _MAX_END_CHARS = 2000
 """Characters of an error's message."""
+
+
+def max_step_bytes(max_model_len: int) -> int:
+    """Size up to which a router takes a message of a worker: a full one, whose last entry or event is a whole output."""
+    return _MESSAGE_BYTES + _TOKEN_BYTES * max_model_len
 
 
 def end_to_wire(error: PdServeError | None) -> step_stream_pb2.CallEnd:
@@ -134,8 +145,15 @@ class Columns(NamedTuple):
     token_ids: list[list[int]]
 
 
-def columns_of(message: step_stream_pb2.StepOutputs) -> Columns:
-    """Raises: PeerError for columns that do not fit together, or events that are not in their order."""
+def columns_of(message: step_stream_pb2.StepOutputs, max_model_len: int = 1 << 20) -> Columns:
+    """The columns, counted before they are converted. max_model_len: of the worker, in tokens.
+
+    Raises: PeerError for more entries, tokens or events than a message may have, columns that do not fit together, an entry
+    without a token, or events that are not in their order.
+    """
+    _verify_count("entries", MAX_ENTRIES, message.keys, message.indexes, message.first_positions, message.num_tokens)
+    _verify_count("tokens", _MAX_TOKENS + max_model_len, message.token_ids)
+    _verify_count("events", MAX_EVENTS, message.events)
     keys, first_positions = list(message.keys), list(message.first_positions)
     flat, num_tokens, indexes = list(message.token_ids), list(message.num_tokens), list(message.indexes)
     count = len(keys)
@@ -146,6 +164,8 @@ def columns_of(message: step_stream_pb2.StepOutputs) -> Columns:
             f"of tokens and {len(flat)} tokens, which do not fit together"
         )
     if num_tokens:
+        if 0 in num_tokens:
+            raise PeerError(f"entry {num_tokens.index(0)} of a step has no token")
         token_ids, at = [], 0
         for num in num_tokens:
             token_ids.append(flat[at : at + num])
@@ -160,3 +180,10 @@ def columns_of(message: step_stream_pb2.StepOutputs) -> Columns:
             )
         before = event.num_before
     return Columns(keys, indexes or [0] * count, first_positions, token_ids)
+
+
+def _verify_count(what: str, limit: int, *columns: Sized) -> None:
+    """Raises: PeerError."""
+    count = max(map(len, columns))
+    if count > limit:
+        raise PeerError(f"a step has {count} {what}, at most {limit} are possible")

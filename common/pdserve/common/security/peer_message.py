@@ -27,6 +27,11 @@ def max_request_bytes(max_model_len: int, vocab_size: int) -> int:
     return _BASE_BYTES + _TOKEN_BYTES * (max_model_len + vocab_size)
 
 
+def max_event_bytes(max_model_len: int, vocab_size: int) -> int:
+    """Size up to which a router takes an event of one call: merged log-probabilities, or those of a step over all tokens."""
+    return 4 * _BASE_BYTES + 2 * _TOKEN_BYTES * (max_model_len + vocab_size)
+
+
 def parsed(what: str, parse: Callable[[bytes], Any], raw: bytes) -> Any:
     """Parse `raw`, a protobuf message. what: name of the message for errors. parse: `FromString` of its class.
 

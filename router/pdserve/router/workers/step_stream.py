@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import grpc.aio
 
 from pdserve.common.errors import InternalError, PeerError, WorkerLost
 from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, warn_of
-from pdserve.common.request.step_wire import MAX_COMMANDS, Columns, columns_of, end_from_wire
+from pdserve.common.request.step_wire import MAX_COMMANDS, Columns, columns_of, end_from_wire, max_step_bytes
 from pdserve.router.workers.call_failure import CallFailed, next_message, said_by_worker
 from pdserve.v1 import step_stream_pb2
 
@@ -27,6 +28,8 @@ MAX_SUBMISSION_BYTES = 256 << 10
 
 _MESSAGE_BYTES = 256 << 10
 """Bytes of submissions at which a message ends, so that it has at most twice as many; workers take at least 1 MiB."""
+_ANY_LENGTH = 1 << 20
+"""Tokens, of a worker whose length is not given."""
 
 
 class StepListener(Protocol):
@@ -45,16 +48,17 @@ class StepListener(Protocol):
 class StepStream:
     """Used in the asyncio thread."""
 
-    def __init__(self, channel: ServiceChannel, worker: str) -> None:
-        """worker: name for messages."""
+    def __init__(self, channel: ServiceChannel, worker: str, max_model_len: int = _ANY_LENGTH) -> None:
+        """worker: name for messages. max_model_len: of the worker, in tokens; bounds what it may send."""
         self._channel = channel
         self._worker = worker
+        self._max_model_len = max_model_len
         self._connection: _Connection | None = None
 
     def submit(self, field: str, message: bytes, listener: StepListener) -> StepCall:
         """Begin a call. field: of `Submission`. message: serialized, at most `MAX_SUBMISSION_BYTES`."""
         if self._connection is None or self._connection.has_ended:
-            self._connection = _Connection(self._channel, self._worker)
+            self._connection = _Connection(self._channel, self._worker, self._max_model_len)
         return self._connection.submit(field, message, listener)
 
     def close(self) -> None:
@@ -84,9 +88,11 @@ class StepCall:
 class _Connection:
     """One stream, from its first call to its end."""
 
-    def __init__(self, channel: ServiceChannel, worker: str) -> None:
+    def __init__(self, channel: ServiceChannel, worker: str, max_model_len: int) -> None:
         self._channel = channel
         self._worker = worker
+        self._max_model_len = max_model_len
+        self._method = dataclasses.replace(STEP_STREAM, max_response_bytes=max_step_bytes(max_model_len))
         self._keys = itertools.count(1)
         self._listeners: dict[int, StepListener] = {}
         self._unsent: dict[int, step_stream_pb2.Submission] = {}
@@ -128,7 +134,7 @@ class _Connection:
         failure = CallFailed(WorkerLost(f"the stream of worker {self._worker} was closed"), died=True)
         try:
             first = self._take()
-            self._call = self._channel.stream_stream(STEP_STREAM, first)
+            self._call = self._channel.stream_stream(self._method, first)
             self._tasks.append(asyncio.create_task(self._write(first), name="step stream writer"))
             while (message := await next_message(self._call, "the stream")) is not None:
                 self._deliver(message)
@@ -184,7 +190,7 @@ class _Connection:
     def _deliver(self, outputs: step_stream_pb2.StepOutputs) -> None:
         """Raises: PeerError."""
         try:
-            columns = columns_of(outputs)
+            columns = columns_of(outputs, self._max_model_len)
         except PeerError as error:
             warn_of(f"worker {self._worker}", error)
             raise

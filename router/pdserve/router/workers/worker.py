@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
+from google.protobuf.message import Message
 
 from pdserve.common.kv_events import WorkerKey
-from pdserve.common.net.service_channel import ServiceChannel
+from pdserve.common.net.service_channel import Method, ServiceChannel
 from pdserve.common.protocol import STEP_STREAM_VERSION
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
+from pdserve.common.security.peer_message import max_event_bytes
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.router.workers.step_stream import StepStream
+
+Req = TypeVar("Req", bound=Message)
+Res = TypeVar("Res", bound=Message)
 
 REPORT_LAG_S = 0.25
 """Greatest age of a load report on arrival, seconds: calls that ended within it may still be counted there."""
@@ -100,7 +107,7 @@ class Worker:
         """LoRA adapters that requests may name there."""
         self.channel = channel
         serves_steps = step_streams and identity.step_stream_version == STEP_STREAM_VERSION
-        self.step_stream = StepStream(channel, str(self)) if serves_steps else None
+        self.step_stream = StepStream(channel, str(self), identity.max_model_len) if serves_steps else None
         """The stream of all calls; None if each call has a stream of its own."""
         self.load = load or WorkerLoad()
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
@@ -122,6 +129,11 @@ class Worker:
 
     def __str__(self) -> str:
         return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
+
+    def bounded(self, method: Method[Req, Res]) -> Method[Req, Res]:
+        """The method with a limit of the size of this worker's events."""
+        limit = max_event_bytes(self.identity.max_model_len, self.identity.vocab_size)
+        return dataclasses.replace(method, max_response_bytes=limit)
 
     @property
     def key(self) -> WorkerKey:
