@@ -269,20 +269,21 @@ async def test_prefill_may_fail_once_everything_has_landed(cluster):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "code"),
+    ("role", "error", "status", "code"),
     [
-        (InvalidRequest("bad", "x"), 400, "invalid_request"),
-        (DigestMismatch("other"), 503, "digest_mismatch"),
-        (InternalError("bug"), 500, "internal_error"),
+        ("prefill", InvalidRequest("bad", "structured_outputs"), 400, "invalid_request"),
+        ("prefill", DigestMismatch("other"), 503, "digest_mismatch"),
+        ("decode", InvalidRequest("bad", "structured_outputs"), 400, "invalid_request"),
+        ("decode", DigestMismatch("other"), 503, "digest_mismatch"),
+        ("decode", InternalError("bug"), 500, "internal_error"),
     ],
 )
-@pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_errors_that_no_attempt_can_mend_go_to_the_client(cluster, caplog, role, error, status, code):
     await cluster.start()
     other = "decode" if role == "prefill" else "prefill"
     cluster.of(role).script = refuse(error)
     cluster.of(other).script = play(forever)
-    response = await cluster.complete()
+    response = await cluster.complete(**({"structured_outputs": {"regex": "a*"}} if status == 400 else {}))
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     told = response.json()["error"]["message"]

@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.common.errors import Draining, InvalidRequest, Overloaded
+from pdserve.common.errors import Draining, InternalError, InvalidRequest, Overloaded
 from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.router.requests.tasks import embedding_task as embedding_module
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
@@ -183,12 +183,14 @@ async def test_another_worker_when_one_refuses(cluster, error):
     assert len(first.calls) == len(second.calls) == 1
 
 
-async def test_what_a_worker_refuses_for_good_is_the_answer(cluster, prefill):
+async def test_what_a_worker_refuses_and_the_router_took_is_that_workers_fault(cluster, prefill, caplog):
     prefill.scripts = [play(InvalidRequest("no", "dimensions"))]
+    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    assert len(prefill.calls) == 2
+    prefill.scripts = [play(InvalidRequest("no", "dimensions"))] * 9
     response = await embed(cluster)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == "no"
-    assert len(prefill.calls) == 1
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "peer_error")
+    assert "with invalid_request: no" in caplog.text
 
 
 async def test_a_vector_of_another_length_is_not_given_out(cluster, prefill, caplog):
@@ -228,11 +230,11 @@ async def test_one_input_that_fails_ends_the_others(cluster, prefill):
 
     async def fail(worker, call):
         await begun.wait()
-        raise InvalidRequest("not this one")
+        raise InternalError("not this one")
 
     prefill.scripts = [play(begin), play(fail)]
     response = await embed(cluster, input=["a", "b"])
-    assert response.json()["error"]["message"] == "not this one"
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     async with asyncio.timeout(HANG_S):
         for call in prefill.calls:
             await call.ended.wait()

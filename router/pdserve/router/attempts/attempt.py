@@ -17,6 +17,7 @@ from pdserve.common.errors import (
     Draining,
     InternalError,
     PdServeError,
+    PeerError,
     TransferFailed,
     WorkerLost,
 )
@@ -38,6 +39,7 @@ from pdserve.router.attempts.call_events import (
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import DecodeCall, PrefillCall
+from pdserve.router.attempts.worker_errors import may_fail_by_itself
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import LoadReservation, Worker
@@ -46,6 +48,10 @@ from pdserve.text.outputs.output_processor import PositionConflict
 log = logging.getLogger(__name__)
 
 TRANSFER_ID_BYTES = 16
+LANDED_WITHIN_S = 5.0
+"""Seconds within which the receiver says that all blocks have landed, once the source says so."""
+SOURCE_ANSWER_S = 0.25
+"""Seconds from the end of a transfer at the receiver to that of the source's call, which may have the cause."""
 
 
 class AttemptState(enum.Enum):
@@ -116,6 +122,8 @@ class Attempt:
         self._ended_sequences: set[int] = set()
         self._only_index = request.index if request.is_resumed else None
         self._ended: asyncio.Future[None] | None = None
+        self._waits: asyncio.TimerHandle | None = None
+        """Ends the attempt, unless something else does before."""
         self._prefill_call: PrefillCall | None = None
         self._decode_call: DecodeCall | None = None
         self._calls: list[PrefillCall | DecodeCall] = []
@@ -186,6 +194,7 @@ class Attempt:
 
     def _cancel_calls(self) -> None:
         """Cancel both calls; takes effect in this turn of the event loop."""
+        self._go_on()
         for call in self._calls:
             call.cancel()
         for unsubscribe in self._unsubscribe:
@@ -203,6 +212,18 @@ class Attempt:
             self._ended.set_exception(failure)
         # here and not after run() wakes, so that no further event of the calls is read
         self._cancel_calls()
+
+    def _end_later(self, seconds: float, error: TransferFailed) -> None:
+        """End the attempt because of the source, unless something else happens before; the last call counts."""
+        self._go_on()
+        failed = AttemptFailed(error, self.placement.prefill, in_transfer=True)
+        self._waits = asyncio.get_running_loop().call_later(seconds, self._end, failed)
+
+    def _go_on(self) -> None:
+        """The receiver has made progress, so that nothing is waited for."""
+        if self._waits is not None:
+            self._waits.cancel()
+            self._waits = None
 
     @property
     def _over(self) -> bool:
@@ -261,7 +282,14 @@ class Attempt:
                 self._on_computed(event)
             case Ended():
                 self._timeline.merge(event.moments)
-                # the receiver's own report may still arrive
+                if event.released and self._remote and not self._landed and not self._over:
+                    # the receiver's own report may still arrive, and does soon if the source says the truth
+                    self._end_later(
+                        LANDED_WITHIN_S,
+                        TransferFailed(
+                            f"prefill worker {self.placement.prefill} released a transfer that has not landed"
+                        ),
+                    )
                 self._landed |= event.released
                 if not event.released and self._remote:
                     error = TransferFailed(
@@ -287,11 +315,12 @@ class Attempt:
             self._take(outputs)
         self._take_early()
         if not self._remote and not self._over:
-            raise InternalError(f"prefill worker {self.placement.prefill} did not end a request of one token")
+            raise PeerError(f"prefill worker {self.placement.prefill} did not end a request of one token")
 
     def _on_decode(self, event: DecodeCallEvent) -> None:
         match event:
             case Outputs():
+                self._go_on()
                 self._reservations[-1].computed()
                 if self.state is AttemptState.PREFILLING:
                     self._early.append(event)
@@ -302,10 +331,12 @@ class Attempt:
             case PromptLogprobs():
                 self._take_prompt(event)
             case Landed():
+                self._go_on()
                 self._landed = True
                 self.transfer_bytes = event.transfer_bytes
                 self._timeline.merge(event.moments)
             case PrefillingLocally():
+                self._go_on()
                 self._drop_prefill()
             case NeedsPrefill(uncached_tokens):
                 self._end(PrefillNeeded(uncached_tokens))
@@ -316,7 +347,9 @@ class Attempt:
         if outputs.moments:
             self._timeline.merge(outputs.moments)
         if outputs.finish_reason is not None and outputs.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            raise InternalError(f"the engine ended the request: {outputs.finish_reason}")
+            raise PeerError(
+                f"a worker ended sequence {outputs.index} with {outputs.finish_reason} in place of an error"
+            )
         if self._only_index is not None and outputs.index != self._only_index:
             raise PositionConflict(
                 f"outputs of sequence {outputs.index} arrived, but sequence {self._only_index} was requested"
@@ -368,7 +401,11 @@ class Attempt:
         if self._decode_finished:
             return
         if isinstance(error, TransferFailed) and self._remote:
-            self._end(AttemptFailed(error, self.placement.prefill, in_transfer=True))
+            if self._prefill_call is None or self._computed or not may_fail_by_itself(self.request):
+                self._end(AttemptFailed(error, self.placement.prefill, in_transfer=True))
+            else:
+                # the source may have refused the request for what is in it, which its own call says
+                self._end_later(SOURCE_ANSWER_S, error)
         elif isinstance(error, DeadlineExceeded):
             self._end(AttemptFailed(error))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -14,8 +15,13 @@ from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire import finish_reason_from_wire, logprobs_from_wire, moments_from_wire
 from pdserve.common.security.peer_message import parsed
+from pdserve.router.attempts.worker_errors import believed
+from pdserve.router.workers.call_failure import CallFailed
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
+_ANY_VOCABULARY = 1 << 32
+_MOST_LOGPROB = 0.01
+"""Of a probability of 1, which rounding may exceed."""
 Moments = dict[str, int]
 """name -> wall-clock nanoseconds"""
 _NO_MOMENTS: Moments = {}
@@ -96,7 +102,13 @@ class CallReader(abc.ABC, Generic[M, E]):
 
     method: ClassVar[Method[Any, Any]]
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(
+        self, request: GenerationRequest, vocab_size: int = _ANY_VOCABULARY, *, is_source: bool = False
+    ) -> None:
+        """vocab_size: of the worker, in tokens. is_source: the call only computes the prompt's KV for another worker."""
+        self._request = request
+        self._vocab_size = vocab_size
+        self._is_source = is_source
         self._sampling = request.sampling_params
         """Parameters of the request, or of a session's last turn; the size of events is checked against them."""
         self._num_sequences = request.n
@@ -105,6 +117,7 @@ class CallReader(abc.ABC, Generic[M, E]):
 
     def go_on(self, request: GenerationRequest) -> None:
         """Read a session's next turn."""
+        self._request = request
         self._num_prompt_tokens += self._max_tokens + len(request.prompt_token_ids)
         self._sampling = request.sampling_params
         self._max_tokens = request.sampling_params.output_limit
@@ -120,8 +133,18 @@ class CallReader(abc.ABC, Generic[M, E]):
 
     def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
         """Outputs that are tokens alone. Raises: PeerError."""
-        self._verify_end(first_position, len(token_ids))
+        self._verify_tokens(first_position, token_ids)
         return Outputs(index, first_position, token_ids)
+
+    def believed(self, failure: CallFailed, *, is_session: bool = False) -> CallFailed:
+        """See `worker_errors.believed`."""
+        return believed(failure, self._request, is_source=self._is_source, is_session=is_session)
+
+    def _verify_tokens(self, first_position: int, token_ids: Sequence[int]) -> None:
+        """Raises: PeerError for tokens beyond the last position or the vocabulary."""
+        self._verify_end(first_position, len(token_ids))
+        if token_ids and (largest := max(token_ids)) >= self._vocab_size:
+            raise PeerError(f"a worker sent token {largest}, and its vocabulary has {self._vocab_size}")
 
     def _verify_end(self, first_position: int, num_tokens: int) -> None:
         if first_position + num_tokens > self._max_tokens:
@@ -138,11 +161,15 @@ class CallReader(abc.ABC, Generic[M, E]):
                 f"where the prompt has {limit}"
             )
         self._verify_width(message.logprobs, self._sampling.prompt_logprobs)
-        return PromptLogprobs(message.first_position, logprobs_from_wire(message.logprobs))
+        return PromptLogprobs(message.first_position, self._logprobs(message.logprobs))
 
     def _outputs(self, message: request_pb2.Outputs) -> Outputs:
         num_tokens = len(message.token_ids)
-        self._verify_end(message.first_position, num_tokens)
+        self._verify_tokens(message.first_position, message.token_ids)
+        if message.stop_token_id >= self._vocab_size:
+            raise PeerError(
+                f"a worker sent stop token {message.stop_token_id}, and its vocabulary has {self._vocab_size}"
+            )
         if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
             raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
         self._verify_width(message.logprobs, self._sampling.logprobs)
@@ -154,8 +181,20 @@ class CallReader(abc.ABC, Generic[M, E]):
             message.stop_token_id if message.HasField("stop_token_id") else None,
             message.num_cached_tokens,
             moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
-            logprobs_from_wire(message.logprobs) if message.HasField("logprobs") else None,
+            self._logprobs(message.logprobs) if message.HasField("logprobs") else None,
         )
+
+    def _logprobs(self, message: request_pb2.Logprobs) -> LogprobsLists:
+        """Raises: PeerError for what no model computes."""
+        for what, numbers in (("token", message.token_ids), ("rank", message.sampled_ranks)):
+            # ranks count from 1
+            if numbers and (largest := max(numbers)) >= self._vocab_size + (what == "rank"):
+                raise PeerError(
+                    f"a worker sent log-probabilities of {what} {largest}, and its vocabulary has {self._vocab_size}"
+                )
+        if any(value != value or value > _MOST_LOGPROB for value in message.logprobs):
+            raise PeerError("a worker sent a log-probability that is none")
+        return logprobs_from_wire(message)
 
     @staticmethod
     def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:
@@ -176,8 +215,7 @@ class PrefillReader(CallReader[prefill_pb2.PrefillEvent, PrefillCallEvent]):
                 return Admitted(moments_from_wire(message.admitted.moments))
             case "computed":
                 computed = message.computed
-                if (num := len(computed.first_outputs)) > self._num_sequences:
-                    raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were requested")
+                self._verify_first(computed.first_outputs)
                 return Computed(
                     num_tokens=computed.num_tokens,
                     request_digest=computed.request_digest,
@@ -193,6 +231,19 @@ class PrefillReader(CallReader[prefill_pb2.PrefillEvent, PrefillCallEvent]):
                 return Ended(released, cause, moments_from_wire(message.ended.moments))
             case _:
                 return UnknownEvent()
+
+    def _verify_first(self, outputs: Sequence[request_pb2.Outputs]) -> None:
+        """Raises: PeerError for other than one token of each sequence, at the position that is next."""
+        if (num := len(outputs)) != self._num_sequences:
+            raise PeerError(f"a worker sent outputs of {num} sequences, {self._num_sequences} were requested")
+        position = len(self._request.output_token_ids)
+        for place, output in enumerate(outputs):
+            index = self._request.index if self._request.is_resumed else place
+            if (output.index, output.first_position, len(output.token_ids)) != (index, position, 1):
+                raise PeerError(
+                    f"a worker computed {len(output.token_ids)} tokens of sequence {output.index} from position "
+                    f"{output.first_position} on, in place of one of sequence {index} at {position}"
+                )
 
 
 class DecodeReader(CallReader[decode_pb2.DecodeEvent, DecodeCallEvent]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 
 import grpc.aio
@@ -14,6 +15,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire import moments_from_wire
 from pdserve.router.attempts.call_events import Moments
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
+from pdserve.router.attempts.worker_errors import believed
 from pdserve.router.workers.call_failure import CallFailed, call_failed
 from pdserve.router.workers.worker import Worker
 from pdserve.v1 import prefill_pb2, request_pb2
@@ -43,7 +45,7 @@ async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embe
     try:
         response = readable(await call)
     except grpc.aio.AioRpcError as error:
-        raise call_failed(error) from error
+        raise believed(call_failed(error), request) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -67,4 +69,9 @@ def _embedded(worker: Worker, request: GenerationRequest, response: prefill_pb2.
     asked = pooling.num_values(identity.hidden_size, identity.num_labels) if pooling else 0
     if len(response.values) != asked:
         raise PeerError(f"worker {worker} sent {len(response.values)} numbers, {asked} were requested")
-    return Embedded(array("f", response.values), response.num_cached_tokens, moments_from_wire(response.moments))
+    values = array("f", response.values)
+    if not all(map(math.isfinite, values)):
+        raise PeerError(f"worker {worker} sent numbers that are not finite")
+    return Embedded(
+        values, min(response.num_cached_tokens, identity.max_model_len), moments_from_wire(response.moments)
+    )

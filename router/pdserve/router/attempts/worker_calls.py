@@ -90,7 +90,10 @@ class _AttemptCall(Generic[M, E]):
             self._step_call = steps.submit(self._field, message.SerializeToString(), self)
             return
         call = self._worker.channel.unary_stream(
-            self._reader.method, message, timeout=request.remaining_s, metadata=request.trace_headers.items()
+            self._worker.bounded(self._reader.method),
+            message,
+            timeout=request.remaining_s,
+            metadata=request.trace_headers.items(),
         )
         self._own = _OwnStream(self._worker, call, self._reader)
         self.tasks.append(asyncio.create_task(self._read(self._own)))
@@ -144,7 +147,7 @@ class _AttemptCall(Generic[M, E]):
         self.has_answered |= failure is None or failure.is_answer
         if not self._is_over:
             self._is_over = True
-            self._on_end(failure)
+            self._on_end(failure and self._reader.believed(failure))
 
     def _fail(self, error: PeerError) -> None:
         warn_of(f"worker {self._worker}", error)
@@ -165,7 +168,8 @@ class PrefillCall(_AttemptCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     ) -> None:
         """receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
         request = outgoing.request
-        super().__init__(worker, request, PrefillReader(request), "prefill_request")
+        reader = PrefillReader(request, worker.identity.vocab_size, is_source=bool(transfer_id))
+        super().__init__(worker, request, reader, "prefill_request")
         self._message = prefill_pb2.PrefillRequest(
             **outgoing.fields(worker),
             attempt=request_pb2.Attempt(number=number),
@@ -193,7 +197,7 @@ class DecodeCall(_AttemptCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     ) -> None:
         """source: the worker that sends the KV blocks; None to prefill at `worker`."""
         request = outgoing.request
-        super().__init__(worker, request, DecodeReader(request), "decode_request")
+        super().__init__(worker, request, DecodeReader(request, worker.identity.vocab_size), "decode_request")
         self._number = number
         self._message = decode_pb2.DecodeRequest(
             **outgoing.fields(worker),
@@ -234,13 +238,20 @@ class SessionCall(_OwnStream[decode_pb2.DecodeEvent, DecodeCallEvent]):
         first = OutgoingRequest(request).fields(worker, version_3="open")
         self._first = decode_pb2.DecodeTurn(**first).SerializeToString()
         self._turns: grpc.aio.StreamStreamCall[Any, decode_pb2.DecodeEvent] = worker.channel.stream_stream(
-            SESSION, self._first, metadata=request.trace_headers.items()
+            worker.bounded(SESSION), self._first, metadata=request.trace_headers.items()
         )
         self._cancelled = asyncio.Event()
         self._request_id = request.request_id
         self._num_turns = 0
         """Turns before the running one."""
-        super().__init__(worker, self._turns, DecodeReader(request))
+        super().__init__(worker, self._turns, DecodeReader(request, worker.identity.vocab_size))
+
+    async def next(self) -> DecodeCallEvent | None:
+        """As the base's."""
+        try:
+            return await super().next()
+        except CallFailed as failure:
+            raise self._reader.believed(failure, is_session=True) from failure
 
     def cancel(self) -> None:
         super().cancel()

@@ -19,6 +19,7 @@ from pdserve.common.errors import (
     NotFound,
     Overloaded,
     PdServeError,
+    PeerError,
     TransferFailed,
     Unauthenticated,
     WorkerLost,
@@ -39,6 +40,7 @@ _SENTENCES: tuple[tuple[type[PdServeError], str], ...] = (
     (WorkerLost, "a worker was lost while it served this request"),
     (AdapterUnavailable, "a worker has the request's adapter no more, or with other content"),
     (TransferFailed, "the prompt's KV blocks could not be moved between two workers"),
+    (PeerError, "a worker sent what cannot be used"),
     (Draining, "the service is leaving and takes no new requests"),
 )
 _ANY_OTHER = "internal error"

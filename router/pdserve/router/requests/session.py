@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from pdserve.common import timeline as moments
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, WorkerLost
+from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError, WorkerLost
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
@@ -237,7 +237,7 @@ class SessionPromptTask(PromptTask):
                 reservation.computed()
                 self.timeline.merge(event.moments)
                 if event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                    raise InternalError(f"the engine ended the session: {event.finish_reason}")
+                    raise PeerError(f"the worker ended the turn with {event.finish_reason} in place of an error")
                 num_tokens = event.first_position + len(event.token_ids)
                 self._turn_has_ended = event.finish_reason is not None
                 ended_here = self.relay(event)

@@ -319,7 +319,7 @@ class PromptTask:
         """Note the first token."""
         self.timeline.mark(moments.FIRST_TOKEN)
         if not self._request.cache.is_shared:
-            self.usage.cached_tokens = num_cached_tokens
+            self.usage.cached_tokens = min(num_cached_tokens, self.usage.prompt_tokens)
         # its prompt is computed: there may be room for another's
         self._services.admission.recheck()
 

@@ -1,0 +1,426 @@
+"""Workers with valid credentials that say each field of each event wrong: only their own call ends, and clients hear what
+docs/failure.md says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf.message import Message
+
+from pdserve.common.errors import BY_CODE
+from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, step_stream_pb2, worker_pb2
+from tests.router.conftest import Cluster
+from tests.router.fake_worker import Call, FakeWorker, Script, said, tokens
+from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.waiting import HANG_S, eventually
+from tests.support.wrong_fields import LIE, Wrong, wrong_messages
+
+TIMEOUT_S = 1.0
+"""Of a request: a worker may leave out what would end it."""
+NEVER = {400, 401, 403, 404, 499}
+DOCUMENTED = {"digest_mismatch", "position_conflict", "deadline_exceeded", "internal_error"}
+"""Codes of one lie that another worker does not mend."""
+
+
+STREAMS = [pytest.param(True, id="step stream"), pytest.param(False, id="own stream", marks=pytest.mark.slow)]
+"""Calls in a step stream, or with streams of their own."""
+
+
+class Raw:
+    """A message of any bytes, for gRPC and step streams alike."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def SerializeToString(self) -> bytes:
+        return self.raw
+
+
+class AnyBytes(grpc.aio.ServerInterceptor):
+    """Sends `Raw` as it is."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or "pdserve" not in handler_call_details.method:
+            return handler
+        return handler._replace(
+            response_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString()
+        )
+
+
+class LyingWorker(FakeWorker):
+    """Says `lie` in place of the first event of its kind."""
+
+    event = ""
+    lie: Wrong | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.interceptors.append(AnyBytes())
+
+    async def _play(self, call: Call, script: Script | None = None) -> AsyncGenerator[Any]:
+        async for event in super()._play(call, script):
+            for said_instead in self.instead(event):
+                yield said_instead
+
+    async def Watch(self, request_iterator, context):
+        async for event in super().Watch(request_iterator, context):
+            for said_instead in self.instead(event):
+                yield said_instead
+
+    def instead(self, event: Message) -> list[Any]:
+        if self.lie is None or kind_of(event) != self.event:
+            return [event]
+        lie, self.lie = self.lie, None
+        return [Raw(raw) for raw in lie.messages]
+
+
+def kind_of(event: Message) -> str:
+    oneofs = event.DESCRIPTOR.oneofs
+    name = event.DESCRIPTOR.name
+    return f"{name}.{event.WhichOneof(oneofs[0].name)}" if oneofs and oneofs[0].name == "event" else name
+
+
+LOGPROBS = request_pb2.Logprobs(width=2, token_ids=[1, 2], logprobs=[-0.5, -1.5], sampled_ranks=[1])
+MOMENTS = [request_pb2.Moment(name="prefill_computed", unix_ns=1)]
+OUTPUTS = request_pb2.Outputs(token_ids=tokens("a"), num_cached_tokens=1, moments=MOMENTS, logprobs=LOGPROBS)
+EVENTS: dict[str, Message] = {
+    "PrefillEvent.admitted": prefill_pb2.PrefillEvent(admitted=prefill_pb2.Admitted(moments=MOMENTS)),
+    "PrefillEvent.computed": prefill_pb2.PrefillEvent(
+        computed=prefill_pb2.Computed(num_tokens=5, request_digest=bytes(16), first_outputs=[OUTPUTS], moments=MOMENTS)
+    ),
+    "PrefillEvent.ended": prefill_pb2.PrefillEvent(
+        ended=prefill_pb2.Ended(how=prefill_pb2.Ended.RELEASED, cause="x", moments=MOMENTS)
+    ),
+    "DecodeEvent.admitted": decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=MOMENTS)),
+    "DecodeEvent.landed": decode_pb2.DecodeEvent(
+        landed=decode_pb2.Landed(num_blocks=1, transfer_bytes=4096, connector="local", moments=MOMENTS)
+    ),
+    "DecodeEvent.outputs": decode_pb2.DecodeEvent(outputs=OUTPUTS),
+    "PoolingResponse": prefill_pb2.PoolingResponse(values=[0.5] * 8, num_cached_tokens=1, moments=MOMENTS),
+    "WatchEvent.load": worker_pb2.WatchEvent(load=worker_pb2.Load(engine_tick=2)),
+    "WatchEvent.blocks": worker_pb2.WatchEvent(blocks=worker_pb2.Blocks(sequence=1, stored=bytes(8))),
+    "WatchEvent.welcome": worker_pb2.WatchEvent(
+        welcome=worker_pb2.Welcome(identity=b"\x0a\x01a", nonce=bytes(32), unix_us=1, proof=bytes(32))
+    ),
+    "WatchEvent.adapters": worker_pb2.WatchEvent(
+        adapters=worker_pb2.Adapters(adapters=[worker_pb2.Adapter(name="a", fingerprint="0" * 32)])
+    ),
+}
+CALLS = sorted(name for name in EVENTS if not name.startswith("WatchEvent"))
+LAST = {"DecodeEvent.outputs": ("left out", "finish_reason")}
+
+
+def test_every_event_is_in_the_table():
+    """Events that only some requests have are made from the descriptor in `extra_events`."""
+    for kind, known in (
+        (prefill_pb2.PrefillEvent, {"prompt_logprobs"}),
+        (decode_pb2.DecodeEvent, {"prompt_logprobs", "needs_prefill", "prefilling_locally"}),
+        (worker_pb2.WatchEvent, {"identity"}),
+    ):
+        missing = {f"{kind.DESCRIPTOR.name}.{field.name}" for field in kind.DESCRIPTOR.fields} - set(EVENTS)
+        assert missing == {f"{kind.DESCRIPTOR.name}.{name}" for name in known}
+
+
+def cases(event: str) -> Iterator[Wrong]:
+    yield from wrong_messages(EVENTS[event])
+    # another event in its place, each once
+    for other, message in EVENTS.items():
+        if other.partition(".")[0] == event.partition(".")[0] and other != event:
+            yield Wrong(f"{other} in its place", [message.SerializeToString()])
+    kind = type(EVENTS[event])
+    for field in kind.DESCRIPTOR.fields:
+        if field.message_type is not None and f"{kind.DESCRIPTOR.name}.{field.name}" not in EVENTS:
+            odd: Any = kind()
+            getattr(odd, field.name).SetInParent() if not field.is_repeated else None
+            yield Wrong(f"{field.name} in its place", [odd.SerializeToString()])
+
+
+async def start(cluster: Cluster, *, steps: bool = True, **settings: Any) -> list[LyingWorker]:
+    for role in ("prefill", "decode"):
+        for number in range(2):
+            worker = (LyingWorker if not number else FakeWorker)(role, cluster.fingerprint, worker_id=f"{role}{number}")
+            cluster.workers.append(await worker.start())
+    settings = {"request_timeout_s": TIMEOUT_S, **settings}
+    await cluster.start(prefill=0, decode=0, policy="round_robin", step_streams=steps, **settings)
+    return [worker for worker in cluster.workers if isinstance(worker, LyingWorker)]
+
+
+@pytest.mark.parametrize("event", CALLS)
+@pytest.mark.parametrize("steps", STREAMS)
+async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog, event, steps):
+    caplog.set_level(logging.INFO)
+    liars = await start(cluster, steps=steps)
+    liar = next(worker for worker in liars if (worker.role == "decode") == event.startswith("DecodeEvent"))
+    liar.event = event
+    problems = []
+    for case in cases(event):
+        problem = await told(cluster, liar, event, case)
+        if problem:
+            problems.append(f"{case.name}: {problem}")
+    assert not problems, problems
+    look_at_log(caplog)
+    await cluster.idle()
+
+
+def look_at_log(caplog: pytest.LogCaptureFixture) -> None:
+    """At that of the router: a worker here fails by itself, where a script has nothing to say."""
+    for record in caplog.records:
+        if not record.name.startswith(("pdserve.worker", "pdserve.common.net.rpc")):
+            assert record.levelno < logging.ERROR, caplog.handler.format(record)[-2000:]
+            assert len(record.getMessage()) < 4096, record.getMessage()[:200]
+
+
+async def told(cluster: Cluster, liar: LyingWorker, event: str, case: Wrong) -> str:
+    """What is wrong with the client's answer, and that of others; "" for nothing."""
+    before = len(liar.calls)
+    liar.lie = case
+    others = [asyncio.create_task(cluster.complete(prompt="others")) for _ in range(2)]
+    with LoopWatch() as watch:
+        if event == "PoolingResponse":
+            asked = [cluster.http.post("/v1/embeddings", json={"input": "hello"}) for _ in range(2)]
+        else:
+            asked = [cluster.complete(max_tokens=3) for _ in range(2)]
+        answers = list(await asyncio.gather(*asked))
+    answers += await asyncio.gather(*others)
+    if liar.lie is not None:
+        # the odd one out: round robin over two takes another turn after a retry
+        liar.lie = None
+        if len(liar.calls) == before:
+            return "it was not asked"
+    failed = [answer for answer in answers if answer.status_code != 200]
+    if len(failed) > 1:
+        return f"{len(failed)} requests failed for one lie: {[answer.text for answer in failed]}"
+    for answer in failed:
+        if answer.status_code in NEVER or answer.json()["error"]["code"] not in DOCUMENTED:
+            return f"{answer.status_code} {answer.text[:300]}"
+    if any(LIE in answer.text for answer in answers):
+        return "a worker's text came out"
+    if watch.longest_s > 2 * LOOP_S:
+        # the workers are in this loop, too
+        return f"{watch.longest_s} s in {watch.callback}"
+    wrong = [answer for answer in answers if answer.status_code == 200 and not is_right(answer.json())]
+    # a worker that answers with other tokens of the vocabulary is not told from one whose model says them
+    return f"wrong: {wrong[0].text[:300]}" if wrong and not event.endswith(("outputs", "computed")) else ""
+
+
+def is_right(body: dict[str, Any]) -> bool:
+    if "data" in body:
+        return len(body["data"][0]["embedding"]) == 8
+    choice = body["choices"][0]
+    return choice["text"] in (said(3), said(5))
+
+
+# ---- error codes
+
+
+def sends(code: str) -> Script:
+    async def script(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
+        raise BY_CODE[code](LIE)
+        yield
+
+    return script
+
+
+FINAL = {"prefill": {"digest_mismatch"}, "decode": {"digest_mismatch", "internal_error"}}
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("steps", STREAMS)
+async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, steps):
+    await start(cluster, steps=steps, request_timeout_s=HANG_S)
+    liar = next(worker for worker in cluster.workers if worker.role == role)
+    liar.script = sends(code)
+    for _ in range(3):
+        answer = await cluster.complete()
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["text"] == said(5)
+        else:
+            assert answer.json()["error"]["code"] in FINAL[role]
+            assert answer.status_code >= 500
+        assert LIE not in answer.text
+    assert liar.calls
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkeypatch, code, path):
+    for task in ("prompt_task", "embedding_task"):
+        monkeypatch.setattr(f"pdserve.router.requests.tasks.{task}.WAIT_FOR_WORKER_S", 0.2)
+    await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
+    for worker in cluster.workers:
+        worker.scripts = [sends(code)] * 50
+    field = "prompt" if path == "/v1/completions" else "input"
+    answer = await cluster.http.post(path, json={field: "hello"})
+    assert answer.status_code == 429 if code == "overloaded" else answer.status_code >= 500, answer.text
+    assert LIE not in answer.text
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "structured_outputs": {"structured_outputs": {"regex": "a*"}},
+    "allowed_token_ids": {"allowed_token_ids": [1, 2]},
+    "min_tokens": {"min_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("also", [True, False], ids=["by both", "by one"])
+async def test_what_a_request_can_cause_is_its_own_error(cluster, role, given, also):
+    """The decode worker may notice first that its source has failed."""
+    from pdserve.common.errors import InvalidRequest, TransferFailed
+
+    async def refused(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.02 if also else 0)
+        raise InvalidRequest("what is wrong\nwith it", given)
+        yield
+
+    async def lost(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
+        raise TransferFailed("its source failed")
+        yield
+
+    await cluster.start()
+    cluster.of(role).script = refused
+    if also and role == "prefill":
+        cluster.of("decode").script = lost
+    answer = await cluster.complete(**GIVEN[given])
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"] == "what is wrong with it"
+
+
+# ---- the watch
+
+
+@pytest.mark.parametrize("event", sorted(name for name in EVENTS if name.startswith("WatchEvent")))
+async def test_a_wrong_field_of_a_watch_is_that_workers_fault(cluster, caplog, monkeypatch, event):
+    monkeypatch.setattr("pdserve.router.workers.worker_watcher.RECONNECT_S", 0.01)
+    liars = await start(cluster)
+    liar = next(worker for worker in liars if worker.role == "decode")
+    liar.event = event
+    for case in cases(event):
+        liar.lie = case
+        if event == "WatchEvent.blocks":
+            liar.tell_blocks(1, stored=bytes(8))
+        elif event == "WatchEvent.load":
+            liar.report(num_running=1)
+        elif event == "WatchEvent.adapters":
+            liar.adapters = {"a": "0" * 32}
+            liar.report()
+        else:
+            epoch = liar.epoch
+            await liar.kill()
+            await liar.start()
+            assert liar.epoch == epoch + 1
+        with LoopWatch() as watch:
+            answers = await asyncio.gather(*(cluster.complete(max_tokens=2) for _ in range(3)))
+        assert [answer.status_code for answer in answers] == [200] * 3, (case.name, [a.text for a in answers])
+        assert not any(LIE in answer.text for answer in answers)
+        assert watch.longest_s < 2 * LOOP_S, (case.name, watch.longest_s, watch.callback)
+        liar.lie = None
+        liar.load.CopyFrom(worker_pb2.Load(engine_tick=liar.load.engine_tick + 1))
+        liar.report()
+    look_at_log(caplog)
+    await cluster.live(decode=2)
+
+
+# ---- messages of step streams
+
+
+class LyingStream(grpc.aio.ServerInterceptor):
+    """Sends the lie in place of the second message of a step stream, which holds tokens."""
+
+    lie: Wrong | None = None
+    num_told = 0
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if not handler_call_details.method.endswith("/Open"):
+            return handler
+        stream = handler.stream_stream
+
+        async def answered(requests: Any, context: Any) -> AsyncIterator[bytes]:
+            async for message in stream(requests, context):
+                raw = message.SerializeToString()
+                lie = self.lie
+                if lie is None or not message.keys:
+                    yield raw
+                    continue
+                self.lie = None
+                self.num_told += 1
+                for said_instead in lie.messages:
+                    yield said_instead
+
+        return handler._replace(stream_stream=answered, response_serializer=None)
+
+
+STEP = step_stream_pb2.StepOutputs(
+    keys=[1, 1], indexes=[0, 0], first_positions=[1, 2], num_tokens=[1, 1], token_ids=[5, 6],
+    events=[step_stream_pb2.CallEvent(key=1, num_before=1, message=b""), step_stream_pb2.CallEvent(
+        key=1, num_before=2, end=step_stream_pb2.CallEnd(code="overloaded", message=LIE, field=LIE, retry_after_s=1.0)
+    )],
+)  # fmt: skip
+
+
+def huge_steps() -> Iterator[Wrong]:
+    """A million entries, in each column, and in those that fit together."""
+    count = 1_000_000
+    columns = [field.name for field in STEP.DESCRIPTOR.fields if field.message_type is None]
+    ones = [1] * count
+    for name in columns:
+        message = step_stream_pb2.StepOutputs()
+        getattr(message, name).extend(ones)
+        yield Wrong(f"{count} {name}", [message.SerializeToString()])
+    for name, fields in {
+        "entries": {"keys": ones, "first_positions": ones, "token_ids": ones},
+        "entries of one call": {
+            "keys": ones,
+            "first_positions": list(range(count)),
+            "num_tokens": ones,
+            "token_ids": ones,
+        },
+        "tokens": {"keys": [1], "first_positions": [1], "num_tokens": [count], "token_ids": ones},
+        "entries without tokens": {"keys": ones, "first_positions": ones, "num_tokens": [0] * count},
+    }.items():
+        yield Wrong(f"{count} {name}", [step_stream_pb2.StepOutputs(**fields).SerializeToString()])  # type: ignore[arg-type]
+    events = step_stream_pb2.StepOutputs(events=[step_stream_pb2.CallEvent(key=1)]).SerializeToString()
+    yield Wrong("many events", [events * 500_000])
+    yield Wrong("16 MiB of tokens", [step_stream_pb2.StepOutputs(token_ids=[1] * (15 << 20)).SerializeToString()])
+
+
+@pytest.mark.parametrize("made", [lambda: wrong_messages(STEP), huge_steps], ids=["fields", "sizes"])
+async def test_a_wrong_step_ends_that_stream_alone(cluster, caplog, made):
+    caplog.set_level(logging.INFO)
+    for number in range(2):
+        worker = cluster.worker("decode")
+        if not number:
+            liar = LyingStream()
+            worker.interceptors.append(liar)
+        worker.step_s = 0.002
+        await worker.start()
+    await cluster.start(prefill=0, decode=0, policy="round_robin", request_timeout_s=TIMEOUT_S)
+    told = 0
+    for case in made():
+        liar.lie = case
+        with LoopWatch() as watch:
+            answers = await asyncio.gather(*(cluster.complete(max_tokens=4) for _ in range(4)))
+        told += liar.lie is None
+        liar.lie = None
+        # the lie may be an output, or the end, that a call waits for
+        codes = {answer.json()["error"]["code"] for answer in answers if answer.status_code != 200}
+        assert codes <= DOCUMENTED, (case.name, codes)
+        if made is huge_steps:
+            assert not codes, case.name
+        assert [answer for answer in answers if answer.status_code == 200], case.name
+        assert not any(LIE in answer.text for answer in answers), case.name
+        assert watch.longest_s < 2 * LOOP_S, (case.name, watch.longest_s, watch.callback)
+    assert told
+    look_at_log(caplog)
+    await eventually(lambda: all(call.ended.is_set() for worker in cluster.workers for call in worker.calls))
+    async with asyncio.timeout(HANG_S):
+        assert await cluster.text() == said(5)
