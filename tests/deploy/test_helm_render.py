@@ -200,14 +200,15 @@ def test_grpc_probes_need_services_without_tls() -> None:
     [router, *_] = [one for one in render(clear) if one["kind"] == "Deployment"]
     [container] = router["spec"]["template"]["spec"]["containers"]
     assert container["readinessProbe"]["grpc"] == {"port": 50051, "service": "ready"}
-    for encrypted in ({"tls": {"enabled": True}}, {"front": {"tls": {"enabled": True}}}, {"tls": {}}):
+    more: tuple[dict[str, Any], ...] = ({"tls": {"enabled": True}}, {"front": {"tls": {"enabled": True}}}, {"tls": {}})
+    for encrypted in more:
         with pytest.raises(helm.HelmError, match="without TLS"):
             render({**clear, **encrypted})
 
 
 def test_without_values_services_speak_tls_with_each_other() -> None:
     """A deployment in which prompts travel in the clear says so itself."""
-    settings: dict[str, dict[str, str]] = {}
+    settings: dict[str, set[str]] = {}
     for one in render({}):
         if one["kind"] in ("Deployment", "StatefulSet"):
             component = one["metadata"]["labels"]["app.kubernetes.io/component"]

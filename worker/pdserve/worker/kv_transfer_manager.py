@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.common.errors import Draining, InternalError, InvalidRequest, PdServeError, TransferFailed, WorkerLost
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, SchedulerStats
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
@@ -352,8 +352,8 @@ class KvTransferManager:
         self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
-        if isinstance(cause, WorkerLost | Draining):
-            # else the request's router would blame this worker
+        if not isinstance(cause, TransferFailed):
+            # else the request's router would blame this worker, or the client hear what a source says
             cause = TransferFailed(f"source {transfer.source.worker_id}: {cause.message}")
         self.engine.apply(ReceiveFailed(transfer.request_id, cause))
 

@@ -14,12 +14,12 @@ import grpc
 
 from pdserve.common import errors
 from pdserve.common.errors import (
-    Evicted,
     InternalError,
     KeyMismatch,
-    NeedsPrefill,
+    LayoutMismatch,
     PdServeError,
     PeerError,
+    PermissionDenied,
     ProtocolMismatch,
     TransferFailed,
     WorkerLost,
@@ -51,6 +51,8 @@ _warnings = RateLimitedLog(log)
 REATTACH_EVERY_S = 0.2
 _FINAL = (KeyMismatch, PeerError, ProtocolMismatch, WrongWorker)
 """Errors that another stream to the same source would repeat."""
+_IN_ORDER = ("accepted", "published", "finished")
+"""Events of which the first comes once, before the others."""
 _Message = kv_source_pb2.AttachRequest | bytes
 """A message, or the serialized first message, whose bytes are signed."""
 ANSWER_MARGIN_S = 1.0
@@ -192,12 +194,20 @@ async def _one_stream(
                     return
                 raise WorkerLost("the source closed the control stream")
             event = readable(cast(kv_source_pb2.AttachEvent, message))
-            match event.WhichOneof("event"):
+            kind = event.WhichOneof("event")
+            if (kind == "accepted") == accepted and kind in _IN_ORDER:
+                raise PeerError(f"{kind} came {'again' if kind == 'accepted' else 'before accepted'}")
+            match kind:
                 case "accepted":
                     accepted = True
                     ticks.start()
                     answer = event.accepted
                     source = transfer.source
+                    try:
+                        groups = accepted_groups(answer, receiving.layout)
+                    except TransferFailed as error:
+                        transfer.fail(error)
+                        return
                     proof = receiving.digests.answer_proof(source.transfer_id, source.epoch, answer_parts(answer))
                     if not hmac.compare_digest(answer.proof, proof):
                         transfer.fail(TransferFailed("who answers for the source does not have the deployment key"))
@@ -211,13 +221,11 @@ async def _one_stream(
                             transfer.fail(TransferFailed(problem))
                             return
                     digest = receiving.digests.make(answer.digest_algorithm, transfer.source.transfer_id, answer.token)
-                    try:
-                        groups = accepted_groups(answer, receiving.layout)
-                    except TransferFailed as error:
-                        transfer.fail(error)
-                        return
                     transfer.attached(requests, answer.connector, groups, digest)
                 case "published":
+                    if (problem := _out_of_range(transfer, event.published)) and not transfer.is_ending:
+                        transfer.fail(TransferFailed(problem))
+                        return
                     transfer.published(event.published.first_index, event.published.digests, event.published.locations)
                     if event.published.HasField("finished"):
                         _finish(transfer, event.published.finished)
@@ -262,11 +270,11 @@ async def _write(call: grpc.aio.StreamStreamCall[Any, Any], requests: _Requests)
 def accepted_groups(answer: kv_source_pb2.Accepted, layout: KvLayout) -> tuple[GroupSource, ...]:
     """The places of a source's head groups, and their targets here. layout: of this worker. Raises: TransferFailed."""
     named = answer.head_groups
+    if len(named) > layout.total_num_kv_heads:
+        raise TransferFailed(f"the source names {len(named)} groups of {layout.total_num_kv_heads} KV heads")
     if not named:
         whole = receiving_ranks(layout, [(0, layout.total_num_kv_heads)])
         return (GroupSource(answer.metadata, answer.token, receivers=whole[0]),)
-    if len(named) > layout.total_num_kv_heads:
-        raise TransferFailed(f"the source names {len(named)} groups of {layout.total_num_kv_heads} KV heads")
     receivers = receiving_ranks(layout, [(group.first_head, group.num_heads) for group in named])
     for group in named:
         if not group.part < group.parts <= layout.total_num_kv_heads:
@@ -275,6 +283,16 @@ def accepted_groups(answer: kv_source_pb2.Accepted, layout: KvLayout) -> tuple[G
         GroupSource(group.metadata, group.token, RankPart(group.tp_rank, group.parts, group.part), ranks)
         for group, ranks in zip(named, receivers, strict=True)
     )
+
+
+def _out_of_range(transfer: ReceiverTransfer, published: kv_source_pb2.Published) -> str:
+    """Why no honest source publishes these; "" if one may. One that is slow may publish what is not wanted any more."""
+    end = transfer.wanted_end
+    if end is None:
+        return "the source published blocks before they were wanted"
+    if published.first_index > end:
+        return f"the source published blocks from first_index {published.first_index} on, where those below {end} were wanted"
+    return ""
 
 
 def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> None:
@@ -289,13 +307,11 @@ def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> Non
 
 
 def _failure(error: request_pb2.Error) -> PdServeError:
-    """The source's error as one of this worker, for logs, the router and the client."""
+    """The source's error, which says something of the transfer alone: nothing of the request, nor for this worker's engine."""
     cause = errors.from_code(error.code, error.message[:MAX_CAUSE_CHARS])
-    if isinstance(
-        cause, NeedsPrefill | Evicted
-    ):  # only the receiver itself may raise these, since the router then avoids this worker
-        return TransferFailed(f"the source failed with {cause.code}: {cause.message}")
-    return cause
+    if isinstance(cause, TransferFailed | LayoutMismatch | PermissionDenied):
+        return cause
+    return TransferFailed(f"the source failed with {cause.code}: {cause.message}")
 
 
 def _open(transfer: ReceiverTransfer, receiving: ReceiverInfo) -> kv_source_pb2.Open:

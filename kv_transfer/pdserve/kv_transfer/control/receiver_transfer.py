@@ -136,6 +136,11 @@ class ReceiverTransfer:
         return len(self._local_blocks or ())
 
     @property
+    def wanted_end(self) -> int | None:
+        """Index of the prompt's block after the last wanted one; None until blocks are wanted."""
+        return None if self._local_blocks is None else self._first_index + len(self._local_blocks)
+
+    @property
     def num_quarantined(self) -> int:
         """Number of blocks that must not be reused before abandoned reads have ended."""
         if not self._reads:

@@ -216,7 +216,7 @@ class SourceTransfer:
             self._complete_if_done()
 
     def landed(self, num_blocks: int) -> None:
-        self.num_landed = max(self.num_landed, num_blocks)
+        self.num_landed = max(self.num_landed, min(num_blocks, self.num_wanted))
 
     def release(self) -> None:
         """Handle `Release`: the receiver has all blocks, or has given up if the prefill has not ended."""

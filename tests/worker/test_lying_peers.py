@@ -1,0 +1,242 @@
+"""A router or peer with valid credentials that says each field of each message wrong: its own call ends, and workers go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.message import Message
+
+from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.net.service_channel import (
+    ATTACH,
+    EMBED,
+    END_SEQUENCES,
+    GENERATE,
+    MEET,
+    PREFILL,
+    SESSION,
+    STEP_STREAM,
+    Method,
+)
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.watch_proof import WatchChallenge
+from pdserve.common.telemetry.logging_setup import is_news
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2, worker_pb2
+from pdserve.worker.worker import Worker
+from tests.support.loop_watch import LOOP_S, LoopWatch
+from tests.support.waiting import HANG_S
+from tests.support.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, prepared, running_pair
+from tests.support.wrong_fields import Wrong, wrong_messages, wrong_structs
+
+AT_A_TIME = 12
+WATCH: Method[Any, Any] = Method("/pdserve.v1.WorkerService/Watch", worker_pb2.WatchRequest, worker_pb2.WatchEvent)
+STREAMS_IN = (SESSION, ATTACH, STEP_STREAM, WATCH)
+ANSWERED_ONCE = (EMBED, END_SEQUENCES, MEET)
+MANY = 40_000
+"""Entries of a list: more than any field has, and less than makes the message too large to be received."""
+WROTE_TOO_LATE = "Internal error from Core"
+
+
+@pytest.fixture
+async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
+    settings: dict[str, Any] = {"attach_timeout_s": 0.3, "lease_grace_s": 0.2, "lease_max_s": 2.0, "max_num_seqs": 16}
+    decode = {"session_idle_timeout_s": 0.5}
+    folder = tiny_checkpoints("llama")
+    async with running_pair(folder, KEY, decode=decode, num_blocks=64, max_model_len=64, **settings) as made:
+        yield made
+        for worker in (made.p, made.d):
+            await check_at_rest(worker)
+
+
+def sampling() -> SamplingParams:
+    return SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=5, seed=1, max_tokens=2, stop_token_ids=(7,), logit_bias={5: 1.0}, logprobs=1,
+        bad_words_token_ids=((5,), (6, 7)),
+    )  # fmt: skip
+
+
+def source_of(pair: Pair) -> decode_pb2.Source:
+    worker_id, epoch = pair.p.identity.key
+    # nobody attaches there
+    return decode_pb2.Source(
+        worker_id=worker_id, epoch=epoch, address=pair.p.identity.address, transfer_id=secrets.token_bytes(16)
+    )
+
+
+def receiver_of(pair: Pair) -> prefill_pb2.Receiver:
+    worker_id, epoch = pair.d.identity.key
+    return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
+
+
+def messages(pair: Pair) -> dict[str, tuple[Worker, Method[Any, Any], list[Message]]]:
+    """Name -> (worker, method, good messages of a call). The case is made of the last."""
+    p, d = pair.p, pair.d
+    of_p, of_d = (prepared(worker, sampling_params=sampling()) for worker in (p, d))
+    pooled = prepared(p)
+    pooled.pooling.dimensions = 2
+    prefill = prefill_pb2.PrefillRequest(
+        request=of_p, attempt=request_pb2.Attempt(number=1), transfer_id=bytes(16), receiver=receiver_of(pair)
+    )
+    decode = decode_pb2.DecodeRequest(
+        request=of_d, attempt=request_pb2.Attempt(number=1, local_prefill_tokens=60), source=source_of(pair)
+    )
+    alone = prefill_pb2.PrefillRequest(generation_request=encode_request(generation_request(p))).SerializeToString()
+    opening = kv_source_pb2.AttachRequest(
+        open=kv_source_pb2.Open(
+            transfer_id=bytes(16), source_epoch=p.identity.epoch, receiver=receiver_of(pair), request_digest=bytes(16),
+            layout=layout_to_wire(p.identity.layout), digest_algorithms=["gmac"], connectors=["tcp"],
+        )
+    )  # fmt: skip
+    steps = step_stream_pb2.StepCommands(
+        submissions=[step_stream_pb2.Submission(key=1, prefill_request=alone)],
+        ended_sequences=[step_stream_pb2.EndedSequences(key=1, indexes=[0])], cancelled=[1],
+    )  # fmt: skip
+    turn = decode_pb2.DecodeTurn(open=prepared(d))
+    following = decode_pb2.DecodeTurn(
+        next=decode_pb2.NextTurn(prompt_token_ids=[5], sampling=request_pb2.SamplingParams(max_tokens=1))
+    )
+    words: dict[str, kv_source_pb2.AttachRequest] = {
+        "want": kv_source_pb2.AttachRequest(want=kv_source_pb2.Want(first_index=0, num_blocks=1)),
+        "landed": kv_source_pb2.AttachRequest(landed=kv_source_pb2.BlocksLanded(num_blocks=1)),
+        "alive": kv_source_pb2.AttachRequest(alive=kv_source_pb2.Alive(engine_tick=1)),
+        "release": kv_source_pb2.AttachRequest(release=kv_source_pb2.Release()),
+    }
+    table: dict[str, tuple[Worker, Method[Any, Any], list[Message]]] = {
+        "prefill": (p, PREFILL, [prefill]),
+        "embed": (p, EMBED, [prefill_pb2.PoolingRequest(request=pooled, attempt=request_pb2.Attempt())]),
+        "decode": (d, GENERATE, [decode]),
+        "session": (d, SESSION, [turn]),
+        "next turn": (d, SESSION, [turn, following]),
+        "end sequences": (d, END_SEQUENCES, [decode_pb2.EndSequencesRequest(request_id="r", indexes=[0])]),
+        "meet": (d, MEET, [worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")]),
+        "steps": (p, STEP_STREAM, [steps]),
+        "attach": (p, ATTACH, [opening]),
+        "watch": (p, WATCH, [WatchChallenge(KEY, blocks=True).opening]),
+    }
+    return table | {f"attach: {name}": (p, ATTACH, [opening, word]) for name, word in words.items()}
+
+
+NAMES = [
+    "prefill", "embed", "decode", "session", "next turn", "end sequences", "meet", "steps", "attach", "watch",
+    *(f"attach: {name}" for name in ("want", "landed", "alive", "release")),
+]  # fmt: skip
+
+
+async def test_every_method_and_message_is_in_the_table(pair: Pair) -> None:
+    table = messages(pair)
+    assert list(table) == NAMES
+    said = {method.path for _, method, _ in table.values()}
+    services = (kv_source_pb2, prefill_pb2, decode_pb2, step_stream_pb2, worker_pb2)
+    offered = {
+        f"/{service.full_name}/{method.name}"
+        for module in services
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert said == offered
+    words = {field.name for field in kv_source_pb2.AttachRequest.DESCRIPTOR.fields}
+    assert {name.removeprefix("attach: ") for name in NAMES if name.startswith("attach: ")} | {"open"} == words
+
+
+async def call(pair: Pair, worker: Worker, method: Method[Any, Any], raws: list[bytes]) -> tuple[grpc.StatusCode, str]:
+    """Send these and read to the end; the stream stays open for a moment."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for raw in raws:
+            yield raw
+        await asyncio.sleep(0.2)
+
+    first = raws[0] if raws else b""
+    signer = CallSigner(KEY)
+    metadata = None if method is WATCH else signer.metadata(method.path, worker.identity.key, first)
+    kind = f"{'stream' if method in STREAMS_IN else 'unary'}_{'unary' if method in ANSWERED_ONCE else 'stream'}"
+    make: Any = getattr(pair.channel(worker), kind)(method.path)
+    made = make(sent() if method in STREAMS_IN else first, metadata=metadata, timeout=HANG_S)
+    try:
+        if method in ANSWERED_ONCE:
+            await made
+        else:
+            async for _ in made:
+                pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), f"{dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY)}: {error.details()}"
+    return await made.code(), ""
+
+
+async def attack(
+    pair: Pair, caplog: pytest.LogCaptureFixture, cases: Iterable[tuple[Worker, Method[Any, Any], str, list[bytes]]]
+) -> None:
+    caplog.set_level(logging.INFO)
+    right = await ask(pair, PROMPT)
+    limit, problems = asyncio.Semaphore(AT_A_TIME), []
+
+    async def one(worker: Worker, method: Method[Any, Any], name: str, raws: list[bytes]) -> None:
+        async with limit:
+            status, words = await call(pair, worker, method, raws)
+        bug = status in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and not words.endswith(WROTE_TOO_LATE)
+        if bug or (status is grpc.StatusCode.DEADLINE_EXCEEDED and words.startswith("None")):
+            problems.append(f"{name}: {status.name} {words[:300]}")
+
+    with LoopWatch() as watch:
+        async with asyncio.TaskGroup() as group:
+            for case in cases:
+                group.create_task(one(*case))
+                # this side's work is not the worker's
+                watch.leave_out(0.0)
+                await asyncio.sleep(0)
+    assert not problems, problems
+    assert watch.longest_s < 2 * LOOP_S, (watch.longest_s, watch.callback)
+    for worker in (pair.p, pair.d):
+        assert not worker.engine.died.is_set()
+        await check_at_rest(worker)
+    assert await ask(pair, [token + 1 for token in PROMPT]) is not None
+    assert (await ask(pair, PROMPT)).token_ids == right.token_ids
+    for record in filter(is_news, caplog.records):
+        assert record.levelno < logging.ERROR, caplog.handler.format(record)[-2000:]
+        assert record.exc_info is None, caplog.handler.format(record)[-2000:]
+        assert len(record.getMessage()) < 4096
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_wrong_field_ends_that_call_alone(pair: Pair, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    worker, method, good = messages(pair)[name]
+    *before, last = good
+    prefix = [message.SerializeToString() for message in before]
+    await attack(
+        pair,
+        caplog,
+        ((worker, method, case.name, [*prefix, *case.messages]) for case in wrong_messages(last, many=MANY)),
+    )
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "session"])
+async def test_a_wrong_field_of_a_request_ends_that_call_alone(
+    pair: Pair, caplog: pytest.LogCaptureFixture, role: str
+) -> None:
+    """Of the struct that travels since protocol version 4."""
+    worker = pair.p if role == "prefill" else pair.d
+    methods: dict[str, Method[Any, Any]] = {"prefill": PREFILL, "decode": GENERATE, "session": SESSION}
+    method = methods[role]
+
+    def cases() -> Iterator[tuple[Worker, Method[Any, Any], str, list[bytes]]]:
+        good = encode_request(generation_request(worker, sampling_params=sampling()))
+        made: Iterator[Wrong] = wrong_structs(good, GenerationRequest, "sampling_params")
+        for case in made:
+            message = {
+                "prefill": prefill_pb2.PrefillRequest, "decode": decode_pb2.DecodeRequest, "session": decode_pb2.DecodeTurn
+            }[role](generation_request=case.messages[0])  # fmt: skip
+            yield worker, method, case.name, [message.SerializeToString()]
+
+    await attack(pair, caplog, cases())
