@@ -6,7 +6,6 @@ Both calls of an attempt end before it ends.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import secrets
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
+from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
 from pdserve.router.attempts.call_events import (
     Admitted,
     Computed,
@@ -45,6 +45,8 @@ from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import LoadReservation, Worker
 from pdserve.text.outputs.output_processor import PositionConflict
 
+__all__ = ["EDGES", "Attempt", "AttemptState", "IllegalMove", "moved"]
+
 log = logging.getLogger(__name__)
 
 TRANSFER_ID_BYTES = 16
@@ -52,43 +54,6 @@ LANDED_WITHIN_S = 5.0
 """Seconds within which the receiver says that all blocks have landed, once the source says so."""
 SOURCE_ANSWER_S = 0.25
 """Seconds from the end of a transfer at the receiver to that of the source's call, which may have the cause."""
-
-
-class AttemptState(enum.Enum):
-    """
-    PLACED ──remote──> PREFILLING ──first token──> STREAMING ──last token──> DONE
-       └───────────────local──────────────────────────┘
-    any of these but DONE ──> FAILED | CANCELLED
-    """
-
-    PLACED = "placed"
-    PREFILLING = "prefilling"
-    STREAMING = "streaming"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_ENDS = frozenset({AttemptState.FAILED, AttemptState.CANCELLED})
-EDGES: dict[AttemptState, frozenset[AttemptState]] = {
-    AttemptState.PLACED: _ENDS | {AttemptState.PREFILLING, AttemptState.STREAMING},
-    AttemptState.PREFILLING: _ENDS | {AttemptState.STREAMING},
-    AttemptState.STREAMING: _ENDS | {AttemptState.DONE},
-    AttemptState.DONE: frozenset(),
-    AttemptState.FAILED: frozenset(),
-    AttemptState.CANCELLED: frozenset(),
-}
-
-
-class IllegalMove(InternalError):
-    """A state change that is not in `EDGES`."""
-
-
-def moved(state: AttemptState, to: AttemptState) -> AttemptState:
-    """Return `to`. Raises: IllegalMove if there is no such edge."""
-    if to not in EDGES[state]:
-        raise IllegalMove(f"an attempt cannot change from {state.value} to {to.value}")
-    return to
 
 
 class Attempt:
