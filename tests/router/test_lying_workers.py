@@ -21,7 +21,7 @@ from tests.support.waiting import HANG_S
 from tests.support.wrong_fields import LIE, Wrong, wrong_messages
 
 TIMEOUT_S = 1.0
-"""Of a request: a worker may leave out what would end it."""
+"""Limit of a request: a worker may leave out what would end it."""
 NEVER = {400, 401, 403, 404, 499}
 DOCUMENTED = {"digest_mismatch", "position_conflict", "deadline_exceeded", "internal_error"}
 """Codes of one lie that another worker does not mend."""
@@ -169,7 +169,7 @@ async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog
 
 
 def look_at_log(caplog: pytest.LogCaptureFixture) -> None:
-    """At that of the router: a worker here fails by itself, where a script has nothing to say."""
+    """Look at the log of the router: a worker here fails by itself, where a script has nothing to say."""
     for record in caplog.records:
         if not record.name.startswith(("pdserve.worker", "pdserve.common.net.rpc")):
             assert record.levelno < logging.ERROR, caplog.handler.format(record)[-2000:]
@@ -177,7 +177,7 @@ def look_at_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def told(cluster: Cluster, liar: LyingWorker, event: str, case: Wrong) -> str:
-    """What is wrong with the client's answer, and that of others; "" for nothing."""
+    """Describe what is wrong with the client's answer, and that of others; "" for nothing."""
     before = len(liar.calls)
     liar.lie = case
     others = [asyncio.create_task(cluster.complete(prompt="others")) for _ in range(2)]

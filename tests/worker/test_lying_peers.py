@@ -225,7 +225,7 @@ async def test_a_wrong_field_ends_that_call_alone(pair: Pair, caplog: pytest.Log
 async def test_a_wrong_field_of_a_request_ends_that_call_alone(
     pair: Pair, caplog: pytest.LogCaptureFixture, role: str
 ) -> None:
-    """Of the struct that travels since protocol version 4."""
+    """The struct that travels since protocol version 4."""
     worker = pair.p if role == "prefill" else pair.d
     methods: dict[str, Method[Any, Any]] = {"prefill": PREFILL, "decode": GENERATE, "session": SESSION}
     method = methods[role]

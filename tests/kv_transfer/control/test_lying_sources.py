@@ -59,7 +59,7 @@ def cases(event: str) -> Iterator[Wrong]:
 
 
 class Reading(FakeConnector):
-    """Its reads land when they begin."""
+    """A connector whose reads land when they begin."""
 
     def read(self, *args: Any, **kwargs: Any) -> Any:
         read = super().read(*args, **kwargs)

@@ -21,7 +21,7 @@ from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 
 _ANY_VOCABULARY = 1 << 32
 _MOST_LOGPROB = 0.01
-"""Of a probability of 1, which rounding may exceed."""
+"""Upper limit: the logarithm of 1, which rounding may exceed."""
 Moments = dict[str, int]
 """name -> wall-clock nanoseconds"""
 _NO_MOMENTS: Moments = {}

@@ -52,7 +52,7 @@ _GIVEN: Mapping[str, Callable[[GenerationRequest], object]] = {
 """Field that a worker checks and a router cannot -> whether a request gives it."""
 _OF_ANY_WORKER = (DigestMismatch, Draining, PeerError, WorkerLost)
 _OF_THE_RECEIVER = (Evicted, NeedsPrefill, TransferFailed)
-"""What the worker that serves the text says of itself. A source says less: what it has not delivered is a failed transfer."""
+"""Errors that the worker which serves the text says of itself. Of a source, what it has not delivered is a failed transfer."""
 
 
 def believed(

@@ -27,7 +27,7 @@ _MARK_BYTES = 16
 """Random bytes that mark the end of a message; no client can know them."""
 _REASON_CHARS = 120
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Of an object, as Python writes it."""
+"""The place of an object in memory, as Python writes it."""
 """Characters of a template's error that are shown; the error may repeat the messages."""
 
 
