@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 import torch
 
+from pdserve.engine.sampling.token_texts import BadTexts, TokenTexts
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
@@ -96,9 +98,20 @@ async def test_i1_parameters_and_log_probabilities_through_p_and_d(
             ]
             for params in given:
                 assert check(oracle, await ask(client, **params), params) != plain, params
-            word = next(text for token in plain if len(text := tokenizer.decode([token], skip_special_tokens=True)) > 0)
-            sequences = bad_words_token_ids(tokenizer, (word,))
-            check(oracle, await ask(client, bad_words=[word]), {"bad_words_token_ids": sequences})
+            word = next(
+                text
+                for token in plain
+                if (text := tokenizer.decode([token], skip_special_tokens=True)) and "\ufffd" not in text
+            )
+            texts = TokenTexts.from_folder(model, tokenizer.vocab_size)
+            assert texts is not None
+            bad = BadTexts(texts, (word.lstrip() or word,))
+            rules = {
+                "bad_words_token_ids": bad_words_token_ids(tokenizer, (word,)),
+                "forbidden_after": lambda output: bad.forbidden_after(np.array(output, np.int64)).tolist(),
+            }
+            answer = check(oracle, await ask(client, bad_words=[word]), rules)
+            assert (word.lstrip() or word) not in tokenizer.decode(answer, skip_special_tokens=True)
 
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await ask(client, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2)

@@ -20,7 +20,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.token_mask import BadWords
-from tests.support.engine_harness import MakeEngine
+from tests.support.engine_harness import PIECES, MakeEngine
 from tests.support.engine_pair import Pair
 from tests.support.hash_model import VOCAB_SIZE, greedy_answer, next_logits
 from tests.support.logit_reference import NO_SUCH_TOKEN, processed
@@ -32,10 +32,19 @@ PLAIN = greedy_answer(PROMPT, COUNT)
 
 def reference(params: dict[str, Any], prompt: Sequence[int] = PROMPT) -> list[int]:
     output: list[int] = []
+    rules = params | {"forbidden_after": lambda tokens: completing(tokens, params.get("bad_words", ()))}
     for _ in range(COUNT):
         logits = torch.from_numpy(next_logits([*prompt, *output]))
-        output.append(int(processed(prompt, output, logits, params).argmax()))
+        output.append(int(processed(prompt, output, logits, rules).argmax()))
     return output
+
+
+def completing(output: Sequence[int], words: Sequence[str]) -> list[int]:
+    """Tokens after which the output's text has one of the words."""
+    before = b"".join(PIECES[token] for token in output)
+    return [
+        token for token, piece in enumerate(PIECES) if any(word.strip().encode() in before + piece for word in words)
+    ]
 
 
 CASES: list[dict[str, Any]] = [
@@ -49,6 +58,8 @@ CASES: list[dict[str, Any]] = [
     {"allowed_token_ids": (3, 11, 12, 40, 52)},
     {"bad_words_token_ids": ((PLAIN[0],), (PLAIN[3],))},
     {"bad_words_token_ids": ((PLAIN[0], PLAIN[1]), (PLAIN[2], PLAIN[3], PLAIN[4]), (PLAIN[9], PLAIN[10]))},
+    {"bad_words": (" ab", "ca")},
+    {"bad_words": ("bca", "aab", "bbb", "cc")},
     {"min_tokens": 5, "stop_token_ids": tuple(PLAIN[:3])},
     {
         "presence_penalty": 0.7,
@@ -56,6 +67,7 @@ CASES: list[dict[str, Any]] = [
         "repetition_penalty": 1.3,
         "logit_bias": {PLAIN[1]: -3.0, 8: 1.0},
         "allowed_token_ids": tuple(range(0, 64, 2)) + tuple(PLAIN[:6]),
+        "bad_words": ("abab", "bc"),
         "bad_words_token_ids": ((PLAIN[0],), (8, 10)),
     },
 ]

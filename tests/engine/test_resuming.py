@@ -31,6 +31,7 @@ def all_of(answer: Answer) -> tuple[Any, ...]:
     {"temperature": 0.0}, SAMPLED, SAMPLED | {"repetition_penalty": 1.7},
     SAMPLED | {"presence_penalty": 1.5, "frequency_penalty": 1.0}, SAMPLED | {"logprobs": 3},
     SAMPLED | {"min_tokens": 9, "stop_token_ids": tuple(range(40))}, SAMPLED | {"stop_token_ids": (3, 5, 8)},
+    SAMPLED | {"bad_words": ("abca", "cc")},
     SAMPLED | {"bad_words_token_ids": ((5, 6), (6, 7), (9,))}, SAMPLED | {"top_k": 4, "top_p": 0.8},
     SAMPLED | {"min_p": 0.02, "temperature": 3.0}, SAMPLED | {"top_p": 0.7},
     SAMPLED | {"logit_bias": {3: 2.5, 7: -100.0}, "allowed_token_ids": (1, 3, 5, 7, 11, 40)},

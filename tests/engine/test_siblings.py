@@ -48,6 +48,7 @@ def test_sequence_0_is_what_one_sequence_is(make_engine: MakeEngine) -> None:
     {"repetition_penalty": 1.7}, {"presence_penalty": 1.5, "frequency_penalty": 1.0},
     {"min_tokens": 6, "stop_token_ids": tuple(range(40))}, {"logit_bias": {3: 4.0}},
     {"bad_words_token_ids": ((5,), (6, 7))}, {"top_k": 4, "top_p": 0.8, "min_p": 0.05}, {"logprobs": 3},
+    {"bad_words": ("aa", "cb")},
 ])  # fmt: skip
 def test_every_parameter_counts_for_each_sequence_alone(make_engine: MakeEngine, params: dict[str, Any]) -> None:
     prompt = prompt_of(19)

@@ -33,6 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {7: 3.0, 8: -2.0, 40: 2.5}},
     "min_tokens": {"min_tokens": 11, "logit_bias": {5: 4.0, 40: 4.0}},
     "bad words": SEEDED | {"bad_words_token_ids": ((7,), (8, 9), (1, 2, 3)), "logit_bias": {8: 4.0, 9: 4.0}},
+    "bad texts": SEEDED | {"bad_words": ("abc", "ca"), "logit_bias": {0: 3.0, 6: 3.0, 1: 3.0, 4: 3.0}},
     "allowed": SEEDED | {"allowed_token_ids": (1, 2, 3, 5, 8)},
     "stop tokens": {"stop_token_ids": (12, 13, 14, 15, 16, 17)},
     "logprobs": SEEDED | {"logprobs": 3},

@@ -63,8 +63,8 @@ FLOORS = {
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},
         {"audio_processor_config", "block_hash", "image_processor_config", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes", "protocol",
-         "rate_limited_log", "tasks", "timeline", "transfer_order"},
+        {"decoder_rules", "device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes",
+         "protocol", "rate_limited_log", "tasks", "timeline", "transfer_order"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""

@@ -80,6 +80,17 @@ def test_bad_words_are_not_generated(llm: LLM) -> None:
     assert usual.outputs[0].token_ids[1] not in other.outputs[0].token_ids
 
 
+def test_no_spelling_of_a_bad_word_is_generated() -> None:
+    llm = LLM("demo", num_blocks=64)
+    prompt, asked = "The capital of France is", greedy(max_tokens=6)
+    [usual] = llm.generate([prompt], asked, use_tqdm=False)
+    assert "Paris" in usual.outputs[0].text
+    for word in ("Paris", " Paris", "aris", "P", "capital of"):
+        params = [greedy(max_tokens=40, bad_words=(word,)), sampled(seed=3, max_tokens=40, bad_words=(word,))]
+        other = llm.generate([prompt] * 2, params, use_tqdm=False)
+        assert not any(word.strip() in answer.outputs[0].text for answer in other), word
+
+
 def test_a_stop_string_ends_the_answer(llm: LLM) -> None:
     [whole] = llm.generate(TEXT, greedy(), use_tqdm=False)
     text = whole.outputs[0].text

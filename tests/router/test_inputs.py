@@ -71,7 +71,7 @@ async def test_every_accepted_field_reaches_the_worker(quick):
     assert dict(sampling.logit_bias) == {3: 5.0, 4: -100.0}
     penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
     assert penalties == (-1, 0.5, 1.25)
-    assert (list(sampling.allowed_token_ids), list(sampling.bad_words)) == ([2, 3, 4], [])
+    assert (list(sampling.allowed_token_ids), list(sampling.bad_words)) == ([2, 3, 4], ["ab"])
     assert tokens("ab") in [list(sequence.token_ids) for sequence in sampling.bad_words_token_ids]
     await quick.complete(prompt="hey", max_tokens=7)
     assert quick.of("decode").calls[1].request.request.hash_root != request.hash_root

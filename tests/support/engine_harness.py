@@ -28,6 +28,7 @@ from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import make_host_caches
+from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
@@ -56,6 +57,11 @@ class Outbox:
     def take(self) -> list[OutOfEngine]:
         messages, self.messages = self.messages, []
         return messages
+
+
+PIECES = [(b"a", b"b", b"ab", b"ba", b"c", b" a", b"bc")[token % 7] for token in range(VOCAB_SIZE)]
+"""Texts of a `HashModel`'s tokens: many tokens have one, and many texts have several spellings."""
+TEXTS = TokenTexts(PIECES)
 
 
 @dataclass
@@ -139,6 +145,7 @@ class Harness:
             ranks=ranks,
             host_caches=host_caches,
             draft_model=draft_model,
+            token_texts=TEXTS if isinstance(model, HashModel) else None,
         )
         self.scheduler = self.core.scheduler
         executor = self.core.executor

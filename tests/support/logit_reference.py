@@ -18,7 +18,10 @@ NO_SUCH_TOKEN = 10**6
 
 
 def processed(prompt: Sequence[int], output: Sequence[int], logits: Tensor, params: Mapping[str, Any]) -> Tensor:
-    """`[V]` logits after every stage, in the order of the sampler. params: by the names of `SamplingParams`."""
+    """`[V]` logits after every stage, in the order of the sampler.
+
+    params: by the names of `SamplingParams`, and `forbidden_after`, from an output to tokens that may not follow.
+    """
     logits = logits.clone().unsqueeze(0)
     if allowed := params.get("allowed_token_ids"):
         others = [token for token in range(logits.shape[1]) if token not in allowed]
@@ -26,6 +29,8 @@ def processed(prompt: Sequence[int], output: Sequence[int], logits: Tensor, para
     if words := params.get("bad_words_token_ids"):
         processor = NoBadWordsLogitsProcessor([list(word) for word in words])
         logits = processor(torch.tensor([[NO_SUCH_TOKEN, *output]]), logits)
+    if (forbidden_after := params.get("forbidden_after")) is not None:
+        logits[0, list(forbidden_after(output))] = -torch.inf
     if len(output) < params.get("min_tokens", 0):
         logits[0, list(params["stop_token_ids"])] = -torch.inf
     if bias := params.get("logit_bias"):

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
+from pdserve.common.decoder_rules import DecoderRules
 from pdserve.text.outputs.detokenizer import ByteDetokenizer, WindowDetokenizer
-from pdserve.text.tokenization.token_bytes import DecoderRules
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 FFFD = "\ufffd"

@@ -12,6 +12,8 @@ MAX_JSON_BYTES = 1 << 20
 """config.json and its like have some kilobytes."""
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 """tokenizer_config.json repeats every added token."""
+MAX_TOKENIZER_BYTES = 512 << 20
+"""Limit of tokenizer.json; the largest vocabularies have about 40 MB."""
 MAX_INDEX_BYTES = 32 << 20
 """An index has about 100 bytes per weight."""
 

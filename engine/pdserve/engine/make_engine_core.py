@@ -18,6 +18,7 @@ from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.host_blocks import HostBlocks, make_host_caches
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
+from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.kernels.attention.attention_backend import AttentionBackend
@@ -37,6 +38,7 @@ def make_engine_core(
     ranks: OtherRanks | None = None,
     host_caches: Sequence[Tensor] | None = None,
     draft_model: DraftModel | None = None,
+    token_texts: TokenTexts | None = None,
 ) -> EngineCore:
     """An engine over one model.
 
@@ -45,14 +47,15 @@ def make_engine_core(
     plug-ins that requests may name; default: none. attention: a back end over each of `kv_caches`; default:
     `config.attention_backend`. lora: None without adapters. ranks: the other ranks that share the model; None without any.
     host_caches: the host-memory tier's slots, as `make_host_caches` makes them; default: made here, if `config.num_host_blocks` is
-    not 0. draft_model: that of `config.speculative_config`, if it names one.
+    not 0. draft_model: that of `config.speculative_config`, if it names one. token_texts: of the vocabulary; without them
+    `bad_words` has no effect, and only `bad_words_token_ids` has.
     Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
     heartbeat, processors = Heartbeat(), logits_processors or LogitsProcessors()
     group = None if ranks is None else ranks.group
     runner = make_model_runner(
         config, model, kv_caches, vocab_size, heartbeat.beat, processors, attention,
-        lora=lora, group=group, draft_model=draft_model,
+        lora=lora, group=group, draft_model=draft_model, token_texts=token_texts,
     )  # fmt: skip
     host_blocks = None
     if config.num_host_blocks:

@@ -1,4 +1,4 @@
-"""`bad_words`: texts that must not be generated, as token sequences that the sampler masks."""
+"""`bad_words`: texts that must not be generated, as the token sequences that spell them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 
 @functools.lru_cache(maxsize=32)
 def bad_words_token_ids(tokenizer: Tokenizer, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Token ids of each text without leading spaces; also with one, if that changes its first token but not their number.
+    """Token ids of each text without leading spaces, and with one.
 
     Safe from any thread. Recent results are cached, since all prompts of a request have the same words.
+    Engines compare texts, too (`BadTexts`): the token ids matter for words that special tokens spell.
     Raises: InvalidRequest naming `bad_words`.
-    Source: which spellings count follows vLLM's `SamplingParams.update_from_tokenizer`.
     """
-    sequences = []
+    sequences: dict[tuple[int, ...], None] = {}
     for place, word in enumerate(bad_words):
         bare = word.lstrip() or word
-        alone = _encode(tokenizer, bare, place)
-        spaced = _encode(tokenizer, " " + bare, place)
-        sequences.append(alone)
-        if spaced[0] != alone[0] and len(spaced) == len(alone):
-            sequences.append(spaced)
+        sequences |= dict.fromkeys(_encode(tokenizer, text, place) for text in (bare, " " + bare))
     return tuple(sequences)
 
 

@@ -107,9 +107,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens are sampled; None is all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are not generated."""
+    """Texts that the output does not contain, without the white space at their beginning."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """`bad_words` in tokens of the router's tokenizer: the last token of a sequence is not sampled after the others."""
+    """`bad_words` in tokens of the router's tokenizer: the last token of a sequence is not sampled after the others. They count as
+    well as the texts, for words that special tokens spell."""
     seed: int | None = None
     """Noise is a function of (seed, sequence index, output position)."""
     max_tokens: int | None = 16
@@ -159,6 +160,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     def clone(self) -> SamplingParams:
         """A copy that may be changed without this one."""
         return msgspec.structs.replace(self, logit_bias=dict(self.logit_bias))
+
+    @property
+    def bare_bad_words(self) -> tuple[str, ...]:
+        """`bad_words` without the white space at their beginning; a word of white space alone keeps it."""
+        return tuple(word.lstrip() or word for word in self.bad_words)
 
     @property
     def num_sequences(self) -> int:

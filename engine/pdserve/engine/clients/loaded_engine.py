@@ -63,6 +63,7 @@ class LoadedEngine:
             ranks=self._model.ranks,
             host_caches=self._model.host_caches,
             draft_model=self._model.draft_model,
+            token_texts=self._model.token_texts,
         )
         return self._core
 

@@ -25,6 +25,7 @@ from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.sampler import SamplingMetadata
 from pdserve.engine.sampling.token_mask import TokenRuleTable
+from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler_output import NewRequestData
 
 
@@ -32,7 +33,12 @@ class InputBatch:
     """Arrays of `max_num_seqs` rows."""
 
     def __init__(
-        self, config: EngineConfig, vocab_size: int, processors: LogitsProcessors, num_kv_cache_groups: int
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        processors: LogitsProcessors,
+        num_kv_cache_groups: int,
+        token_texts: TokenTexts | None = None,
     ) -> None:
         rows, max_blocks = config.max_num_seqs, config.blocks_for(config.max_model_len)
         self._vocab_size = vocab_size
@@ -69,8 +75,8 @@ class InputBatch:
         """Slot of the row's adapter; -1: none."""
         self._num_logprobs = np.full(rows, -1, dtype=np.int64)
         prompts = config.encoder_decoder
-        suppressed = () if prompts is None else (prompts.suppressed_token_ids, prompts.begin_suppressed_token_ids)
-        self._token_rules = TokenRuleTable(rows, vocab_size, *suppressed)
+        suppressed = ((), ()) if prompts is None else (prompts.suppressed_token_ids, prompts.begin_suppressed_token_ids)
+        self._token_rules = TokenRuleTable(rows, vocab_size, *suppressed, token_texts)
         self._penalties = PenaltyTable(rows)
         self._plugins = PluginTable(processors)
         self.pooler = Pooler(rows)

@@ -27,6 +27,7 @@ from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_en
 from pdserve.engine.runner.host_blocks import make_host_caches
 from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
 from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_cache_groups
+from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
@@ -74,6 +75,8 @@ class LoadedModel:
     """None for a model without images."""
     encoder_decoder: EncoderDecoderPrompts | None = None
     """None for a decoder alone."""
+    token_texts: TokenTexts | None = None
+    """None without a tokenizer, and on ranks above 0."""
 
     @property
     def lora_runner(self) -> LoraRunner | None:
@@ -267,6 +270,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         draft_model=draft_model,
         encoder=image_encoder(folder, settings, config, max_model_len),
         encoder_decoder=encoder_decoder_prompts(config, max_model_len),
+        token_texts=TokenTexts.from_folder(folder, config.vocab_size) if shard.rank == 0 else None,
     )
 
 

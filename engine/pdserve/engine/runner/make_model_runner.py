@@ -16,6 +16,7 @@ from pdserve.engine.runner.model_runner import ModelRunner
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.rank_samplers import ReceivingSampler, SharingSampler
 from pdserve.engine.sampling.sampler import Sampler, TokenSampler
+from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
@@ -34,11 +35,13 @@ def make_model_runner(
     lora: LoraRunner | None = None,
     group: RankGroup | None = None,
     draft_model: DraftModel | None = None,
+    token_texts: TokenTexts | None = None,
 ) -> ModelRunner:
     """A runner with an empty batch.
 
     attention: default: `config.attention_backend` over each of `kv_caches`. lora: None without adapters. group: the ranks that
-    share the model; None for one. draft_model: that of `config.speculative_config`, if it names one.
+    share the model; None for one. draft_model: that of `config.speculative_config`, if it names one. token_texts: None
+    without a tokenizer, and on ranks above 0, which do not sample.
     Raises: ConfigError if there is no such back end, or no such `config.kernels`.
     """
     try:
@@ -66,4 +69,5 @@ def make_model_runner(
         sampler=sampler,
         drafter=drafter,
         group=group,
+        token_texts=token_texts,
     )

@@ -33,6 +33,7 @@ from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampled, Sampler, SamplerOutput, SamplingMetadata, TokenSampler
+from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.engine.speculation.drafter import Drafter
 from pdserve.kernels.attention.attention_backend import AttentionBackend
@@ -64,13 +65,9 @@ class PendingOutput:
     """Result of a step whose work is queued; of one `ModelRunner`, in the order of its steps."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        output: ModelRunnerOutput,
-        sampled: tuple[SampledPlan, Sampled] | None,
-        arrays: PendingArrays | None,
-        times: StepTimes,
-    ) -> None:
+        self, runner: ModelRunner, output: ModelRunnerOutput, sampled: tuple[SampledPlan, Sampled] | None,
+        arrays: PendingArrays | None, times: StepTimes,
+    ) -> None:  # fmt: skip
         """sampled and arrays: None if no row is sampled."""
         self._runner = runner
         self._output = output
@@ -109,11 +106,12 @@ class ModelRunner:
         sampler: TokenSampler | None = None,
         drafter: Drafter | None = None,
         group: RankGroup | None = None,
+        token_texts: TokenTexts | None = None,
     ) -> None:
         """kv_caches: by KV cache group, at least one. attention: made over each of them. runtime: default: the device's.
 
         lora: None without adapters. sampler: default: `Sampler`. drafter: that of `config.speculative_config`, if it is set.
-        group: the ranks that share the model; None for one.
+        group: the ranks that share the model; None for one. token_texts: None without a tokenizer.
         """
         self._config = config
         self._model = model
@@ -132,7 +130,9 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self.kv_written: DeviceEvent | None = None
         """On a GPU, reached after the last kernel that writes KV; None on a processor."""
-        self.batch = InputBatch(config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches))
+        self.batch = InputBatch(
+            config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches), token_texts
+        )
         self._runs_ahead = config.async_scheduling
         self.drafting: Drafting | None = None
         if config.speculative_config is not None and drafter is not None:

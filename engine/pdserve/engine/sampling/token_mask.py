@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.arrays import FloatArray, IntArray
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sparse_indices import SparseIndices
+from pdserve.engine.sampling.token_texts import BadTexts, TokenTexts
 
 _ANY = -1
 """Padding of a bad word's prefix to the longest prefix, and of positions before the first output token."""
+_KNOWN_BAD_TEXTS = 32
+"""Lists of bad words whose tokens are kept: the sequences of a request, and the turns of a session, have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class _RowRules:
 
     allowed: IntArray | None
     bad_words: BadWords | None
+    bad_texts: BadTexts | None
     min_tokens: int
     ends: IntArray
     """EOS and stop tokens, forbidden before `min_tokens`."""
@@ -93,22 +98,7 @@ class _RowRules:
     biases: FloatArray
 
 
-_NO_RULES = _RowRules(None, None, 0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
-
-
-def _row_rules(params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int) -> _RowRules | None:
-    """The rules of a sequence; None if it has none."""
-    if not (params.min_tokens or params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids):
-        return None
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    return _RowRules(
-        allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, dtype=np.int64),
-        bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
-        min_tokens=params.min_tokens,
-        ends=np.array([token for token in ends if token < vocab_size], dtype=np.int64),
-        biased=np.array(list(params.logit_bias), dtype=np.int64),
-        biases=np.array(list(params.logit_bias.values()), dtype=np.float32),
-    )
+_NO_RULES = _RowRules(None, None, None, 0, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class TokenRuleTable:
@@ -120,16 +110,21 @@ class TokenRuleTable:
         vocab_size: int,
         suppressed: Sequence[int] = (),
         begin_suppressed: Sequence[int] = (),
+        texts: TokenTexts | None = None,
     ) -> None:
-        """suppressed: tokens that the model never samples. begin_suppressed: those that it does not sample first."""
+        """suppressed: tokens that the model never samples. begin_suppressed: those that it does not sample first.
+
+        texts: of the model's tokens; without them `bad_words` has no effect, and only `bad_words_token_ids` has.
+        """
         self._vocab_size = vocab_size
         self._rules: dict[int, _RowRules] = {}
         self._has_rules = np.zeros(num_rows, dtype=np.bool_)
         self._suppressed = np.array(suppressed, dtype=np.int64)
         self._begin_suppressed = np.array(begin_suppressed, dtype=np.int64)
+        self._bad_texts = None if texts is None else lru_cache(_KNOWN_BAD_TEXTS)(partial(BadTexts, texts))
 
     def add(self, row: int, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
-        rules = _row_rules(params, eos_token_ids, self._vocab_size)
+        rules = self._row_rules(params, eos_token_ids)
         if rules is None and (len(self._suppressed) or len(self._begin_suppressed)):
             rules = _NO_RULES
         if rules is not None:
@@ -140,6 +135,31 @@ class TokenRuleTable:
         """Forget a row; no effect if it has no rules."""
         if self._rules.pop(row, None) is not None:
             self._has_rules[row] = False
+
+    def _row_rules(self, params: SamplingParams, eos_token_ids: Sequence[int]) -> _RowRules | None:
+        """The rules of a sequence; None if it has none."""
+        if not (
+            params.min_tokens
+            or params.logit_bias
+            or params.bad_words
+            or params.bad_words_token_ids
+            or params.allowed_token_ids
+        ):
+            return None
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        bad_texts = None
+        if params.bad_words and self._bad_texts is not None:
+            without_text = () if params.include_stop_str_in_output else tuple(sorted(ends))
+            bad_texts = self._bad_texts(params.bare_bad_words, without_text)
+        return _RowRules(
+            allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, dtype=np.int64),
+            bad_words=BadWords(params.bad_words_token_ids) if params.bad_words_token_ids else None,
+            bad_texts=bad_texts,
+            min_tokens=params.min_tokens,
+            ends=np.array([token for token in ends if token < self._vocab_size], dtype=np.int64),
+            biased=np.array(list(params.logit_bias), dtype=np.int64),
+            biases=np.array(list(params.logit_bias.values()), dtype=np.float32),
+        )
 
     def of_step(self, rows: IntArray, lengths: IntArray, token_ids: IntArray, num_prompt: IntArray) -> TokenMask | None:
         """Rules for logits whose row i is the batch's row `rows[i]` after `lengths[i]` tokens.
@@ -157,6 +177,8 @@ class TokenRuleTable:
                 allowed.append((place, rules.allowed))
             if rules.bad_words is not None:
                 forbidden.append((place, rules.bad_words.forbidden_after(output)))
+            if rules.bad_texts is not None:
+                forbidden.append((place, rules.bad_texts.forbidden_after(output)))
             if len(self._suppressed):
                 forbidden.append((place, self._suppressed))
             if not len(output) and len(self._begin_suppressed):

@@ -309,8 +309,6 @@ class Preparation:
             verify_encoder_features(request)
         sampling = msgspec.structs.replace(
             for_engines(params),
-            # workers know no text
-            bad_words=(),
             bad_words_token_ids=bad_words,
             max_tokens=limits.room.resolve_max_tokens(
                 request.prompt,

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as Backend
 
+from pdserve.common.decoder_rules import DecoderRules
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.common.json_file import read_regular_file
+from pdserve.common.json_file import MAX_TOKENIZER_BYTES, read_regular_file
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.text.outputs.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.templates.chat_template import ChatTemplate
@@ -18,12 +19,10 @@ from pdserve.text.templates.client_template import ClientTemplate
 from pdserve.text.tokenization.literal_specials import LiteralSpecials
 from pdserve.text.tokenization.long_text import PART_BYTES, LongText
 from pdserve.text.tokenization.pair_limit import PairLimit
-from pdserve.text.tokenization.token_bytes import DecoderRules, TokenBytes, longest_token_bytes
+from pdserve.text.tokenization.token_bytes import TokenBytes, longest_token_bytes
 from pdserve.text.tokenization.tokenizer_folder import TokenizerFolder
 
 _SAMPLE_SIZE = 256
-MAX_TOKENIZER_BYTES = 512 << 20
-"""Limit of tokenizer.json; the largest vocabularies have about 40 MB."""
 
 
 class TokenizerJson(msgspec.Struct):

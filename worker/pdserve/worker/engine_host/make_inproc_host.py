@@ -59,6 +59,7 @@ def make_inproc_host(
         host_caches=model.host_caches,
         ranks=model.ranks,
         draft_model=model.draft_model,
+        token_texts=model.token_texts,
     )
 
     def make_transfers(host: InprocHost, identity: PeerId) -> HostTransfers:
