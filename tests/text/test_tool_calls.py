@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.text.parsers.deltas import TextDelta, ToolCallDelta
-from pdserve.text.parsers.tool_call_parser import BEGIN, END, TOOL_FORMATS, ToolCallParser
+from pdserve.text.parsers.tool_call_parser import BEGIN, END, HERMES_CALLS, TOOL_FORMATS, ToolCallParser
 
 
 def parsed(pieces: list[str], max_calls: int | None = None, form: str = "hermes") -> tuple[str, list[tuple[str, str]]]:
@@ -46,10 +47,11 @@ PLAIN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"Let me see.\n\n{call('f', {'a': 1})}", "Let me see.", [("f", '{"a": 1}')]),
     (f"{call('f', {})}\n{call('g', {'b': [1, {'c': '}'}]})}\n", "", [("f", "{}"), ("g", '{"b": [1, {"c": "}"}]}')]),
     (f"one {call('f', {})} two", "one two", [("f", "{}")]),
-    ("a < b, a <tool, <tool_call", "a < b, a <tool, <tool_call", []),
-    (f"{BEGIN}{{'name': 1}}{END} x", f"{BEGIN}{{'name': 1}}{END} x", []),
-    (f'{BEGIN}{{"name": 7, "arguments": {{}}}}{END}', f'{BEGIN}{{"name": 7, "arguments": {{}}}}{END}', []),
-    (f"{BEGIN}{BEGIN}{json.dumps({'name': 'f'})}{END}", BEGIN, [("f", "{}")]),
+    ("a < b, a <tool, <tool_call", "a < b, a <tool,", []),
+    ("a <", "a <", []),
+    (f"{BEGIN}{{'name': 1}}{END} x", "{'name': 1} x", []),
+    (f'{BEGIN}{{"name": 7, "arguments": {{}}}}{END}', '{"name": 7, "arguments": {}}', []),
+    (f"{BEGIN}{BEGIN}{json.dumps({'name': 'f'})}{END}", "", [("f", "{}")]),
     (f'{BEGIN}{{"arguments": {{"a": 2}}, "name": "f"}}{END}', "", [("f", '{"a": 2}')]),
     (f'{BEGIN}{{"name": "f", "arguments": "{{\\"a\\": 2}}"}}{END}', "", [("f", '{"a": 2}')]),
     (f'{BEGIN}{{"id": {{"x": []}}, "name": "f", "arguments": {{}}, "more": "}}"}}{END}', "", [("f", "{}")]),
@@ -59,16 +61,29 @@ PLAIN: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("f", '{"a": "\\"}</tool_call>"}')],
     ),
     (f'{BEGIN}{{"name": "f", "arguments": {{"a": 1', "", [("f", '{"a": 1')]),
-    (f'{BEGIN}{{"name": "f", "argum', f'{BEGIN}{{"name": "f", "argum', []),
+    (f'{BEGIN}{{"name": "f", "argum', "", []),
     (f'{BEGIN}{{"name": "f"}} and so on', "and so on", [("f", "{}")]),
     (f'{BEGIN}{{"name": "f"}}{call("g", {})}', "", [("f", "{}"), ("g", "{}")]),
-    (f"{BEGIN}{{}}{END}", f"{BEGIN}{{}}{END}", []),
-    (f'{BEGIN}{{"name": "f",}}{END}', f'{BEGIN}{{"name": "f",}}{END}', []),
+    (f"{BEGIN}{{}}{END}", "{}", []),
+    (f'{BEGIN}{{"name": "f",}}{END}', '{"name": "f",}', []),
     ("  white space stays  ", "  white space stays  ", []),
-    (f"a {BEGIN} b", f"a {BEGIN} b", []),
-    (f'{BEGIN}{{"name": "\\ud800"}}{END}', f'{BEGIN}{{"name": "\\ud800"}}{END}', []),
+    (f"a {BEGIN} b", "a  b", []),
+    (f"a {END}{END} b", "a  b", []),
+    (f"{BEGIN}\n{END}", "", []),
+    (f'{BEGIN}{{"name": "f", "arguments": null}}{END}', "", [("f", "{}")]),
+    (f'{BEGIN}{{"name": "f", "arguments": null, "parameters": {{"a": 1}}}}{END}', "", [("f", '{"a": 1}')]),
+    (f'{BEGIN}{{"name": "f", "arguments": {{"a": 1}}, "parameters": null, "name": 5}}{END}', "", [("f", '{"a": 1}')]),
+    (f'{BEGIN}{{"index": 0, "name": "f", "arguments": {{"a": 1}}, "strict":true}}{END}', "", [("f", '{"a": 1}')]),
+    (f'{BEGIN}{{"name": "f", "arguments": ""}}{END}', "", [("f", "{}")]),
+    (f'{BEGIN}{{"name": "f", "arguments": [1]}}{END}', "", [("f", "[1]")]),
+    (f'{BEGIN}{{"name": "f", "arguments": -1.5e3}}{END}', "", [("f", "-1.5e3")]),
+    (f'{BEGIN}{{"name": "f", "arguments": 01}}{END}', '{"name": "f", "arguments": 01}', []),
+    (f'{BEGIN}{{"name": null, "arguments": {{}}}}{END}', '{"name": null, "arguments": {}}', []),
+    (f'{BEGIN}{{"id": "\\ud800", "name": "f"}}{END}', "", [("f", "{}")]),
+    (f'{BEGIN}{{"name": "\\ud800"}}{END}', '{"name": "\\ud800"}', []),
 ]
 
+NO_ARGUMENTS = [("f", "{}"), ("g", "{}")]
 F = '{"name": "f", "parameters": {"a": 1}}'
 OTHERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", F, "", [("f", '{"a": 1}')]),
@@ -78,7 +93,10 @@ OTHERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", f"Say {F}", f"Say {F}", []),
     ("llama3_json", '{"name": "Ann", "type": "person"}', '{"name": "Ann", "type": "person"}', []),
     ("llama3_json", " {see below} x", " {see below} x", []),
-    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama3_json", "<|python_tag|>print(1)", "print(1)", []),
+    ("llama3_json", '{"name": "f", "parameters": null}', "", [("f", "{}")]),
+    ("llama3_json", '<|python_tag|>{"id": 7, "name": "f", "parameters": {}}<|python_end|> x', "x", [("f", "{}")]),
+    ("llama3_json", "a<|python_end|>", "a", []),
     (
         "mistral",
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": "]"}}, {"name": "g"}]',
@@ -88,10 +106,19 @@ OTHERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", 'Well. [TOOL_CALLS] [ {"arguments": {}, "name": "f"} ] ', "Well.", [("f", "{}")]),
     ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g-2[ARGS]{"b": {}}', "", [("f", '{"a": 1}'), ("g-2", '{"b": {}}')]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]9rA4zz012[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
-    ("mistral", "[TOOL_CALLS]what is this? {}", "[TOOL_CALLS]what is this? {}", []),
-    ("mistral", f"[TOOL_CALLS]{'x' * 300}{{}}", f"[TOOL_CALLS]{'x' * 300}{{}}", []),
-    ("mistral", '[TOOL_CALLS]f"a"{}', '[TOOL_CALLS]f"a"{}', []),
-    ("mistral", "see [1], [TOOL_", "see [1], [TOOL_", []),
+    ("mistral", "[TOOL_CALLS]what is this? {}", "what is this? {}", []),
+    ("mistral", "[TOOL_CALLS]what is[ARGS] this? {}", "what is this? {}", []),
+    ("mistral", f"[TOOL_CALLS]{'x' * 300}{{}}", f"{'x' * 300}{{}}", []),
+    ("mistral", f"[TOOL_CALLS]{'x' * 254}[ARGS]{{}}", f"{'x' * 254}{{}}", []),
+    ("mistral", "[TOOL_CALLS]f[ARGS] null[TOOL_CALLS]g[CALL_ID]a[ARGS]null", "", [("f", "{}"), ("g", "{}")]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"id": 0, "name": "f", "arguments": null}, {"name": "g", "arguments": {}, "x": false}]',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS]f"a"{}', 'f"a"{}', []),
+    ("mistral", "see [1], [TOOL_", "see [1],", []),
     ("pythonic", "[f(a=1, b='x')]", "", [("f", '{"a": 1, "b": "x"}')]),
     (
         "pythonic",
@@ -233,6 +260,91 @@ def test_arguments_in_python_mean_the_same_in_json(arguments: dict[str, Any]) ->
     text, [(name, given)] = parsed([f"[f({written})]"], form="pythonic")
     assert (text, name) == ("", "f")
     assert json.loads(given) == arguments
+
+
+TAGS = {name: (*form.tags, *form.other_tags) for name, form in TOOL_FORMATS.items()}
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+OTHER_KEYS = st.dictionaries(
+    st.text(max_size=4).filter(lambda key: key not in ("name", "arguments", "parameters")),
+    SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=2), SCALARS, max_size=2),
+    max_size=2,
+)
+WRITTEN = {
+    "hermes": ("<tool_call>\n%s\n</tool_call>", "arguments"),
+    "llama3_json": ("<|python_tag|>%s<|python_end|>", "parameters"),
+    "mistral": ("[TOOL_CALLS] [%s]", "arguments"),
+}
+"""Form -> the text around an object, and the key of its arguments."""
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@given(
+    OTHER_KEYS,
+    OTHER_KEYS,
+    st.none() | st.dictionaries(st.text(max_size=3), SCALARS, max_size=2),
+    st.sampled_from(["", "Well. ", "a\n"]),
+    st.sampled_from(["", " So.", "\n"]),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_object_with_a_name_is_a_call_wherever_it_is_cut(
+    form: str, first: dict[str, Any], last: dict[str, Any], arguments: dict[str, Any] | None, before: str, after: str
+) -> None:
+    around, key = WRITTEN[form]
+    written = json.dumps({**first, "name": "f", key: arguments, **last})
+    text = before + around % written + after
+    expected = "{}" if arguments is None else json.dumps(arguments)
+    content, calls = parsed([text], form=form)
+    assert (content.split(), calls) == ((before + after).split(), [("f", expected)])
+    for cut in range(len(text)):
+        content, calls = parsed([text[:cut]], form=form)
+        told, whole = "".join(content.split()), "".join((before + after).split())
+        # one character may begin a tag or not
+        assert whole.startswith(told) or (whole.startswith(told[:-1]) and told[-1] == TAGS[form][0][0])
+        assert len(calls) <= 1
+        assert all(expected.startswith(given) and name == "f" for name, given in calls)
+        if cut % 7 == 0:
+            assert parsed(list(text[:cut]), form=form) == (content, calls)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+@given(TEXTS)
+@settings(max_examples=80, deadline=None)
+def test_no_tag_is_text_whatever_is_around_it(form: str, text: str) -> None:
+    told, _ = parsed([text], form=form)
+    # two parts of a tag around another one are no tag that a model writes
+    without = text
+    for tag in TAGS[form]:
+        without = without.replace(tag, "\0")
+    if not any(tag in without.replace("\0", "") for tag in TAGS[form]):
+        assert not any(tag in told for tag in TAGS[form])
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_the_beginning_of_a_tag_at_the_end_is_no_text(form: str) -> None:
+    for tag in TAGS[form]:
+        for cut in range(2, len(tag) + 1):
+            assert parsed(["Well. " + tag[:cut]], form=form) == ("Well.", [])
+            assert parsed([tag[:cut]], form=form) == ("", [])
+        parser = ToolCallParser(TOOL_FORMATS[form])
+        assert parser.feed(f"Well. {tag[0]}") == [TextDelta("Well.")]
+        assert parser.flush(is_cut=True) == []
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_a_forced_call_has_no_text_wherever_it_is_cut(form: str) -> None:
+    forced = TOOL_FORMATS[form].forced
+    if forced is None:
+        form, forced = "hermes", HERMES_CALLS
+    opener = forced.opener or TOOL_FORMATS[form].opener
+    begin = forced.opener + forced.begin % "get"
+    text = begin + '{"a": 1}' + forced.end + forced.separator + forced.begin % "get" + "{}" + forced.end + forced.closer
+    for cut in range(len(text) + 1):
+        for pieces in ([text[:cut]], list(text[:cut])):
+            parser = ToolCallParser(replace(TOOL_FORMATS[form], opener=opener), is_forced=True)
+            deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.flush(is_cut=True)
+            assert all(isinstance(delta, ToolCallDelta) for delta in deltas)
+            assert bool(deltas) == (cut > len(begin))
+            assert parser.num_calls == (cut > len(begin)) + (cut > text.rindex("{}"))
 
 
 HOSTILE = [

@@ -16,9 +16,8 @@ class ChatChoiceWriter(AnswerReader):
 
     def streamed_choice(self, output: CompletionOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """A choice of a chunk, with what is new since the choice's last one."""
-        parser = self._parser(output)
         delta: dict[str, Any] = {}
-        for part in parser.feed(output.text, is_last=output.finish_reason is not None):
+        for part in self.deltas(output, is_last=output.finish_reason is not None):
             match part:
                 case TextDelta(text):
                     delta["content"] = delta.get("content", "") + text
@@ -31,7 +30,7 @@ class ChatChoiceWriter(AnswerReader):
             "index": output.index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(parser, output),
+            "finish_reason": _finish_reason(self._parsers[output.index], output),
         }
         if output.finish_reason is not None:
             choice["stop_reason"] = output.stop_reason
@@ -39,9 +38,8 @@ class ChatChoiceWriter(AnswerReader):
 
     def message(self, output: CompletionOutput) -> dict[str, Any]:
         """`message` and `finish_reason` of a whole choice."""
-        parser = self._parser(output)
         text, reasoning, calls = "", "", list[dict[str, Any]]()
-        for part in parser.feed(output.text, is_last=True):
+        for part in self.deltas(output, is_last=True):
             match part:
                 case TextDelta():
                     text += part.text
@@ -57,7 +55,7 @@ class ChatChoiceWriter(AnswerReader):
             message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = calls
-        return {"message": message, "finish_reason": _finish_reason(parser, output)}
+        return {"message": message, "finish_reason": _finish_reason(self._parsers[output.index], output)}
 
 
 def _reasoning(text: str) -> dict[str, str]:

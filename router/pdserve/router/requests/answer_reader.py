@@ -24,18 +24,20 @@ class AnswerReader:
         *,
         tool_format: ToolFormat | None = None,
         max_calls: int | None = None,
+        is_forced: bool = False,
         tags: ReasoningTags | None = None,
         continued: str = "",
         include_reasoning: bool = True,
     ) -> None:
         """tool_format: form of calls; None if they remain text. max_calls: further calls of an answer are dropped.
 
-        tags: texts around reasoning; None if it remains text. continued: the beginning of the answer that the prompt
-        ends with. include_reasoning: False drops reasoning.
+        is_forced: the answer is nothing but calls. tags: texts around reasoning; None if it remains text. continued: the beginning
+        of the answer that the prompt ends with. include_reasoning: False drops reasoning.
         """
         self._deployment = parsers
         self._tool_format = tool_format
         self._max_calls = max_calls
+        self._is_forced = is_forced
         self._tags = tags
         self._continued = continued
         self._include_reasoning = include_reasoning
@@ -55,6 +57,7 @@ class AnswerReader:
             parsers,
             tool_format=tool_format,
             max_calls=request.max_tool_calls,
+            is_forced=request.constraint_field == "tools",
             tags=tags,
             continued=content if isinstance(content, str) else "",
             include_reasoning=include_reasoning,
@@ -73,13 +76,16 @@ class AnswerReader:
 
     def deltas(self, output: CompletionOutput, *, is_last: bool) -> list[Delta]:
         """New parts of a choice, from its next output. is_last: the choice ends with it."""
-        return self._parser(output).feed(output.text, is_last=is_last)
+        is_cut = is_last and output.finish_reason != "stop"
+        return self._parser(output).feed(output.text, is_last=is_last, is_cut=is_cut)
 
     def _parser(self, output: CompletionOutput) -> AnswerParser:
         """The parser of the output's choice, made with its first output; its tokens are counted."""
         parser = self._parsers.get(output.index)
         if parser is None:
-            tools = None if self._tool_format is None else ToolCallParser(self._tool_format, self._max_calls)
+            tools = None
+            if self._tool_format is not None:
+                tools = ToolCallParser(self._tool_format, self._max_calls, is_forced=self._is_forced)
             parser = self._parsers[output.index] = AnswerParser(self._reasoning_parser(output), tools)
         if self._tags is not None:
             counter = self._counters.setdefault(output.index, ReasoningTokenCounter(self._tags))

@@ -31,8 +31,8 @@ class AnswerParser:
         self.reasoning = reasoning
         self.tools = tools
 
-    def feed(self, text: str, *, is_last: bool) -> list[Delta]:
-        """New output from the next piece of text. is_last: the text ends with it."""
+    def feed(self, text: str, *, is_last: bool, is_cut: bool = False) -> list[Delta]:
+        """New output from the next piece of text. is_last: the text ends with it. is_cut: and the model had not ended it."""
         if self.reasoning is None:
             parts: list[Delta] = [TextDelta(text)] if text else []
         else:
@@ -42,7 +42,7 @@ class AnswerParser:
         deltas: list[Delta] = []
         for part in parts:
             deltas += self.tools.feed(part.text) if isinstance(part, TextDelta) else [part]
-        return joined(deltas + (self.tools.flush() if is_last else []))
+        return joined(deltas + (self.tools.flush(is_cut=is_cut) if is_last else []))
 
     @property
     def ends_with_calls(self) -> bool:

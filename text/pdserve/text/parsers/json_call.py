@@ -7,9 +7,12 @@ import json
 import re
 
 ARGUMENTS = ("arguments", "parameters")
-"""Keys of a call's arguments, which differ between families; a call has one of them."""
+"""Keys of a call's arguments, which differ between families; the first that has a value other than null counts."""
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
+_IN_WORD = re.compile(r"[\w.+-]*")
+_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null|NaN|-?Infinity")
+"""A value without marks around it; Python's JSON writes the last two."""
 
 
 class _Expect(enum.Enum):
@@ -23,10 +26,14 @@ class _Expect(enum.Enum):
 
 
 class JsonCall:
-    """Reads one call's object, and returns the arguments as they arrive."""
+    """Reads one call's object, and returns the arguments as they arrive.
+
+    Any object with a name is a call, whatever its other values are. Without arguments, and with null or an empty string in their
+    place, it has `{}`.
+    """
 
     def __init__(self, *, needs_arguments: bool = False) -> None:
-        """needs_arguments: an object without arguments is not a call."""
+        """needs_arguments: an object without a key for arguments is not a call."""
         self._needs_arguments = needs_arguments
         self.name: str | None = None
         self.failed = False
@@ -37,9 +44,15 @@ class JsonCall:
         """True if `}` is allowed instead of a key, as in an empty object."""
         self._key = ""
         self._value: list[str] = []
-        """Pieces of the key or string that is being read, or the first character of any other value. A list, because a string
+        """Pieces of the key, string or word that is being read, or the first character of any other value. A list, because a string
         would be copied with each piece."""
         self._depth = 0
+        self._is_word = False
+        """True within a number, true, false or null."""
+        self._gives = False
+        """True while the value that is read gives the arguments."""
+        self._has_arguments = False
+        """A key for arguments has been read."""
         self._in_string = False
         self._escaped = False
         self._is_key = False
@@ -69,7 +82,11 @@ class JsonCall:
         """Read text; returns the number of characters read, which is smaller if the object is complete or has failed."""
         end = 0
         while end < len(text) and not self.complete:
-            if self._in_string or self._depth:
+            if self._is_word:
+                end = self._in_word(text, end)
+                if self.failed:
+                    return end
+            elif self._in_string or self._depth:
                 end = self._in_value(text, end)
             else:
                 self.failed = not self._between(text[end])
@@ -93,8 +110,10 @@ class JsonCall:
             case _Expect.VALUE, '"' | "{" | "[":
                 self._begin(char)
                 return not self.failed
-            case _Expect.VALUE, _:
-                return False
+            case _Expect.VALUE, _ if char == "-" or char.isalnum():
+                self._value, self._is_word = [char], True
+                # a name is a string
+                return self._key != "name" or self.name is not None
             case _Expect.COMMA, ",":
                 self._expect, self._may_end = _Expect.KEY, False
             case _Expect.COMMA, "}":
@@ -109,12 +128,21 @@ class JsonCall:
         """Begin a key or value with its first character."""
         self._value = [char]
         self._in_string, self._depth = char == '"', int(char != '"')
-        if not self._is_key:
-            of_arguments = self._key in ARGUMENTS
-            self.failed = (self._key == "name") != (char == '"') if self._key == "name" else False
-            self.failed |= of_arguments and (char == "[" or self._arguments is not None)
-            if of_arguments and char == "{" and not self.failed:
-                self._arguments = [char]
+        if self._is_key:
+            return
+        self.failed = self._key == "name" and char != '"' and self.name is None
+        if self._key in ARGUMENTS and self._arguments is None and char != '"':
+            self._arguments, self._gives = [char], True
+
+    def _in_word(self, text: str, start: int) -> int:
+        """Read a number, true, false or null up to its end; returns where that is."""
+        found = _IN_WORD.match(text, start)
+        end = start if found is None else found.end()
+        self._value.append(text[start:end])
+        if end < len(text):
+            self._is_word = False
+            self._finish()
+        return end
 
     def _in_value(self, text: str, start: int) -> int:
         """Read the value up to its next mark; returns where that ends, which is the end of the text if there is none."""
@@ -122,7 +150,7 @@ class JsonCall:
         end = start + 1 if self._escaped else found.end() if found else len(text)
         if self._value[0] == '"':
             self._value.append(text[start:end])
-        elif self._key in ARGUMENTS and self._arguments is not None:
+        elif self._gives and self._arguments is not None:
             self._arguments.append(text[start:end])
         if self._escaped:
             self._escaped = False
@@ -142,26 +170,42 @@ class JsonCall:
 
     def _finish(self) -> None:
         """Complete the current key or value."""
-        value, self._value = "".join(self._value), []
-        if self._is_key or value[0] == '"':
-            try:
-                value = json.loads(value)
+        value, self._value, self._gives = "".join(self._value), [], False
+        if value[0] == '"':
+            self._finish_string(value)
+            return
+        self._expect, self.complete = _Expect.COMMA, self._is_bare
+        if value not in ("{", "["):
+            self.failed = _WORD.fullmatch(value) is None
+        if self._key in ARGUMENTS and not self.failed:
+            self._take_whole(value)
+
+    def _finish_string(self, written: str) -> None:
+        counts = self._is_key or self._key == "name" or self._key in ARGUMENTS
+        try:
+            value: str = json.loads(written)
+            if counts:
                 value.encode()
-            except ValueError:  # not JSON, or a lone surrogate, which no response can contain
-                self.failed = True
-                return
+        except ValueError:  # not JSON, or a lone surrogate, which no response can contain
+            self.failed = True
+            return
         if self._is_key:
             self._key, self._is_key, self._expect = value, False, _Expect.COLON
             return
-        self._expect, self.complete = _Expect.COMMA, self._is_bare
-        if self._key == "name":
-            self.failed = self.name is not None or not value
-            self.name = self.name or value
-        elif self._key in ARGUMENTS and self._arguments is None:
-            self._arguments = [value]  # the model wrote the arguments as a string that contains JSON
+        self._expect = _Expect.COMMA
+        if self._key == "name" and self.name is None:
+            self.failed, self.name = not value, value or None
+        elif self._key in ARGUMENTS:
+            self._take_whole(value)  # the model wrote the arguments as a string that contains JSON
+
+    def _take_whole(self, value: str) -> None:
+        """Take arguments that come at once, or note that they have come."""
+        self._has_arguments = True
+        if self._arguments is None and value.strip() not in ("", "null"):
+            self._arguments = [value]
 
     def _end(self) -> bool:
-        if self.name is None or (self._needs_arguments and self._arguments is None):
+        if self.name is None or (self._needs_arguments and not self._has_arguments):
             return False
         if self._arguments is None:
             self._arguments = ["{}"]

@@ -9,10 +9,11 @@ from pdserve.text.parsers.json_call import JsonCall
 _MAX_HEAD_CHARS = 256
 _HEAD = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[CALL_ID\][^\[\]{}]{0,64})?(?:\[ARGS\])?\s*")
 """Everything between the tag and the arguments' object: the name, and in some models an id."""
+_WITH_NULL = re.compile(r"([\w.-]{1,64})\s*(?:\[CALL_ID\][^\[\]{}]{0,64})?\[ARGS\]\s*null")
 
 
 class NamedCall:
-    """`f{...}`, `f[ARGS]{...}`, `f[CALL_ID]id[ARGS]{...}`, or an entry of a list, `[{"name": "f", "arguments": {...}}`.
+    """`f{...}`, `f[ARGS]{...}`, `f[ARGS]null`, `f[CALL_ID]id[ARGS]{...}`, or an entry of a list, `[{"name": "f", ...}`.
 
     Attributes: as those of `JsonCall`.
     """
@@ -49,7 +50,13 @@ class NamedCall:
             return self._call.read(text)
         head, brace, _ = text.partition("{")
         # white space has no limit, and is not kept
+        num_before = len(self._head)
         self._head = (self._head + head).lstrip()
+        if (null := _WITH_NULL.match(self._head)) is not None and null.end() <= _MAX_HEAD_CHARS:
+            self._call = JsonCall.of_arguments(null[1])
+            self._call.read("{}")
+            num_dropped = num_before + len(head) - len(self._head)
+            return null.end() + num_dropped - num_before
         if (surplus := len(self._head) - _MAX_HEAD_CHARS) > 0:
             self._has_failed = True
             return len(head) - surplus

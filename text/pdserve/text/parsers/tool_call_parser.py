@@ -1,6 +1,7 @@
 """`ToolCallParser`: finds calls of tools in a model's streamed text, in one of the forms of `TOOL_FORMATS`.
 
-Text that is not a call remains text, between tags as well.
+Text that is not a call remains text, between tags as well. The tags themselves are never text, wherever the answer ends, and
+neither is the beginning of a call after a tag that the answer's end cuts off.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class ToolFormat:
     """Texts after a call that belong to it, longest first."""
     separators: tuple[str, ...] = ()
     """Texts after a call that begin the next one."""
+    other_tags: tuple[str, ...] = ()
+    """Further texts that are never part of the answer's."""
     opener: str = ""
     """A character that begins a call at the start of the answer, and after a call; it is part of the call."""
     markers: tuple[str, ...] = ()
@@ -78,6 +81,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         JsonCall,
         (BEGIN,),
         (END,),
+        other_tags=(END,),
         markers=(BEGIN, END),
         forced=HERMES_CALLS,
     ),
@@ -85,6 +89,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         partial(JsonCall, needs_arguments=True),
         ("<|python_tag|>", "<|python_start|>"),
         ("<|python_end|>", ";"),
+        other_tags=("<|python_end|>",),
         opener="{",
         forced=ForcedCalls('{"name": "%s", "parameters": ', "}", "; "),
     ),
@@ -93,11 +98,19 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         ("[TOOL_CALLS]",),
         ("]",),
         (",",),
+        other_tags=("[CALL_ID]", "[ARGS]"),
         markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         # without the tag, a special token, which no grammar has
         forced=ForcedCalls('{"name": "%s", "arguments": ', "}", ", ", "[", "]"),
     ),
-    "pythonic": ToolFormat(PythonCall, ("<|python_start|>",), ("]<|python_end|>", "]"), (",",), opener="["),
+    "pythonic": ToolFormat(
+        PythonCall,
+        ("<|python_start|>",),
+        ("]<|python_end|>", "]"),
+        (",",),
+        other_tags=("<|python_end|>",),
+        opener="[",
+    ),
 }
 """Forms of calls by vLLM's names."""
 
@@ -120,16 +133,21 @@ class ToolCallParser:
     answer at most.
     """
 
-    def __init__(self, tool_format: ToolFormat, max_calls: int | None = None) -> None:
-        """max_calls: further calls are dropped."""
+    def __init__(self, tool_format: ToolFormat, max_calls: int | None = None, *, is_forced: bool = False) -> None:
+        """max_calls: further calls are dropped. is_forced: the answer is nothing but calls, which a grammar writes."""
         self._format = tool_format
         self._max_calls = max_calls
+        self._is_forced = is_forced
+        self._tags = (*tool_format.tags, *tool_format.other_tags)
+        self._has_met_tag = False
+        self._is_tagged = False
+        """True if the call that is read follows a tag or another call, and so is one."""
         self._state = _State.TEXT
         self._may_open = bool(tool_format.opener)
         """True if nothing but white space came since the start or the last call."""
         self._held: list[str] = []
-        """White space that may precede a call; then the text of a call that has not begun. A list, because a string would be
-        copied with each piece."""
+        """White space that may precede a call; then the text of a call that has not begun, without its tag. A list, because a
+        string would be copied with each piece."""
         self._begun = ""
         """Text at the end that may be the beginning of a tag, or of what follows a call."""
         self._call: CallReader = tool_format.reader()
@@ -149,38 +167,54 @@ class ToolCallParser:
                         part = self._in_call(part, deltas)
                     case _State.AFTER_CALL:
                         part = self._after_call(part)
+        return self._told(deltas)
+
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
+        """End the text: held-back text is returned as text, unless it belongs to a call, or is the beginning of a tag.
+
+        is_cut: the answer would have gone on. Without it, one character that may begin a tag is text.
+        """
+        begun, self._begun = self._begun, ""
+        if self._state is _State.TEXT and (is_cut or len(begun) > 1) and tag_begun(begun, self._tags):
+            begun, self._has_met_tag = "", True
+        held, self._held = "".join(self._held) + begun, []
+        lost = self._state is _State.AFTER_CALL or (
+            self._state is _State.CALL and (self._is_tagged or self._call.has_begun)
+        )
+        lost |= (self.num_calls > 0 or self._has_met_tag) and held.isspace()
+        return [] if lost or not held else self._told([TextDelta(held)])
+
+    def _told(self, deltas: list[Delta]) -> list[Delta]:
+        if self._is_forced:
+            deltas = [delta for delta in deltas if not isinstance(delta, TextDelta)]
         return joined(deltas)
 
-    def flush(self) -> list[Delta]:
-        """End the text: held-back text is returned as text, unless it belongs to a call that has begun."""
-        held, self._held, self._begun = "".join(self._held) + self._begun, [], ""
-        lost = self._state is _State.AFTER_CALL or (self._state is _State.CALL and self._call.has_begun)
-        lost |= self.num_calls > 0 and held.isspace()
-        return [] if lost or not held else [TextDelta(held)]
-
     def _in_text(self, text: str, deltas: list[Delta]) -> str:
-        """Process text outside calls; returns the rest once a call begins, empty before."""
+        """Process text outside calls; returns the rest once a call begins or a tag has been dropped, empty before."""
         text, self._begun = self._begun + text, ""
         if self._may_open:
             rest = text.lstrip()
             if rest[:1] == self._format.opener:
                 self._hold(text[: len(text) - len(rest)])
-                self._expect_call()
+                self._expect_call(is_tagged=False)
                 return rest
-        places = {place: tag for tag in self._format.tags if (place := text.find(tag)) >= 0}
+        places = {place: tag for tag in self._tags if (place := text.find(tag)) >= 0}
         if places:
             place = min(places)
+            tag = places[place]
             self._emit(text[:place], deltas)
-            self._expect_call()
-            self._hold(places[place])
-            return text[place + len(places[place]) :]
-        end = len(text) - tag_begun(text, self._format.tags)
+            self._has_met_tag = True
+            if tag in self._format.tags:
+                self._expect_call(is_tagged=True)
+            return text[place + len(tag) :]
+        end = len(text) - tag_begun(text, self._tags)
         self._begun = text[end:]
         self._emit(text[:end], deltas)
         return ""
 
-    def _expect_call(self) -> None:
+    def _expect_call(self, *, is_tagged: bool) -> None:
         self._state, self._may_open, self._call = _State.CALL, False, self._format.reader()
+        self._is_tagged = is_tagged
 
     def _hold(self, text: str) -> None:
         if text:
@@ -216,7 +250,12 @@ class ToolCallParser:
             self._state = _State.TEXT
             if not self._call.has_begun:
                 held, self._held = "".join(self._held), []
-                self._emit(held, deltas)
+                for tag in self._tags:
+                    held = held.replace(tag, "")
+                # not with the rest as a text in which there may be calls: each call within a call would be read again
+                end = len(held) - tag_begun(held, self._tags)
+                self._begun = held[end:]
+                self._emit(held[:end], deltas)
         elif self._call.complete:
             self._state = _State.AFTER_CALL
         return rest
@@ -235,7 +274,7 @@ class ToolCallParser:
         for expected in (*self._format.closers, *self._format.separators):
             if text.startswith(expected):
                 if expected in self._format.separators:
-                    self._expect_call()
+                    self._expect_call(is_tagged=True)
                     self._hold(expected)
                 else:
                     self._state, self._may_open = _State.TEXT, bool(self._format.opener)
