@@ -112,7 +112,7 @@ HTTP: list[tuple[Any, ...]] = [
     ("/v1/completions", {"prompt": "x", "include_stop_str_in_output": 0}, "include_stop_str_in_output", "`bool"),
     ("/v1/completions", {"prompt": "x", "seed": 2**70}, "seed", "seed"),
     ("/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16 strings"),
-    ("/v1/completions", {"prompt": "x", "stop": ""}, "stop", "1 to 256 characters"),
+    ("/v1/completions", {"prompt": "x", "stop": "x" * 257}, "stop", "1 to 256 characters"),
     ("/v1/completions", {"prompt": "x", "stop": [1]}, "stop", "stop[0]: expected `str`"),
     ("/v1/completions", {"prompt": "x", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", "outside the vocabulary"),
     ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),

@@ -95,15 +95,22 @@ async def test_calls_and_their_results_in_two_requests(cluster: Any, client: ope
         await client.responses.create(input=[result | {"call_id": "x"}], previous_response_id=first.id)
 
 
-async def test_a_call_that_was_cut_is_left_out_of_the_conversation(cluster: Any) -> None:
+@pytest.mark.parametrize("cut", ['{"a', "{", '{"a":1}', "[1]"])
+async def test_a_call_that_was_cut_stays_in_the_conversation(cluster: Any, cut: str) -> None:
+    """The client was given it, and may answer it."""
     await started(cluster)
-    text = '<tool_call>{"name":"sum","arguments":{"a'
+    text = '<tool_call>{"name":"sum","arguments":' + cut
     cluster.of("decode").scripts = [play(ADMITTED, decode_outputs(0, text, "length"))]
     first = await created(cluster, "one", tools=[SUM], max_output_tokens=len(text))
     assert [(item["type"], item["status"]) for item in first["output"]] == [("function_call", "incomplete")]
-    await created(cluster, "two", previous_response_id=first["id"])
+    call = first["output"][0]
+    rest = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "no"},
+        {"role": "user", "content": "two"},
+    ]
+    await created(cluster, rest, previous_response_id=first["id"], tools=[SUM])
     continued = prompt(cluster)
-    await created(cluster, [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
+    await created(cluster, [{"role": "user", "content": "one"}, *first["output"], *rest], tools=[SUM])
     assert prompt(cluster) == continued
 
 

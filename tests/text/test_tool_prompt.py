@@ -65,7 +65,6 @@ def test_without_tools_nothing_is_told() -> None:
         ("x", "messages[0].tool_calls[0] must be an object with function.name"),
         ({}, "messages[0].tool_calls[0] must be an object with function.name"),
         ({"function": {"name": 7}}, "messages[0].tool_calls[0] must be an object with function.name"),
-        ({"function": {"name": "f", "arguments": "{"}}, "messages[0].tool_calls[0].function.arguments is not JSON"),
     ],
 )
 def test_malformed_calls_are_refused(call: Any, told: str) -> None:
@@ -74,6 +73,28 @@ def test_malformed_calls_are_refused(call: Any, told: str) -> None:
     assert told in refused.value.message
     with pytest.raises(InvalidRequest, match="tool_calls must be a list"):
         render(SIMPLE, [{"role": "assistant", "content": "", "tool_calls": "x"}])
+
+
+ILL_FORMED = ('{"city": ', "{", "[1]", "5", '"x"', "null", "not JSON", '{"a": "\\ud800"}', "[" * 60_000, "9" * 5000)
+
+
+def called(arguments: str | None) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize("arguments", ILL_FORMED, ids=range(len(ILL_FORMED)))
+def test_arguments_that_are_no_object_are_an_empty_one_or_their_text(arguments: str) -> None:
+    """As a model wrote them that was cut, or wrote a call badly."""
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }} {{ tools }}"
+    assert render(source, called(arguments)) == "{} None"
+    told = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
+    assert render(SIMPLE, called(arguments)) == f"[assistant|<tool_call>\n{told}\n</tool_call>]"
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "{}", None])
+def test_no_arguments_are_an_empty_object(arguments: str | None) -> None:
+    for source in ("{{ messages[0].tool_calls[0].function.arguments }}{{ tools }}", SIMPLE):
+        assert "{}" in render(source, called(arguments))
 
 
 def test_arguments_as_texts_have_a_limit_in_all() -> None:

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.net.body_budget import BodyBudget
@@ -71,6 +73,8 @@ class ResponsesHttp:
         self._continued = asyncio.Semaphore(_CONTINUED_AT_ONCE)
         self.routes = [
             Route("/v1/responses", self.create, methods=["POST"]),
+            # further paths of OpenAI's, which would be ids
+            *(Route(f"/v1/responses/{name}", _no_path) for name in ("input_tokens", "compact")),
             Route("/v1/responses/{id}", self.retrieve, methods=["GET"]),
             Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
@@ -205,6 +209,16 @@ class ResponsesHttp:
         if stored is None:
             raise not_stored(response_id)
         return stored
+
+
+class _NoPath:
+    """Takes any method, as an endpoint that is a function would not."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise HTTPException(404)
+
+
+_no_path = _NoPath()
 
 
 def _verify_query(request: Request, known: dict[str, Collection[str] | None]) -> None:

@@ -158,9 +158,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         given: dict[str, Any] = dict(defaults)
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            given["stop"] = stop_strings(self.stop)
         if self.logit_bias is not None:
-            given["logit_bias"] = _logit_bias(self.logit_bias)
+            given["logit_bias"] = logit_biases(self.logit_bias)
         for name in _LISTS:
             if (values := getattr(self, name)) is not None:
                 given[name] = tuple(values)
@@ -366,7 +366,13 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
+def stop_strings(stop: str | list[str]) -> tuple[str, ...]:
+    """`stop` of a body; an empty string is none, as forms of clients send it."""
+    return tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
+
+
+def logit_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """`logit_bias` of a body. Raises: InvalidRequest."""
     for key in biases:
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(f"logit_bias has the key {shown(key)}, but its keys are token ids", "logit_bias")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import msgspec
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.request_body import MAX_CONTAINERS, convert_part, shown
+from pdserve.text.templates.tool_prompt import parsed_arguments
 
 FIELD = "input"
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -34,6 +34,8 @@ class FunctionCallItem(_Item, forbid_unknown_fields=True, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """The client library's own reading of `arguments`; without effect."""
 
 
 class FunctionCallOutputItem(_Item, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +61,8 @@ class _TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     text: str
     annotations: list[Any] | None = None
+    parsed: Any = None
+    """The client library's own reading of `text`; without effect."""
     logprobs: list[Any] | None = None
 
 
@@ -159,10 +163,9 @@ class _Messages:
             raise InvalidRequest(
                 f"{where}.arguments has with those before it more than {MAX_CONTAINERS} objects and arrays", FIELD
             )
-        try:
-            arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{where}.arguments is not JSON: {error}", FIELD) from None
+        parsed = parsed_arguments(call.arguments)
+        # how a text that is no object is told depends on the template
+        arguments = call.arguments if parsed is None else parsed
         last = self._messages[-1] if self._messages and not self._reasoning else {}
         if last.get("role") != "assistant":
             last = self._add_assistant("")
@@ -178,10 +181,15 @@ class _Messages:
     def _part(self, part: dict[str, Any], where: str) -> str:
         kind = part.get("type")
         if kind == "refusal":
-            return convert_part(part, _RefusalPart, where, self._ignored).refusal
+            return convert_part(_without_nulls(part), _RefusalPart, where, self._ignored).refusal
         if kind not in (*_TEXT_TYPES, "reasoning_text"):
             raise InvalidRequest(f"{where}.type is {shown(kind)}; this model takes only text", FIELD)
-        return convert_part(part, _TextPart, where, self._ignored).text
+        return convert_part(_without_nulls(part), _TextPart, where, self._ignored).text
+
+
+def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A client library writes null for each field that it knows and that an item of an answer does not have."""
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _typed(item: Mapping[str, Any], where: str, ignored: IgnoredFields | None) -> _Item:
@@ -189,7 +197,7 @@ def _typed(item: Mapping[str, Any], where: str, ignored: IgnoredFields | None) -
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in KINDS:
         raise InvalidRequest(f"{where}.type is {shown(kind)}, one of {', '.join(KINDS)} is needed", FIELD)
-    return convert_part({**item, "type": kind}, KINDS[kind], where, ignored)
+    return convert_part({**_without_nulls(item), "type": kind}, KINDS[kind], where, ignored)
 
 
 def page_of_items(

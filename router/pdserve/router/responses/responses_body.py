@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.request_body import convert_part, shown
 from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import RESPONSES_NO_OP, verify_neutral
+from pdserve.router.openai.protocol import logit_biases, stop_strings
 from pdserve.router.openai.response_format import of_schema
 from pdserve.router.requests.fields.chat_fields import verify_effort
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
@@ -32,8 +34,10 @@ from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import ChatInput
 
 LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""The second has no effect: reasoning is returned as text, and taken as text."""
 _SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
 )  # fmt: skip
 _FORMATS = ("text", "json_object", "json_schema")
 
@@ -79,6 +83,12 @@ class _ChosenTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
 
 
+class _AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    mode: str
+    tools: list[dict[str, Any]]
+
+
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -106,6 +116,10 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     cache_salt: str | None = None
     priority: int | None = None
     data_parallel_rank: int | None = None
@@ -138,7 +152,9 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             ("input", MAX_MESSAGES, self.input),
             ("tools", MAX_TOOLS, self.tools),
             ("metadata", MAX_METADATA, self.metadata),
-            ("include", 1, self.include),
+            ("include", len(_INCLUDED), self.include),
+            ("stop", MAX_STOP_STRINGS, self.stop),
+            ("logit_bias", MAX_LOGIT_BIASES, self.logit_bias),
         ):
             if isinstance(entries, list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{field} has {len(entries)} entries, at most {most} are allowed", field)
@@ -146,8 +162,9 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if not self.input:
             raise InvalidRequest("input is empty, a text or at least one item is needed", "input")
         for wanted in self.include or ():
-            if wanted != LOGPROBS:
-                raise InvalidRequest(f"include has {shown(wanted)}, only {shown(LOGPROBS)} is supported", "include")
+            if wanted not in _INCLUDED:
+                known = " and ".join(map(shown, _INCLUDED))
+                raise InvalidRequest(f"include has {shown(wanted)}, only {known} are supported", "include")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
@@ -180,6 +197,10 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         form = self._form().forced(tools.form)
         form.verify()
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            given["stop"] = stop_strings(self.stop)
+        if self.logit_bias is not None:
+            given["logit_bias"] = logit_biases(self.logit_bias)
         messages = as_messages(items, self.instructions, num_before=len(before), ignored=ignored)
         return ClientRequest(
             prompt=ChatInput(messages, template_variables=self._template_variables(), tools=tools.tools),
@@ -206,7 +227,10 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             for tool in (_function(given, FunctionTool, f"tools[{place}]", ignored),)
         ]
         choice: str | NamedTool | None
-        if isinstance(self.tool_choice, dict):
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
+            allowed = convert_part(self.tool_choice, _AllowedTools, "tool_choice", ignored)
+            tools, choice = _only(tools, allowed, ignored), allowed.mode
+        elif isinstance(self.tool_choice, dict):
             chosen = _function(self.tool_choice, _ChosenTool, "tool_choice", ignored)
             choice = NamedTool(function=NamedFunction(name=chosen.name))
         else:
@@ -214,7 +238,17 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return tool_use(tools, choice, self.parallel_tool_calls, forced_calls, "name")
 
     def _form(self) -> OutputConstraint:
-        """The constraint of `text.format`. Raises: InvalidRequest."""
+        """The constraint of `text.format` or `structured_outputs`. Raises: InvalidRequest."""
+        by_format, own = self._form_of_text(), self.structured_outputs
+        if own is None:
+            return by_format
+        if by_format.params is None:
+            return OutputConstraint(own)
+        if own.constraints:
+            raise InvalidRequest("text.format and structured_outputs both ask for a form", "text.format")
+        return by_format._replace(params=by_format.params.with_options_of(own))
+
+    def _form_of_text(self) -> OutputConstraint:
         given = None if self.text is None else self.text.format
         if given is None or given.type == "text":
             return OutputConstraint()
@@ -235,6 +269,29 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             verify_effort(effort, "reasoning.effort")
             named["reasoning_effort"] = effort
         return named | (self.chat_template_kwargs or {})
+
+
+def _only(tools: list[ToolBody], allowed: _AllowedTools, ignored: IgnoredFields | None) -> list[ToolBody]:
+    """The allowed ones of the tools. Raises: InvalidRequest."""
+    if allowed.mode not in ("auto", "required"):
+        raise InvalidRequest(
+            f"tool_choice.mode is {shown(allowed.mode)}, one of auto, required is needed", "tool_choice"
+        )
+    if not 0 < len(allowed.tools) <= MAX_TOOLS:
+        raise InvalidRequest(
+            f"tool_choice.tools has {len(allowed.tools)} entries, 1 to {MAX_TOOLS} are allowed", "tool_choice"
+        )
+    wanted = {}
+    known = {tool.function.name for tool in tools}
+    for place, given in enumerate(allowed.tools):
+        name = _function(given, _ChosenTool, f"tool_choice.tools[{place}]", ignored).name
+        if name not in known:
+            raise InvalidRequest(
+                f"tool_choice.tools[{place}] names the function {shown(name)}, which is not among the tools",
+                "tool_choice",
+            )
+        wanted[name] = True
+    return [tool for tool in tools if tool.function.name in wanted]
 
 
 def _function(given: Mapping[str, Any], kind: Any, where: str, ignored: IgnoredFields | None) -> Any:

@@ -35,6 +35,8 @@ def fixed_fields(body: ResponsesBody, request: ClientRequest, model: str) -> byt
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
@@ -138,15 +140,8 @@ class ResponsesWriter:
         return events + self._response_event(f"response.{status}", self._ended)
 
     def stored(self, conversation: bytes, num_input: int) -> StoredResponse:
-        """The response for the store, after its end. conversation: its input as a JSON list of `num_input` items.
-
-        A call that was cut is left out of the conversation: nothing can follow from it.
-        """
-        output = [
-            _encode(item)
-            for item in self._items.items
-            if (item["type"], item["status"]) != ("function_call", "incomplete")
-        ]
+        """The response for the store, after its end. conversation: its input as a JSON list of `num_input` items."""
+        output = map(_encode, self._items.items)
         return StoredResponse(self._ended, b",".join([conversation[:-1], *output]) + b"]", num_input)
 
     def failed(self, error: PdServeError) -> bytes:

@@ -77,7 +77,9 @@ class ChatTemplate:
         hide: applied to every string of the client before it reaches the template.
         Raises: InvalidRequest if the messages are malformed, the template refuses them, or rendering exceeds its budget.
         """
-        plain = with_parsed_calls([plain_message(message, place) for place, message in enumerate(messages)])
+        plain = with_parsed_calls(
+            [plain_message(message, place) for place, message in enumerate(messages)], keeps_text=not self._knows_tools
+        )
         self._verify_names(variables or {})
         named, tools = _plain(dict(variables or {}), "chat_template_kwargs"), _plain(tools, "tools")
         if hide is not None:

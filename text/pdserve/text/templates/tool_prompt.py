@@ -14,9 +14,11 @@ MAX_ARGUMENT_CONTAINERS = 1 << 16
 """Most objects and arrays in the arguments of all calls that are JSON texts; the limit of a body does not see them."""
 
 
-def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_parsed_calls(messages: Sequence[Mapping[str, Any]], *, keeps_text: bool = False) -> list[dict[str, Any]]:
     """Messages with the arguments of earlier calls parsed: clients send JSON text, templates expect objects.
 
+    A model may end within a call, or write one badly, and its client then sends that call in each further request: arguments that
+    are no object are an empty one, with `keeps_text` their text.
     Raises: InvalidRequest naming the malformed call, or the tool's message whose `tool_call_id` is not a string; for more than
     `MAX_ARGUMENT_CONTAINERS` before anything is parsed.
     """
@@ -27,7 +29,19 @@ def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             f"{MAX_ARGUMENT_CONTAINERS} are allowed",
             FIELD,
         )
-    return [_with_parsed_calls(message, f"{FIELD}[{place}]") for place, message in enumerate(messages)]
+    return [_with_parsed_calls(message, f"{FIELD}[{place}]", keeps_text) for place, message in enumerate(messages)]
+
+
+def parsed_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call, which are empty for an empty text; None for a text that is no JSON object, or no Unicode."""
+    try:
+        arguments = json.loads(text) if text.strip() else {}
+        if "\\u" in text:
+            # JSON may spell half of a character, which no text contains
+            json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def _argument_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -39,7 +53,7 @@ def _argument_texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 yield text
 
 
-def _with_parsed_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _with_parsed_calls(message: Mapping[str, Any], where: str, keeps_text: bool) -> dict[str, Any]:
     plain = dict(message)
     if plain.get("role") == "tool" and not isinstance(plain.get("tool_call_id", ""), str):
         raise InvalidRequest(f"{where}.tool_call_id must be a string", FIELD)
@@ -49,20 +63,20 @@ def _with_parsed_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]
         return plain
     if not isinstance(calls, list):
         raise InvalidRequest(f"{where}.tool_calls must be a list, not {type(calls).__name__}", FIELD)
-    plain["tool_calls"] = [_parsed(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
+    plain["tool_calls"] = [
+        _parsed(call, f"{where}.tool_calls[{place}]", keeps_text) for place, call in enumerate(calls)
+    ]
     return plain
 
 
-def _parsed(call: Any, where: str) -> dict[str, Any]:
+def _parsed(call: Any, where: str, keeps_text: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where} must be an object with function.name and function.arguments", FIELD)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{where}.function.arguments is not JSON: {error}", FIELD) from error
+        parsed = parsed_arguments(arguments)
+        arguments = parsed if parsed is not None or not keeps_text else arguments
     return {**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
@@ -71,7 +85,7 @@ def as_plain_text(
 ) -> list[dict[str, Any]]:
     """Messages for a template without tools: tools go into the system message, calls and results into the text.
 
-    messages: contents are strings, arguments are objects.
+    messages: contents are strings, arguments are objects or texts.
     """
     plain = [_as_text(message) for message in messages]
     if not tools:
