@@ -77,6 +77,12 @@ async def test_every_accepted_field_reaches_the_worker(quick):
     assert quick.of("decode").calls[1].request.request.hash_root != request.hash_root
 
 
+@pytest.mark.parametrize("stop", ["", [""], []])
+async def test_an_empty_stop_is_none(quick, stop):
+    await quick.complete(prompt="hey", max_tokens=7, stop=stop)
+    assert not quick.of("decode").calls[0].request.request.sampling.stop
+
+
 async def test_nulls_are_absent_fields(quick):
     fields = dict.fromkeys(("temperature", "top_p", "seed", "stop", "n", "stream", "logprobs", "user", "top_k"))
     assert await quick.text(**fields) == said(5)

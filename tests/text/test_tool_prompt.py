@@ -91,6 +91,36 @@ def test_arguments_that_are_no_object_are_an_empty_one_or_their_text(arguments: 
     assert render(SIMPLE, called(arguments)) == f"[assistant|<tool_call>\n{told}\n</tool_call>]"
 
 
+ANSWERS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"a": [1, "\\ud800"]}}</tool_call><tool_call>{"name": "g g", "parameters": 1}',
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": "a text"}; {"id": 5, "name": "g", "parameters": {"a": {"b": null}}}',
+    "mistral": '[TOOL_CALLS]f[ARGS]{"a": {"b": 1}}[TOOL_CALLS]g{"a" 5}[TOOL_CALLS][{"name": "f", "arguments": 7}]',
+    "pythonic": "[f(a=[1, {'b': None}], c='x'), g(a={'b': })]",
+}
+
+
+@pytest.mark.parametrize("form", ANSWERS)
+def test_every_call_that_was_returned_is_taken_in_a_history(form: str) -> None:
+    """Wherever the answer was cut."""
+    source = (
+        "{% for c in messages[0].tool_calls or [] %}{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
+        "{{ k }}{{ v | tojson }}{% endfor %}{% endfor %}{{ tools }}"
+    )
+    for cut in range(len(ANSWERS[form]) + 1):
+        parser = ToolCallParser(TOOL_FORMATS[form])
+        calls: list[dict[str, Any]] = []
+        for delta in parser.feed(ANSWERS[form][:cut]) + parser.flush(is_cut=True):
+            if isinstance(delta, ToolCallDelta) and delta.name is not None:
+                calls.append({"function": {"name": delta.name, "arguments": delta.arguments}})
+            elif isinstance(delta, ToolCallDelta):
+                calls[-1]["function"]["arguments"] += delta.arguments
+        history: list[dict[str, Any]] = [{"role": "assistant", "content": None, "tool_calls": calls or None}]
+        names = [call["function"]["name"] for call in calls]
+        assert all(name in render(source, history).encode().decode() for name in names)
+        assert all(name in render(SIMPLE, history).encode().decode() for name in names)
+    assert len(calls) > 1
+
+
 @pytest.mark.parametrize("arguments", ["", " ", "{}", None])
 def test_no_arguments_are_an_empty_object(arguments: str | None) -> None:
     for source in ("{{ messages[0].tool_calls[0].function.arguments }}{{ tools }}", SIMPLE):

@@ -367,8 +367,9 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 
 
 def stop_strings(stop: str | list[str]) -> tuple[str, ...]:
-    """`stop` of a body; an empty string is none, as forms of clients send it."""
-    return tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
+    """`stop` of a body; nothing but empty strings are none, as forms of clients send them."""
+    given = (stop,) if isinstance(stop, str) else tuple(stop)
+    return given if any(given) else ()
 
 
 def logit_biases(biases: Mapping[str, float]) -> dict[int, float]:
