@@ -130,9 +130,8 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self.kv_written: DeviceEvent | None = None
         """On a GPU, reached after the last kernel that writes KV; None on a processor."""
-        self.batch = InputBatch(
-            config, vocab_size, logits_processors or LogitsProcessors(), len(kv_caches), token_texts
-        )
+        processors = logits_processors or LogitsProcessors()
+        self.batch = InputBatch(config, vocab_size, processors, len(kv_caches), token_texts)
         self._runs_ahead = config.async_scheduling
         self.drafting: Drafting | None = None
         if config.speculative_config is not None and drafter is not None:
