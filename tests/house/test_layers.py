@@ -64,7 +64,8 @@ FLOORS = {
         {"audio_processor_config", "block_hash", "image_processor_config", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
         {"decoder_rules", "device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes",
-         "protocol", "rate_limited_log", "tasks", "timeline", "transfer_order"},
+         "protocol", "rate_limited_log", "timeline", "transfer_order"},
+        {"tasks"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""
@@ -73,6 +74,15 @@ TORCH = {"torch", "triton", "transformers"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {("torch", "load"), ("yaml", "load"), ("builtins", "eval"), ("builtins", "exec")}
 FORBIDDEN_NAMES = {"eval", "exec"}
+STARTS_OF_OS = {"fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "popen"} | {
+    f"spawn{kind}" for kind in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")
+}
+STARTS_OF_LOOPS = {"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec", "subprocess_shell"}
+"""Functions that start a process with the handlers of `pthread_atfork`, or in an event loop."""
+NEEDS_FORK = {"preexec_fn", "user", "group", "extra_groups"}
+"""Arguments with which `subprocess` uses `fork` instead of `vfork`."""
+FORK_SERVERS = {"client_template_process", "grammar_process"}
+"""Programs without gRPC and without threads, which fork what they have loaded."""
 EMPTY_NAMES = {"utils", "helpers", "misc", "base", "manager"}
 
 PLAIN_WITHOUT_TLS = {
@@ -196,6 +206,47 @@ def test_nothing_can_run_code_from_data() -> None:
                 elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
                     assert (node.func.value.id, node.func.attr) not in FORBIDDEN_CALLS, f"{path}:{node.lineno}"
                     assert node.func.attr != "deserialize_descs", f"{path}:{node.lineno}"
+
+
+def test_processes_are_started_by_subprocess() -> None:
+    """In a process with threads of gRPC a child of `fork` crashes before it runs its program."""
+    other = []
+    for package in FOLDERS:
+        for path in sources(package):
+            tree = ast.parse(path.read_text())
+            assert "multiprocessing" not in {name.split(".")[0] for name in imported_modules(tree)}, path
+            if path.stem not in FORK_SERVERS:
+                other += [f"{path}:{line}" for line in other_starts(tree)]
+    assert not other
+
+
+def other_starts(tree: ast.AST) -> Iterator[int]:
+    """Lines that start a process in another way than `subprocess` with `vfork`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "asyncio", "asyncio.subprocess", "pty"):
+            yield from (node.lineno for alias in node.names if alias.name in STARTS_OF_OS | STARTS_OF_LOOPS)
+        if isinstance(node, ast.Attribute):
+            of_os = isinstance(node.value, ast.Name) and node.value.id in ("os", "pty") and node.attr in STARTS_OF_OS
+            if of_os or node.attr in STARTS_OF_LOOPS | {"ProcessPoolExecutor"}:
+                yield node.lineno
+        if isinstance(node, ast.Call) and any(keyword.arg in NEEDS_FORK for keyword in node.keywords):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in {"Popen", "run", "call", "check_call", "check_output"}:
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "await asyncio.create_subprocess_exec('a')",
+        "pid = os.fork()",
+        "from os import fork\nfork()",
+        "subprocess.Popen(command, preexec_fn=limit)",
+        "run(command, user=1)",
+    ],
+)
+def test_other_ways_to_start_a_process_are_found(code: str) -> None:
+    assert list(other_starts(ast.parse(f"async def f():\n    {code}" if "await" in code else code)))
 
 
 def test_files_are_named_by_their_noun() -> None:

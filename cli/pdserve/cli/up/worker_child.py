@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,13 +17,11 @@ from pdserve.cli.up.child_report import FailedReport, LoadReport, ReadyReport, r
 from pdserve.cli.up.cluster_plan import ChildPlan
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
-from pdserve.common.tasks.first_done import first_done
+from pdserve.common.processes.service_process import ServiceProcess, start_process
 
 log = logging.getLogger(__name__)
 
 RESTART_AFTER_S = 1.0
-HURRY_S = 3.0
-"""Seconds in which a worker must end after a second signal, before it is killed."""
 
 
 class WorkerChild:
@@ -38,7 +36,9 @@ class WorkerChild:
         self._flags = ("--model", str(model), "--set", f"metrics_port={metrics_port}")
         self.on_load: Callable[[str, LoadReport], None] = lambda name, load: None
         """Called with the worker's name and the report while weights load."""
-        self._process: asyncio.subprocess.Process | None = None
+        self.ready_at: float | None = None
+        """`time.monotonic()` when it was ready; None while it starts, or waits to be started again."""
+        self._process: ServiceProcess | None = None
         self._lifeline: int | None = None
 
     @property
@@ -54,12 +54,8 @@ class WorkerChild:
             "--report-fd", str(report_write), "--lifeline-fd", str(lifeline_read),
         ]  # fmt: skip
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                pass_fds=(report_write, lifeline_read),
-                env=self.plan.environ,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # the parent gets a terminal's Ctrl-C and drains its children in order
+            self._process = await start_process(
+                command, pass_fds=(report_write, lifeline_read), environ=self.plan.environ
             )
         finally:
             os.close(report_write)
@@ -73,6 +69,7 @@ class WorkerChild:
                 raise ConfigError(f"{self.plan.name}: {report.message}")
             raise ConfigError(f"{self.plan.name} ended with status {code} before it was ready")
         self.address = report.address
+        self.ready_at = time.monotonic()
 
     def _same_port(self) -> Sequence[str]:
         # always set: a port in the environment is for one service, not for all children
@@ -100,6 +97,7 @@ class WorkerChild:
         """Wait until the process that `start` started has ended; returns its status."""
         assert self._process is not None
         code = await self._process.wait()
+        self.ready_at = None
         self._cut_lifeline()
         return code
 
@@ -119,24 +117,10 @@ class WorkerChild:
 
     async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
         """Let the process drain for at most `drain_s` seconds or until `hurry` is set, then end it."""
-        if self._process is not None and self._process.returncode is None:
-            await self._stop(self._process, drain_s, hurry)
+        if self._process is not None:
+            await self._process.stop(self.plan.name, drain_s, hurry)
         # not earlier: its end is a signal of its own, and a second one cuts the drain short
         self._cut_lifeline()
-
-    async def _stop(self, process: asyncio.subprocess.Process, drain_s: float, hurry: asyncio.Event) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-            await first_done(process.wait(), hurry.wait(), timeout_s=drain_s)
-            if process.returncode is None and hurry.is_set():
-                # another signal than the first, which may not have been handled yet
-                process.send_signal(signal.SIGINT)
-                await first_done(process.wait(), timeout_s=HURRY_S)
-            elif process.returncode is None:
-                log.warning("%s did not drain in %.0f s; killing it", self.plan.name, drain_s)
-            if process.returncode is None:
-                process.kill()
-        await process.wait()
 
     def _cut_lifeline(self) -> None:
         if self._lifeline is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -13,8 +12,8 @@ from collections.abc import Mapping
 import msgspec
 
 from pdserve.common.errors import ConfigError, PdServeError
+from pdserve.common.processes.service_process import ServiceProcess, start_process
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.tasks.first_done import first_done
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.child_admission import ChildAdmission
 from pdserve.router.process_link import Handler, ProcessLink
@@ -24,12 +23,11 @@ from pdserve.router.telemetry.metric_families import MetricFamilies
 log = logging.getLogger(__name__)
 
 START, READY, FAILED = "process.start", "process.ready", "process.failed"
+IS_STARTING = "workers.is_starting"
 START_S = 120.0
 """Seconds within which a process must listen."""
 METRICS_S = 2.0
 """Seconds within which a process must report its metrics; after that its last ones count."""
-HURRY_S = 3.0
-"""Seconds in which a process must end after a second signal, before it is killed."""
 _PROGRAM = "pdserve.router.router_process"
 
 
@@ -54,7 +52,7 @@ class RouterChild:
         """The last metrics that the process reported."""
         self.is_ready = False
         self.link: ProcessLink | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ServiceProcess | None = None
         self._reported: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._handlers = {
             **shared,
@@ -73,12 +71,7 @@ class RouterChild:
         ours, theirs = socket.socketpair()
         number = theirs.fileno()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", _PROGRAM, str(number),
-                pass_fds=(number,),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # the parent gets a terminal's Ctrl-C and drains its processes in order
-            )  # fmt: skip
+            self._process = await start_process([sys.executable, "-m", _PROGRAM, str(number)], pass_fds=(number,))
         except OSError as error:
             ours.close()
             raise ConfigError(f"a router process cannot be started: {error.strerror}") from error
@@ -115,20 +108,8 @@ class RouterChild:
 
     async def stop(self, drain_s: float, hurry: asyncio.Event) -> None:
         """Let the process drain for at most `drain_s` seconds or until `hurry` is set, then end it."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-            await first_done(process.wait(), hurry.wait(), timeout_s=drain_s)
-            if process.returncode is None and hurry.is_set():
-                # another signal than the first, which may not have been handled yet
-                process.send_signal(signal.SIGINT)
-                await first_done(process.wait(), timeout_s=HURRY_S)
-            if process.returncode is None:
-                log.warning("router process %d did not end in time; killing it", self.number)
-                process.kill()
-        await process.wait()
+        if self._process is not None:
+            await self._process.stop(f"router process {self.number}", drain_s, hurry)
 
     def _report(self, message: str | None) -> None:
         if not self._reported.done():
@@ -142,6 +123,5 @@ class RouterChild:
         self.admission.end()
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None:
+            self._process.kill()
