@@ -15,8 +15,12 @@ from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.common.tasks.background_task import RESTARTS
 from pdserve.router.workers import worker_watcher as watched_address
+from pdserve.router.workers.fleet import Fleet
+from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
 from tests.support.waiting import HANG_S, eventually
+
+EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
 
 
 async def test_workers_may_come_later_and_come_back(cluster):
@@ -242,3 +246,52 @@ async def test_a_worker_that_stops_tells_its_requests(cluster):
         worker.script = decode_well
     await busy.kill()
     assert await asking == said(5)
+
+
+async def test_a_request_waits_as_long_as_a_worker_is_being_started() -> None:
+    answers = [True, True, True, False]
+    asked = []
+
+    async def is_starting() -> bool:
+        asked.append(len(asked))
+        return answers[asked[-1]]
+
+    fleet = Fleet((), (), EXPECTED, is_starting=is_starting, starting_timeout_s=HANG_S)
+    looked = []
+    assert await fleet.wait_for_worker(lambda: looked.append(0), 0.01) is None
+    assert len(asked) == 4
+    assert await fleet.wait_for_worker(lambda: looked.append(0), 0.0) is None
+    assert len(asked) == 4, "no worker can come, so nobody is asked"
+
+
+async def test_a_worker_that_has_started_ends_the_wait() -> None:
+    asked, found = [], []
+
+    async def is_starting() -> bool:
+        asked.append(0)
+        if len(asked) == 2:
+            found.append("worker")
+            fleet.look_again()
+        return True
+
+    fleet = Fleet((), (), EXPECTED, is_starting=is_starting, starting_timeout_s=HANG_S)
+    assert await fleet.wait_for_worker(lambda: found[0] if found else None, 0.01) == "worker"
+    assert await fleet.wait_for_worker(lambda: found[0] if found else None, 0.01) == "worker"
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("starting_timeout_s", [0.0, 0.05])
+async def test_the_wait_for_a_worker_that_never_starts_is_bounded(starting_timeout_s: float) -> None:
+    async def is_starting() -> bool:
+        return True
+
+    fleet = Fleet((), (), EXPECTED, is_starting=is_starting, starting_timeout_s=starting_timeout_s)
+    async with asyncio.timeout(HANG_S):
+        assert await fleet.wait_for_worker(lambda: None, 0.01) is None
+        await fleet.wait_until_absent(lambda: False, 0.01)
+
+
+async def test_without_a_worker_that_starts_the_wait_is_as_long_as_it_was() -> None:
+    fleet = Fleet((), (), EXPECTED, starting_timeout_s=10 * HANG_S)
+    async with asyncio.timeout(HANG_S):
+        assert await fleet.wait_for_worker(lambda: None, 0.01) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import socket
@@ -16,7 +17,7 @@ from pdserve.common.errors import ConfigError, PdServeError
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.telemetry.logging_setup import configure_logging
 from pdserve.router.process_link import ProcessLink
-from pdserve.router.processes.router_child import FAILED, READY, START, ProcessStart
+from pdserve.router.processes.router_child import FAILED, IS_STARTING, READY, START, ProcessStart
 from pdserve.router.service import serve_process
 
 log = logging.getLogger(__name__)
@@ -43,10 +44,16 @@ async def serve(connected: socket.socket) -> None:
             log.info("process %d listens", start.number)
             link.send(READY, None)
 
+        async def is_starting() -> bool:
+            with contextlib.suppress(PdServeError):
+                return await link.call(IS_STARTING, None, bool)
+            return False
+
         try:
             await serve_process(
-                settings, model_folder=Path(start.model_folder), ready=ready, shutdown=shutdown, parent=link
-            )
+                settings, model_folder=Path(start.model_folder), ready=ready, shutdown=shutdown,
+                is_starting=is_starting, parent=link,
+            )  # fmt: skip
         except ConfigError as error:
             link.send(FAILED, error.message)
             # until the parent has read it

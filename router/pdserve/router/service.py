@@ -39,7 +39,7 @@ from pdserve.router.responses.response_store import ResponseStore
 from pdserve.router.responses.shared_response_store import SharedResponseStore
 from pdserve.router.telemetry.serving_metrics import serving_metrics
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
-from pdserve.router.workers.fleet import Directory, Fleet
+from pdserve.router.workers.fleet import Directory, Fleet, IsStarting, nobody_starts
 from pdserve.router.workers.redis_discovery import make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.text.audio.audio_processor import AudioProcessor
@@ -60,24 +60,28 @@ async def run_router(
     ready: Callable[[str, str], None] | None = None,
     shutdown: Shutdown | None = None,
     addresses: Directory | None = None,
+    is_starting: IsStarting = nobody_starts,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then wait for open streams, at most `drain_s`, or until a second signal.
 
     ready: called once with the HTTP and the gRPC address (host:port) when both front ends listen. Workers may start
     later. shutdown: if given, the caller handles signals, and its events take their place. addresses: finds workers in
-    place of Redis, which finds them if it is in the settings.
+    place of Redis, which finds them if it is in the settings. is_starting: asked before a request gives up its wait for a worker.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
     if settings.router_processes == 1:
         log.info("settings: %s", describe(settings))
-        await serve_process(settings, model_folder=model_folder, ready=ready, shutdown=shutdown, addresses=addresses)
+        await serve_process(
+            settings, model_folder=model_folder, ready=ready, shutdown=shutdown, addresses=addresses,
+            is_starting=is_starting,
+        )  # fmt: skip
         return
     if addresses is not None:
         raise ConfigError(
             f"router_processes is {settings.router_processes}: the addresses of workers on a Ray cluster are known to one "
             "process alone"
         )
-    await run_parent(settings, model_folder=model_folder, ready=ready, shutdown=shutdown)
+    await run_parent(settings, model_folder=model_folder, ready=ready, shutdown=shutdown, is_starting=is_starting)
 
 
 async def serve_process(
@@ -87,6 +91,7 @@ async def serve_process(
     ready: Callable[[str, str], None] | None,
     shutdown: Shutdown | None,
     addresses: Directory | None = None,
+    is_starting: IsStarting = nobody_starts,
     parent: ProcessLink | None = None,
 ) -> None:
     """One router process, as `run_router`. parent: counts the requests of all processes, if there are several."""
@@ -114,7 +119,8 @@ async def serve_process(
         held = index if directory is None else None
         async with Fleet(
             settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
-            insecure=settings.insecure, step_streams=settings.step_streams,
+            insecure=settings.insecure, step_streams=settings.step_streams, is_starting=is_starting,
+            starting_timeout_s=settings.starting_worker_timeout_s,
         ) as fleet:  # fmt: skip
             inference = Inference(models, settings, fleet, preparation, index, bodies, parent)
             if directory is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -49,6 +50,8 @@ class RayWorker:
         self.address = ""
         """host:port; empty while Ray restarts the worker."""
         self.metrics = ""
+        self.ready_at: float | None = None
+        """`time.monotonic()` when it was ready; None while Ray starts it."""
         self.on_load: Callable[[str, LoadReport], None] = lambda name, load: None
         self._options = {
             "num_cpus": resources_of(plan)["CPU"],
@@ -88,6 +91,7 @@ class RayWorker:
         if "error" in found:
             raise ConfigError(found["error"])
         self.address, self.metrics = found["address"], found["metrics"]
+        self.ready_at = time.monotonic()
 
     async def _report_load(self) -> None:
         with contextlib.suppress(RayError):
@@ -104,7 +108,7 @@ class RayWorker:
                 await self._result(self._actor.run.remote())
             except RayError:
                 log.warning("%s at %s is lost; Ray restarts it", self.plan.name, self.address)
-            self.address = ""
+            self.address, self.ready_at = "", None
             while not self.address:
                 await asyncio.sleep(AGAIN_AFTER_S)
                 await self._restarted()

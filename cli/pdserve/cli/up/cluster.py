@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +30,14 @@ from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.models.model_folder import model_folder
 from pdserve.router.service import run_router
-from pdserve.router.workers.fleet import Directory
+from pdserve.router.workers.fleet import Directory, IsStarting, nobody_starts
 
 if TYPE_CHECKING:
     from pdserve.cli.ray_cluster.ray_worker import RayWorker
 
 CHILD_DRAIN_S = 35.0
 JOIN_S = 10.0
+"""Seconds in which the router reaches a worker that is ready."""
 JOIN_LOOK_S = 0.02
 
 
@@ -60,6 +62,17 @@ class Addresses:
 WhenReady = Callable[[Addresses], Awaitable[bool]]
 """Called once the cluster serves; False stops it again."""
 Workers = Sequence["WorkerChild | RayWorker"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartingWorkers:
+    """The router's question whether a worker is being started, until the router may have reached it."""
+
+    workers: Workers
+
+    async def __call__(self) -> bool:
+        since = time.monotonic() - JOIN_S
+        return any(worker.ready_at is None or worker.ready_at > since for worker in self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +129,7 @@ async def _run(
                 settings = msgspec.structs.replace(
                     settings, prefill=tuple(addresses.prefill), decode=tuple(addresses.decode)
                 )
-            await route(settings, folder, addresses, when_ready, shutdown, directory)
+            await route(settings, folder, addresses, when_ready, shutdown, directory, StartingWorkers(workers))
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -153,6 +166,7 @@ async def route(
     when_ready: WhenReady,
     shutdown: Shutdown,
     directory: Directory | None = None,
+    is_starting: IsStarting = nobody_starts,
 ) -> None:
     """Run the router until `shutdown`, and `when_ready` once it listens. Raises: ConfigError."""
     listening = asyncio.Event()
@@ -175,6 +189,7 @@ async def route(
             ready=listens,
             shutdown=shutdown,
             addresses=directory,
+            is_starting=is_starting,
         )
     )
     greeting = asyncio.create_task(greet())

@@ -61,6 +61,8 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Requests that wait in the router for a place; more are refused at once."""
     max_running_requests: int | None = None
     """Requests that workers serve at once; default: the sequences and prompt blocks that the live ones can hold."""
+    starting_worker_timeout_s: float = 300.0
+    """Longest wait of a request for a worker while `up` starts one again, seconds; it is 5 s for any other worker."""
     queue_timeout_s: float = 30.0
     """Longest wait for a place, seconds; refused at once when the expected wait is longer."""
     max_requests_per_key: int | None = None
@@ -218,7 +220,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.stream_flush_ms > _MAX_FLUSH_MS:
             raise ConfigError(f"stream_flush_ms is {self.stream_flush_ms}, at most {_MAX_FLUSH_MS} is possible")
         self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
-        self._verify_seconds("image_fetch_timeout_s")
+        self._verify_seconds("image_fetch_timeout_s", "starting_worker_timeout_s")
         self.media_domains()
         self._verify_keys()
         self._verify_names()

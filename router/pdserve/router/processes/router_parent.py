@@ -23,13 +23,15 @@ from pdserve.common.tasks.restart_backoff import RestartBackoff
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.child_admission import largest
 from pdserve.router.admission.place import Capacity, Limits
+from pdserve.router.process_link import Handler
 from pdserve.router.processes.parent_views import ParentViews
-from pdserve.router.processes.router_child import ProcessStart, RouterChild
+from pdserve.router.processes.router_child import IS_STARTING, ProcessStart, RouterChild
 from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.router.responses.shared_response_store import store_handlers
 from pdserve.router.telemetry.serving_metrics import serving_metrics
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
+from pdserve.router.workers.fleet import IsStarting, nobody_starts
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ async def run_parent(
     model_folder: Path,
     ready: Callable[[str, str], None] | None = None,
     shutdown: Shutdown | None = None,
+    is_starting: IsStarting = nobody_starts,
 ) -> None:
     """Serve with `router_processes` processes, as `run_router`. Raises: ConfigError, also for what a process cannot use."""
     log.info("settings: %s", describe(settings))
@@ -63,7 +66,7 @@ async def run_parent(
         settings = msgspec.structs.replace(
             settings, port=http_port.getsockname()[1], grpc_port=grpc_port.getsockname()[1]
         )
-        parent = RouterParent(settings, model_folder, shutdown)
+        parent = RouterParent(settings, model_folder, shutdown, is_starting)
         tasks = {
             background_task("api_keys", parent.keys.follow),
             background_task("processes", parent.fetch_metrics),
@@ -82,7 +85,13 @@ async def run_parent(
 class RouterParent:
     """`serve` once."""
 
-    def __init__(self, settings: RouterSettings, model_folder: Path, shutdown: Shutdown) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        model_folder: Path,
+        shutdown: Shutdown,
+        is_starting: IsStarting = nobody_starts,
+    ) -> None:
         """settings: with the ports that the processes share. Raises: ConfigError."""
         self._settings = settings
         self._model_folder = model_folder
@@ -91,7 +100,7 @@ class RouterParent:
         self.admission = Admission(Limits.of(settings), self._capacity, num_tenants=lambda: self.keys.num_tenants)
         self._children: dict[int, RouterChild] = {}
         self.views = ParentViews(lambda: list(self._children.values()), self.admission, self.keys)
-        self._shared = self.views.handlers
+        self._shared = self.views.handlers | {IS_STARTING: Handler(type(None), lambda _: is_starting())}
         if settings.redis is None:
             self._shared = self._shared | store_handlers(MemoryResponseStore(settings))
 

@@ -132,7 +132,7 @@ class Inference:
             return self.num_labels() > 0 if self.fleet.workers(WorkerRole.PREFILL) else None
 
         are_expected = self.fleet.counts()[WorkerRole.PREFILL.value]["addresses"]
-        return bool(await self.fleet.wait_for(known, WAIT_FOR_WORKER_S if are_expected else 0.0))
+        return bool(await self.fleet.wait_for_worker(known, WAIT_FOR_WORKER_S if are_expected else 0.0))
 
     def _verify_pooling(self, pooling: PoolingParams) -> None:
         """Raises: InvalidRequest naming a task that the model lacks; nothing is known before the first prefill worker."""

@@ -83,7 +83,7 @@ class ServedModels:
         """
         if not (name := request.lora_name) or self._is_offered(name, request.lora_fingerprint):
             return request
-        fingerprint = await self._fleet.wait_for(lambda: self.fingerprint(name, roles), timeout_s)
+        fingerprint = await self._fleet.wait_for_worker(lambda: self.fingerprint(name, roles), timeout_s)
         if fingerprint is None and self._may_come_back(name):
             raise WorkerLost(f"no live worker offers the adapter {name!r}, and some workers are absent").for_clients()
         if fingerprint is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from pdserve.common.errors import PdServeError
@@ -48,6 +48,15 @@ class Directory(Protocol):
         """Register workers until cancelled; one that reads blocks keeps the prefix index equal to those of live workers."""
 
 
+IsStarting = Callable[[], Awaitable[bool]]
+"""Returns whether a worker is being started or restarted, by whoever starts the workers of this router."""
+
+
+async def nobody_starts() -> bool:
+    """`IsStarting` of a router whose workers are started by others."""
+    return False
+
+
 class Fleet:
     """Watches every address; services may start in any order. Use as an async context."""
 
@@ -62,14 +71,19 @@ class Fleet:
         *,
         insecure: bool = False,
         step_streams: bool = True,
+        is_starting: IsStarting = nobody_starts,
+        starting_timeout_s: float = 0.0,
     ) -> None:
-        """held: receives the workers' blocks; None if the directory reads them.
+        """held: receives the workers' blocks; None if the directory reads them. is_starting, starting_timeout_s: see
+        `wait_for_worker`.
 
         insecure: connect without TLS also to addresses of the directory beyond loopback. step_streams: see `Worker`.
         """
         self._expected = expected
         self._tls = tls
         self._step_streams = step_streams
+        self._is_starting = is_starting
+        self._starting_timeout_s = starting_timeout_s
         self._may_leave_machine = insecure or tls is not None
         self._passed_over: set[str] = set()
         """Addresses that were logged because they would need an unencrypted connection; limited in number."""
@@ -203,6 +217,20 @@ class Fleet:
                 self._waiters.discard(waiter)
         return found
 
+    async def wait_for_worker(self, look: Callable[[], T | None], timeout_s: float) -> T | None:
+        """`wait_for`, which waits again while a worker is being started, up to `starting_timeout_s` in all.
+
+        timeout_s: 0 if no worker can come.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._starting_timeout_s
+        while (found := await self.wait_for(look, timeout_s)) is None:
+            left_s = give_up_at - loop.time()
+            if not timeout_s or left_s <= 0 or not await self._is_starting():
+                return None
+            timeout_s = min(timeout_s, left_s)
+        return found
+
     def look_again(self) -> None:
         """Make `wait_for` check again after a change elsewhere."""
         for waiter in self._waiters:
@@ -210,10 +238,10 @@ class Fleet:
                 waiter.set_result(None)
 
     async def wait_until_absent(self, is_there: Callable[[], bool], for_s: float) -> None:
-        """Wait until `is_there` has been false for `for_s` seconds; it is called now and after every change."""
+        """Wait until `is_there` has been false for as long as `wait_for_worker` waits; it is called now and after every change."""
         while True:
             await self.wait_for(lambda: None if is_there() else True, _FOR_EVER_S)
-            if await self.wait_for(lambda: is_there() or None, for_s) is None:
+            if await self.wait_for_worker(lambda: is_there() or None, for_s) is None:
                 return
 
     @staticmethod

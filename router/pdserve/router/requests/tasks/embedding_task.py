@@ -169,7 +169,7 @@ class EmbeddingTask:
         return embedded
 
     async def _limits(self) -> Limits:
-        limits = await self._services.fleet.wait_for(lambda: Limits.of(self._workers()), self._patience_s)
+        limits = await self._services.fleet.wait_for_worker(lambda: Limits.of(self._workers()), self._patience_s)
         if limits is None:
             raise self._no_worker()
         return limits
@@ -189,7 +189,7 @@ class EmbeddingTask:
                 adapter=(request.lora_name, request.lora_fingerprint),
             )
 
-        while (decision := await self._services.fleet.wait_for(look, self._patience_s)) is None:
+        while (decision := await self._services.fleet.wait_for_worker(look, self._patience_s)) is None:
             if self._crash_guard.unfit == self._crash_guard.workers:
                 raise self._no_worker()
         return decision

@@ -44,7 +44,7 @@ from pdserve.text.outputs.request_output import CompletionOutput
 log = logging.getLogger(__name__)
 
 WAIT_FOR_WORKER_S = 5.0
-"""Seconds for which a request waits for a worker that may serve it."""
+"""Seconds for which a request waits for a worker that may serve it, if none is being started (`Fleet.wait_for_worker`)."""
 MAX_EVICTIONS = 16
 """Evictions of one request that do not count as failed attempts: each let other sequences continue."""
 
@@ -340,7 +340,7 @@ class PromptTask:
         return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
 
     async def _limits(self) -> Limits:
-        if (limits := await self._services.fleet.wait_for(self._limits_now, WAIT_FOR_WORKER_S)) is None:
+        if (limits := await self._services.fleet.wait_for_worker(self._limits_now, WAIT_FOR_WORKER_S)) is None:
             raise self._no_worker()
         return limits
 
@@ -364,7 +364,7 @@ class PromptTask:
                 adapter=(request.lora_name, request.lora_fingerprint),
             )
 
-        while (decision := await self._services.fleet.wait_for(look, WAIT_FOR_WORKER_S)) is None:
+        while (decision := await self._services.fleet.wait_for_worker(look, WAIT_FOR_WORKER_S)) is None:
             if self._crash_guard.unfit == self._crash_guard.workers:
                 raise self._no_worker()
         return decision
