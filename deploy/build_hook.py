@@ -5,7 +5,9 @@ No build fails without one: the wheel is then pure Python, and what it would com
 
 from __future__ import annotations
 
-import runpy
+import importlib
+import os
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = "pdserve/kernels/native"
+LEAVE_OUT = "LEAVE_OUT_NATIVE_KERNELS"
+"""Variable that `install.py` sets when it has tried already, and said why it failed."""
 
 
 class NativeLibraryHook(BuildHookInterface[Any]):
@@ -20,12 +24,14 @@ class NativeLibraryHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a build. version: `standard` or `editable`."""
-        folder = Path(self.root, "kernels", NATIVE)
-        # the file by itself: pdserve need not be importable here
-        builder = runpy.run_path(str(folder / "build_library.py"))
+        if os.environ.get(LEAVE_OUT):
+            return
+        # this tree's, whatever is installed
+        sys.path.insert(0, str(Path(self.root, "kernels")))
+        builder = importlib.import_module(f"{NATIVE.replace('/', '.')}.build_library")
         try:
-            library: Path = builder["build"](folder)
-        except (builder["BuildError"], OSError) as error:
+            library: Path = builder.build(Path(self.root, "kernels", NATIVE))
+        except (builder.BuildError, OSError) as error:
             self.app.display_warning(f"kernels in C++ are left out: {error}")
             return
         if version != "editable":

@@ -15,22 +15,39 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import requires
 from pathlib import Path
 
 LOCKS = Path("locks")
 EXTRAS = ("nixl", "bench", "ray", "triton", "dev", "helm")
 ON_GPUS_ONLY = "triton"
+LEAVE_OUT = "LEAVE_OUT_NATIVE_KERNELS"
+"""Variable for `build_hook.py`: the kernels in C++ were tried already."""
 WHEELS = ("--only-binary", ":all:")
 
 
-def pip(*arguments: str) -> None:
-    """Exits with pip's status when it fails."""
+def step(text: str) -> None:
+    """Say what is done next, since each step may take minutes and pip is quiet."""
+    print(text, flush=True)
+
+
+def build_native_kernels() -> dict[str, str]:
+    """Compile the kernels in C++, and say how that ended; pip would not show it. Returns variables for pip."""
+    step("compiling kernels in C++ (a few minutes on two cores)")
+    environ = os.environ | {"PYTHONPATH": "kernels"}
+    command = [sys.executable, "-m", "pdserve.kernels.native.build_library"]
+    return {LEAVE_OUT: "1"} if subprocess.run(command, env=environ, check=False).returncode else {}
+
+
+def pip(*arguments: str, variables: Mapping[str, str] | None = None) -> None:
+    """Exits with pip's status when it fails. variables: added to its environment."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    if status := subprocess.run(command, check=False).returncode:
+    if status := subprocess.run(command, env=os.environ | dict(variables or {}), check=False).returncode:
         sys.exit(status)
 
 
@@ -89,19 +106,26 @@ def main() -> None:
         verify(cuda=True)
         return
     if given.project_only:
-        pip("install", "--no-index", "--no-deps", "--no-build-isolation", ".")
+        variables = build_native_kernels()
+        step("installing pdserve")
+        pip("install", "--no-index", "--no-deps", "--no-build-isolation", ".", variables=variables)
         pip("uninstall", "--yes", *sorted(names("build") - names("runtime")), "pip")
         return
+    step("installing the build tools")
     install_locked("build")
+    step("installing torch")
     index = ("--index-url", given.torch_index) if given.torch_index else ()
     install_torch(index)
     cuda = needs_cuda()
     # one package of `dev` has no wheel for some machines
     from_source = ("--no-build-isolation",)
     rest = ("runtime", *(["torch-cuda", "triton"] if cuda else []), *given.extras)
+    step(f"installing {', '.join(dict.fromkeys(rest))}")
     install_locked(*dict.fromkeys(rest), options=from_source if "dev" in given.extras else WHEELS)
     if not given.dependencies_only:
-        pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--editable", ".")
+        variables = build_native_kernels()
+        step("installing pdserve")
+        pip("install", "--no-index", "--no-deps", "--no-build-isolation", "--editable", ".", variables=variables)
         verify(cuda)
 
 

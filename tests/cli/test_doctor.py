@@ -69,6 +69,7 @@ def test_a_worker_that_would_run_exits_with_0() -> None:
         "model",
         "adapters",
         "memory",
+        "native",
         "gpu",
         "key",
         "tls",

@@ -16,7 +16,7 @@ from pdserve.cli.doctor.address_check import check_addresses
 from pdserve.cli.doctor.credentials_check import check_clients, check_key, check_tls
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.gpu_check import check_gpu
-from pdserve.cli.doctor.memory_check import check_memory, free_memory
+from pdserve.cli.doctor.memory_check import check_memory
 from pdserve.cli.doctor.model_check import check_model
 from pdserve.cli.doctor.nixl_check import check_nixl
 from pdserve.cli.doctor.port_check import check_ports
@@ -25,6 +25,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
+from pdserve.kernels.free_memory import free_memory
 from pdserve.models.model_folder import model_folder
 from tests.support.tls_authority import Authority
 

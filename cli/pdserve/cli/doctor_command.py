@@ -20,6 +20,7 @@ from pdserve.cli.doctor.gpu_check import check_gpu
 from pdserve.cli.doctor.lora_check import check_adapters
 from pdserve.cli.doctor.memory_check import check_memory
 from pdserve.cli.doctor.model_check import check_model
+from pdserve.cli.doctor.native_check import check_native
 from pdserve.cli.doctor.nixl_check import check_nixl
 from pdserve.cli.doctor.port_check import check_descriptors, check_ports
 from pdserve.cli.doctor.redis_check import check_redis
@@ -56,6 +57,7 @@ def checks_for(settings: WorkerSettings | RouterSettings) -> list[Check]:
         model,
         Check("adapters", partial(check_adapters, settings), deadline_s=60.0),
         Check("memory", partial(check_memory, settings), deadline_s=70.0),
+        Check("native", partial(check_native, settings), deadline_s=60.0),
         Check("gpu", partial(check_gpu, settings), deadline_s=60.0),
         *everywhere,
         Check("nixl", partial(check_nixl, settings), deadline_s=100.0),

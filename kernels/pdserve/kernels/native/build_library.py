@@ -1,23 +1,26 @@
-"""Compiles the C++ sources in `sources` into one shared library: `python build_library.py [FOLDER]`.
+"""Compiles the C++ sources in `sources` into one shared library: `python -m pdserve.kernels.native.build_library [FOLDER]`.
 
 Needs a C++ compiler (the variable CXX, else c++, g++ or clang++) and nothing else: no header of Python's or torch's, so one library
 serves every version of both. The sources named `*_level.cpp` are compiled once per instruction set; the library chooses by the
-processor that it runs on.
+processor that it runs on. Nothing of pdserve but the neighbouring modules need be installed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from pdserve.kernels.native.compiler_jobs import JobError, JobTimeout, run_jobs
 
 LIBRARY_FOLDER = Path(__file__).resolve().parent
 SOURCES = LIBRARY_FOLDER / "sources"
@@ -65,7 +68,8 @@ _LEVEL_SOURCES = (
         "linear/int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}
     ),
 )
-_TIMEOUT_S = 300
+_ROOM = ".build-"
+"""Beginning of the names of folders for objects."""
 
 
 class BuildError(Exception):
@@ -97,10 +101,23 @@ def build(folder: Path = LIBRARY_FOLDER) -> Path:
     target = folder / library_name()
     if target.exists():
         return target
-    compiler = find_compiler()
+    with _alone_in(folder):
+        if not target.exists():
+            for left in folder.glob(f"{_ROOM}*"):
+                # a build that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            _compile(find_compiler(), target)
+            for other in folder.glob("native_kernels-*.so"):
+                if other != target:
+                    other.unlink(missing_ok=True)
+    return target
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    """Raises: BuildError; OSError."""
     has_levels = platform.machine() in X86
-    has_amx = has_levels and sys.platform == "linux" and _accepts(compiler, _AMX)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as room:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_ROOM) as room:
+        has_amx = has_levels and sys.platform == "linux" and _accepts(compiler, _AMX, Path(room))
         command = [*compiler, *_FLAGS, "-I", str(SOURCES)]
         commands, objects = [], []
 
@@ -116,51 +133,44 @@ def build(folder: Path = LIBRARY_FOLDER) -> Path:
                 compile_source(source.name, f"{source.name}-{name}", *source.flags, *flags, *names)
         for entry in ENTRY_SOURCES:
             compile_source(entry, entry, *["-DHAS_X86_LEVELS"] * has_levels, *["-DHAS_AMX_LEVEL"] * has_amx)
-        _run_all(commands)
-        _run_all([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]])
+        try:
+            run_jobs(commands, Path(room))
+            run_jobs([[*compiler, "-shared", "-Wl,--as-needed", *objects, "-o", f"{room}/{target.name}"]], Path(room))
+        except JobError as error:
+            raise BuildError(str(error)) from error
         Path(room, target.name).replace(target)
-    for other in folder.glob("native_kernels-*.so"):
-        if other != target:
-            other.unlink(missing_ok=True)
-    return target
 
 
-def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
-    """True if the compiler knows the flags: GCC knows AMX from version 11 on."""
-    command = [*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
-    return subprocess.run(command, capture_output=True, check=False, timeout=_TIMEOUT_S).returncode == 0
-
-
-def _run_all(commands: list[list[str]]) -> None:
-    """Run the commands at once. Raises: BuildError with the output of the first that fails."""
-    running = []
+def _accepts(compiler: list[str], flags: tuple[str, ...], room: Path) -> bool:
+    """True if the compiler knows the flags: GCC knows AMX from version 11 on. Raises: BuildError if it hangs."""
     try:
-        for command in commands:
-            running.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-            )
-        for command, process in zip(commands, running, strict=True):
-            said, _ = process.communicate(timeout=_TIMEOUT_S)
-            if process.returncode:
-                raise BuildError(f"{shlex.join(command)} failed:\n{said[-4000:]}")
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{shlex.join(error.cmd)} took more than {_TIMEOUT_S} s") from error
-    except OSError as error:
-        raise BuildError(f"the compiler cannot be run: {error}") from error
+        run_jobs([[*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull]], room)
+    except JobTimeout as error:
+        raise BuildError(str(error)) from error
+    except JobError:
+        return False
+    return True
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Only one process at a time builds in a folder; another waits, and then finds the library."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            if process.stdout:
-                process.stdout.close()
+        # also given back by the end of this process
+        os.close(descriptor)
 
 
 def main() -> None:
+    """Build, and say in one line whether the library is there, and why not."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY_FOLDER
     try:
-        print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY_FOLDER))
+        print(f"kernels in C++: built, {build(folder)}")
     except (BuildError, OSError) as error:
-        sys.exit(str(error))
+        sys.exit(f"kernels in C++ are left out, torch computes instead: {error}")
 
 
 if __name__ == "__main__":
