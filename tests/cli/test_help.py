@@ -44,3 +44,29 @@ def test_a_shell_completes_commands_and_options(words: str, completed: str) -> N
     environ = {"_PDSERVE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = CliRunner().invoke(app, [], prog_name="pdserve", env=environ)
     assert result.output.split() == [completed]
+
+
+UP: Any = COMMANDS["up"]
+FLAGS = [option for option in UP.params if getattr(option, "is_flag", False) and option.name != "help"]
+
+
+@pytest.mark.parametrize("option", FLAGS, ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["{}"], True), (["{}", "true"], True), (["{}=true"], True), (["{}", "TRUE"], True),
+        (["{}", "false"], False), (["{}=false"], False), (["{}", "false", "{}"], True), (["{}", "{}", "false"], False),
+    ],
+)  # fmt: skip
+def test_a_flag_takes_what_its_help_shows(option: Any, words: list[str], value: bool) -> None:
+    given = [word.format(option.opts[0]) for word in words]
+    for args in ([*given, "demo"], ["demo", *given], [*given, "--port", "0", "demo"]):
+        context = UP.make_context("up", list(args))
+        assert (context.params[option.name], context.params["model_argument"]) == (value, "demo"), args
+
+
+def test_words_that_are_no_values_of_a_flag_stay() -> None:
+    asked = UP.make_context("up", ["--ask", "true", "--", "false"]).params
+    assert (asked["ask"], asked["model_argument"], asked["once"]) == ("true", "false", False)
+    result = CliRunner().invoke(app, ["up", "--once=maybe"])
+    assert result.exit_code == 2

@@ -11,6 +11,7 @@ import typer
 
 from pdserve.cli.bench.command import bench
 from pdserve.cli.clients.client_commands import chat, generate, top, trace
+from pdserve.cli.flags_with_values import FlagsWithValues
 from pdserve.cli.options import (
     ApiKey,
     ApiKeysFile,
@@ -73,7 +74,7 @@ def pdserve(
     """LLM serving with prefill and decode in separate gRPC services."""
 
 
-@app.command()
+@app.command(cls=FlagsWithValues)
 def up(
     model_argument: ModelArgument = None,
     model: Model = None,
@@ -144,7 +145,7 @@ def up(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@app.command(cls=FlagsWithValues)
 def router(
     prefill: Annotated[list[str] | None, typer.Option(help="host:port of a prefill worker; may be repeated.")] = None,
     decode: Annotated[list[str] | None, typer.Option(help="host:port of a decode worker; may be repeated.")] = None,
@@ -197,7 +198,7 @@ def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: 
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@app.command(cls=FlagsWithValues)
 def prefill(
     model: Model = None,
     host: Host = None,
@@ -230,7 +231,7 @@ def prefill(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(cls=FlagsWithValues)
 def decode(
     model: Model = None,
     host: Host = None,
@@ -266,7 +267,7 @@ def decode(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(cls=FlagsWithValues)
 def doctor(
     role: Annotated[Literal["prefill", "decode", "router"], typer.Option(help="The service to check.")] = "prefill",
     model: Model = None,
@@ -301,7 +302,7 @@ def keys_new(
     make_key(name, tenant, role)
 
 
-@app.command()
+@app.command(cls=FlagsWithValues)
 def certs(
     folder: Annotated[Path, typer.Argument(help="Folder for the files; made if it does not exist.")],
     host: Annotated[
@@ -323,7 +324,7 @@ def certs(
 
 
 for command in (chat, generate, bench, top, trace):
-    app.command()(command)
+    app.command(cls=FlagsWithValues)(command)
 
 
 def main() -> None:
