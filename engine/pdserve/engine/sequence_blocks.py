@@ -25,12 +25,17 @@ def max_sequence_blocks(specs: Sequence[KVCacheSpec], num_tokens: int, block_siz
     return sum(min(num_blocks, _limit(spec, num_blocks, block_size, step_tokens)) for spec in specs)
 
 
+_MAX_BLOCKS = 1 << 48
+
+
 def max_sequence_tokens(specs: Sequence[KVCacheSpec], num_blocks: int, block_size: int, step_tokens: int) -> int:
     """Tokens of the longest sequence whose `max_sequence_blocks` are no more than `num_blocks`."""
 
     def needed(of_group: int) -> int:
         return max_sequence_blocks(specs, of_group * block_size, block_size, step_tokens)
 
+    # no machine has so many blocks, and `range` has no larger numbers
+    num_blocks = min(num_blocks, _MAX_BLOCKS)
     return (bisect_right(range(num_blocks + 1), num_blocks, key=needed) - 1) * block_size
 
 

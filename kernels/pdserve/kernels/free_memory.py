@@ -1,4 +1,4 @@
-"""`free_memory`: what this process may still take of the machine and of its control groups."""
+"""`free_memory` and `memory_limit`: what this process may take of the machine and of its control groups."""
 
 from __future__ import annotations
 
@@ -27,14 +27,20 @@ def free_memory(root: Path = Path("/")) -> FreeMemory | None:
     return min(found, key=lambda free: free.num_bytes, default=None)
 
 
-def _machine(root: Path) -> Iterator[FreeMemory]:
+def memory_limit(root: Path = Path("/")) -> FreeMemory | None:
+    """Bytes of the machine or of the smallest control group if nothing else used any; None if the system does not report it."""
+    found = [*_machine(root, "MemTotal"), *_groups(root, in_all=True)]
+    return min(found, key=lambda free: free.num_bytes, default=None)
+
+
+def _machine(root: Path, wanted: str = "MemAvailable") -> Iterator[FreeMemory]:
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
-        if name == "MemAvailable":
+        if name == wanted:
             yield FreeMemory(int(value.split()[0]) << 10, "this machine")
 
 
-def _groups(root: Path) -> Iterator[FreeMemory]:
+def _groups(root: Path, *, in_all: bool = False) -> Iterator[FreeMemory]:
     """All control groups of this process, from its own to the topmost visible one."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -47,16 +53,18 @@ def _groups(root: Path) -> Iterator[FreeMemory]:
             continue
         own = PurePosixPath(path.strip()).relative_to("/")
         for group in (own, *own.parents):
-            if (free := _left(top / group, *names)) is not None:
+            if (free := _left(top / group, *names, in_all=in_all)) is not None:
                 # in a container the path of the group may not be visible; the topmost group is then the container's
                 yield FreeMemory(max(0, free), f"the control group /{'' if str(group) == '.' else group}")
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Free bytes of a group; None if it has no limit. Cached files count as free, since they are reclaimed first."""
+def _left(folder: Path, limit: str, usage: str, reclaimable: str, *, in_all: bool) -> int | None:
+    """Free bytes of a group, or its limit; None if it has none. Cached files count as free, since they are reclaimed first."""
     with contextlib.suppress(OSError, ValueError):
         allowed = int((folder / limit).read_text())
         if allowed < _NO_LIMIT:
+            if in_all:
+                return allowed
             used = int((folder / usage).read_text())
             for line in _lines(folder / "memory.stat"):
                 name, _, value = line.partition(" ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +26,10 @@ from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder
 from pdserve.engine.runner.host_blocks import make_host_caches
+from pdserve.engine.runner.pool.memory_fit import allocating
+from pdserve.engine.runner.pool.memory_needs import adapter_bytes
 from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
-from pdserve.engine.runner.pool.pool_size import host_slots, pool_size, with_kv_cache_groups
+from pdserve.engine.runner.pool.pool_size import host_slots, pool_setting, pool_size, with_kv_cache_groups
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
@@ -42,6 +45,8 @@ from pdserve.models.model_folder import BUNDLED, model_folder
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from pdserve.models.weights.weight_loader import LoadProgress
+
+log = logging.getLogger(__name__)
 
 __all__ = ["LoadProgress", "LoadedModel", "load_model", "model_folder"]
 
@@ -225,10 +230,14 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     )  # fmt: skip
     adapters = None
     if settings.enable_lora and isinstance(decoder, Decoder):
-        decoder, targets = with_lora_targets(
-            decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, kernels=settings.kernels,
-            max_tokens=settings.step_tokens, shard=shard,
-        )  # fmt: skip
+        with allocating(
+            f"max_loras {settings.max_loras} with max_lora_rank {settings.max_lora_rank}",
+            adapter_bytes(folder, settings, shard), device,
+        ):  # fmt: skip
+            decoder, targets = with_lora_targets(
+                decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, kernels=settings.kernels,
+                max_tokens=settings.step_tokens, shard=shard,
+            )  # fmt: skip
         adapters = AdapterStore(targets, settings.cpu_loras)
     config = decoder.config
     cache_dtype = settings.cache_dtype
@@ -250,10 +259,21 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
         if group is not None:
             left_bytes = group.minimum(left_bytes)
     num_blocks, max_model_len = pool_size(settings, groups, pool_block_bytes, config, left_bytes)
+    if settings.max_model_len is None and max_model_len < config.max_position_embeddings and shard.rank == 0:
+        log.warning(
+            "sequences have at most %d tokens, not the model's %d: %s holds no more, about %d MiB would (kv_cache_mib)",
+            max_model_len, config.max_position_embeddings, pool_setting(settings),
+            -(-num_blocks * block_bytes * config.max_position_embeddings // (max_model_len << 20)),
+        )  # fmt: skip
     if group is not None:
         group.minimum(num_blocks)  # all have loaded
-    kv_cache = make_kv_cache(groups[0].layout, num_blocks, device)
-    host_caches = make_host_caches([kv_cache], host_slots(settings, block_bytes)) if settings.kv_host_mib else ()
+    with allocating(pool_setting(settings), num_blocks * block_bytes, device):
+        kv_cache = make_kv_cache(groups[0].layout, num_blocks, device)
+    host_caches: tuple[Tensor, ...] = ()
+    if settings.kv_host_mib:
+        slots = host_slots(settings, block_bytes)
+        with allocating(f"kv_host_mib {settings.kv_host_mib}", slots * block_bytes):
+            host_caches = make_host_caches([kv_cache], slots)
     draft_model = None
     if draft_folder is not None and draft_decoder is not None:
         draft_model = draft_folder.with_cache(draft_decoder, settings, num_blocks // len(groups), max_model_len)

@@ -33,6 +33,13 @@ def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
     return num_slots
 
 
+def pool_setting(settings: WorkerSettings) -> str:
+    """The setting that gives the pool its size, with its value."""
+    if settings.num_blocks is not None:
+        return f"num_blocks {settings.num_blocks}"
+    return f"kv_cache_mib {settings.pool_mib}" if settings.pool_mib is not None else "what is left of the GPU"
+
+
 def pool_size(
     settings: WorkerSettings,
     groups: Sequence[KVCacheGroupSpec],
