@@ -9,5 +9,5 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*
 
 
 def is_hub_name(model: str) -> bool:
-    """True for `ORG/NAME`, unless there is a folder of this name."""
-    return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
+    """True for `ORG/NAME`, unless there is a folder or file of this name."""
+    return _HUB_NAME.fullmatch(model) is not None and not Path(model).exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.hub_name import is_hub_name
+from pdserve.models.other_formats import advice_for_file, other_weights
 
 DEMO = "demo"
 BUNDLED = (DEMO, "demo-image")
@@ -26,13 +27,17 @@ def model_folder(model: str, *, download: bool = True) -> Path:
         folder = _from_hub(model, download)
     else:
         folder = Path(model).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"model {model!r} is a file: {advice_for_file(folder)}")
     if not folder.is_dir():
         raise ConfigError(
             f"model {model!r}: no such folder (a Hugging Face checkpoint, ORG/NAME of its hub, or for a bundled model "
             f"{' or '.join(map(repr, BUNDLED))})"
         )
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {model!r}: {folder} has no config.json, so it is not a Hugging Face checkpoint")
+        raise ConfigError(
+            f"model {model!r}: {folder} has no config.json, so it is not a Hugging Face checkpoint{other_weights(folder)}"
+        )
     return folder
 
 

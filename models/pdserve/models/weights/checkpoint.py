@@ -18,6 +18,7 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError
 from pdserve.common.json_file import MAX_INDEX_BYTES, parse_json_object, refuse_pointer
 from pdserve.models.json_object import JsonObject
+from pdserve.models.other_formats import other_weights
 from pdserve.models.weights.mapped_pages import drop_mapped_pages
 from pdserve.models.weights.rank_shard import Part
 
@@ -164,7 +165,7 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / _SINGLE).exists():
         return [_SINGLE]
     if not (folder / _INDEX).exists():
-        raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}{_other_weights(folder)}")
+        raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}{other_weights(folder)}")
     index = JsonObject.read(folder / _INDEX, MAX_INDEX_BYTES)
     weight_map = index.child("weight_map")
     if weight_map is None:
@@ -185,26 +186,6 @@ def _is_file_name(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return 0 < len(encoded) <= _MAX_NAME_BYTES and name not in (".", "..") and "\0" not in name and "/" not in name
-
-
-def _other_weights(folder: Path) -> str:
-    """Advice for a folder with weights in another format."""
-    for pattern, advice in _OTHER_FORMATS.items():
-        if found := sorted(path.name for path in folder.glob(pattern)):
-            return f", but {_few(found)}: {advice}"
-    return ""
-
-
-_CONVERT = "convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-_OTHER_FORMATS = {
-    "adapter_model.*": "an adapter is served only after it was merged into its model",
-    "consolidated*.safetensors": f"these have other names for the weights; {_CONVERT}",
-    "*.safetensors": "safetensors under another name are not read",
-    "*.bin": f"pickled weights are not read, since they can run code; {_CONVERT}",
-    "*.pth": f"pickled weights are not read, since they can run code; {_CONVERT}",
-    "*.gguf": "quantized GGUF files are not read; use the model's own safetensors",
-}
-"""File name pattern -> advice, in the order in which the patterns are tried."""
 
 
 def _few(names: Mapping[str, Any] | list[str]) -> str:
