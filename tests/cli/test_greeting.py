@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from pdserve.cli.clients.grpc_client import Delta
 from pdserve.cli.up.cluster import Addresses
 from pdserve.cli.up.greeting import Greeting
 
@@ -52,3 +54,20 @@ async def test_the_hint_can_be_pasted_as_it_stands(tmp_path: Path, monkeypatch: 
     assert (await hint()).startswith(f"Ask more:  {sys.executable} -m pdserve chat --timeline ")
     (tmp_path / "pdserve").touch(0o755)
     assert (await hint()).startswith("Ask more:  pdserve chat --timeline ")
+
+
+async def test_a_model_without_a_chat_template_is_asked_for_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def generate(self: object, prompt: str, **sampling: float) -> AsyncIterator[Delta]:
+        asked.append((prompt, sampling))
+        yield Delta(" Paris.", None, 5, 2)
+
+    monkeypatch.setattr("pdserve.cli.up.greeting.GrpcClient.generate", generate)
+    said = io.StringIO()
+    greeting = Greeting(Console(file=said, width=200), "The capital of France is", False, URL)
+    assert await greeting(Addresses("127.0.0.1:8000", URL, [], ["127.0.0.1:1"], {}, has_chat=False))
+    assert greeting.answered
+    assert asked == [("The capital of France is", {"temperature": 0.0, "max_tokens": 64})]
+    assert " Paris." in said.getvalue()
+    assert ' generate --timeline "Seven plus five is"' in said.getvalue().splitlines()[-1]

@@ -31,6 +31,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.models.model_folder import model_folder
 from pdserve.router.service import run_router
 from pdserve.router.workers.fleet import Directory, IsStarting, nobody_starts
+from pdserve.text.tokenization.tokenizer_folder import TokenizerFolder
 
 if TYPE_CHECKING:
     from pdserve.cli.ray_cluster.ray_worker import RayWorker
@@ -57,6 +58,8 @@ class Addresses:
     """True if the front ends have TLS."""
     why_silent: str = ""
     """Reason why `up` can ask no question; empty if it can."""
+    has_chat: bool = True
+    """False for a model without a chat template, which only completes texts."""
 
 
 WhenReady = Callable[[Addresses], Awaitable[bool]]
@@ -125,6 +128,7 @@ async def _run(
                 return
             watchers = [asyncio.create_task(worker.watch(), name=worker.plan.name) for worker in workers]
             addresses = addresses_of(settings, workers)
+            addresses.has_chat = bool(TokenizerFolder.read(folder).chat_templates())
             if directory is None:
                 settings = msgspec.structs.replace(
                     settings, prefill=tuple(addresses.prefill), decode=tuple(addresses.decode)

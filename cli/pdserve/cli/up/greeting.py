@@ -47,27 +47,35 @@ class Greeting:
         elif self._question:
             console.print(f"\n[bold]{self._question}[/]")
             try:
-                async with self._client(addresses) as client:
-                    turn = Turn("user", self._question, self._image_url)
-                    await show_answer(console, client.chat([turn], temperature=0.0, max_tokens=64), True)
+                await self._ask(addresses)
                 self.answered = True
             except PdServeError as error:
                 console.print(f"[red]{error.code}: {error.message}[/]")
         if not self._once and addresses.decode:
-            console.print(
-                f'\nAsk more:  {self._chat(grpc, addresses.tls)} --timeline "What is 7 plus 5?"     Ctrl-C drains and stops.',
-                soft_wrap=True,
-            )
+            more = '--timeline "What is 7 plus 5?"' if addresses.has_chat else '--timeline "Seven plus five is"'
+            command = self._command("chat" if addresses.has_chat else "generate", grpc, addresses.tls)
+            console.print(f"\nAsk more:  {command} {more}     Ctrl-C drains and stops.", soft_wrap=True)
         return not self._once
+
+    async def _ask(self, addresses: Addresses) -> None:
+        """Print the answer, or what a model without a chat template makes of the question. Raises: PdServeError."""
+        sampling = {"temperature": 0.0, "max_tokens": 64}
+        if not addresses.has_chat and self._image_url is None:
+            async with GrpcClient(loopback_of(addresses.grpc), addresses.api_key) as completing:
+                await show_answer(self._console, completing.generate(self._question, **sampling), True)
+            return
+        async with self._client(addresses) as client:
+            turn = Turn("user", self._question, self._image_url)
+            await show_answer(self._console, client.chat([turn], **sampling), True)
 
     def _client(self, addresses: Addresses) -> GrpcClient | OpenAIClient:
         if self._image_url is None:
             return GrpcClient(loopback_of(addresses.grpc), addresses.api_key)
         return OpenAIClient(f"http://{loopback_of(addresses.http)}/v1", addresses.api_key)
 
-    def _chat(self, address: str, tls: bool) -> str:
-        """The `pdserve chat` command for this cluster, to paste into another terminal."""
+    def _command(self, name: str, address: str, tls: bool) -> str:
+        """The `pdserve chat` or `generate` command for this cluster, to paste into another terminal."""
         started = f"{sys.executable} -m pdserve" if sys.argv[0].endswith(".py") else sys.argv[0]
         command = "pdserve" if shutil.which("pdserve") else started
         url = "" if address == self._default_url else f" --url {address}"
-        return f"{command} chat{url}{' --ca-file CA.pem' if tls else ''}"
+        return f"{command} {name}{url}{' --ca-file CA.pem' if tls else ''}"
