@@ -102,6 +102,18 @@ def test_a_frame_shows_workers_queues_and_the_slowest_request(
         assert REQUEST.request_id in output
 
 
+def test_a_pipe_gets_whole_columns(serve: Callable[[int, bytes], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("PDSERVE_API_KEY", "a-good-key")
+    long = msgspec.structs.replace(STATUS.workers[0], worker_id="w" * 90, address="host-" + "x" * 90 + ":1")
+    status = msgspec.structs.replace(STATUS, workers=[long, *STATUS.workers[1:]])
+    result = CliRunner().invoke(app, ["top", "--once", "--url", serve(200, msgspec.json.encode(status))])
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.output.splitlines() if long.worker_id in line]
+    assert long.address in line
+    assert max(map(len, (line.rstrip() for line in result.output.splitlines()))) < 400
+
+
 def test_a_user_has_no_table_of_workers(serve: Callable[[int, bytes], str], monkeypatch: pytest.MonkeyPatch) -> None:
     own = StatusView(unix_s=1.0, model="small", tenant="alice", slowest=[REQUEST])
     output = run(monkeypatch, "top", "--once", "--url", serve(200, msgspec.json.encode(own)))

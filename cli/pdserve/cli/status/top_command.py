@@ -23,6 +23,8 @@ MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
 _NARROW = 100
 """Columns below which tables leave out what is less important."""
+_UNCUT = 1 << 12
+"""Width of output that goes to a file or another program."""
 _STATES = {"live": "green", "draining": "yellow"}
 
 
@@ -34,6 +36,9 @@ def run_top(client: StatusClient, interval_s: float, *, once: bool) -> None:
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError(f"--interval is {interval_s:g}, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} s are allowed")
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        # a file or another program gets whole lines
+        console.width = _UNCUT
     with contextlib.suppress(KeyboardInterrupt):
         status = client.status()
         if once:
