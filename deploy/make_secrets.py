@@ -6,6 +6,7 @@ have its secrets. Needs nothing but Python.
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import sys
@@ -23,7 +24,9 @@ def write_secrets(path: Path) -> None:
 
 
 def main() -> None:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else ".env")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0].partition(":")[0] if __doc__ else None)
+    parser.add_argument("file", nargs="?", type=Path, default=Path(".env"), help="default: .env")
+    path = parser.parse_args().file
     try:
         write_secrets(path)
     except FileExistsError:

@@ -66,6 +66,15 @@ def test_every_service_starts_with_its_environment(name: str, tmp_path: Path) ->
         assert needs_mib < int(interpolated(service["mem_limit"]).removesuffix("g")) << 10
 
 
+@pytest.mark.parametrize("word", ["--help", "-h", "--no-such-option"])
+def test_an_option_is_no_file_of_secrets(tmp_path: Path, word: str) -> None:
+    command = [sys.executable, str(ROOT / "deploy/make_secrets.py"), word]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (word != "--no-such-option"), done.stderr
+    assert "usage: make_secrets.py" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_secret_is_demanded_and_made_by_one_command(tmp_path: Path) -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     demanded = set(re.findall(r"\$\{(\w+):\?", text))

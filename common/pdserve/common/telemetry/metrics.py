@@ -38,7 +38,9 @@ from pdserve.common.tasks.background_task import RESTARTS, TASK_NAMES
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _KEEP_ALIVE_S = 75.0
 _GRACE_S = 1.0
-LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+LATENCY_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
 """Bucket bounds, seconds, for phases, TTFT and whole requests: from one hop to a long answer."""
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 """Bucket bounds, seconds, for the time between two tokens."""
