@@ -86,7 +86,10 @@ def answered(cluster: Cluster) -> float:
     return sum(float(count) for count in re.findall(r"^pdserve_requests_total\{.*\} (\S+)", text, re.MULTILINE))
 
 
-def test_ctrl_c_ends_with_what_was_measured(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_with_what_was_measured(
+    cluster: Cluster, model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     file = tmp_path / "results.json"
     options = ["--num", "20000", "--input-tokens", "8", "--output-tokens", "2", "--json", str(file)]
     command = [sys.executable, "-m", "pdserve.cli.main", *target(cluster, model), *options]
@@ -97,7 +100,7 @@ def test_ctrl_c_ends_with_what_was_measured(cluster: Cluster, model: Path, tmp_p
     signal.signal(signal.SIGINT, ignored)
     try:
         wait_until(lambda: process.poll() is not None or answered(cluster) >= before + 20, "20 answers")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=HANG_S)
     finally:
         process.kill()

@@ -182,7 +182,18 @@ def test_secrets_are_not_in_the_log_line() -> None:
     assert API_KEY not in line
     assert "deployment_key=***" in line
     assert "api_keys=***" in line
-    assert "port=8000" in line
+
+
+@pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, DecodeSettings])
+def test_the_log_line_has_only_what_is_not_a_default(kind: type[RouterSettings]) -> None:
+    assert describe(load_settings(kind, environ={})) == "(all others have their defaults)"
+    given = load_settings(kind, flags={"port": 7, "model": "m"}, environ={"PDSERVE_LOG_LEVEL": "warning"})
+    line = describe(given)
+    assert sorted(line.removesuffix(" (all others have their defaults)").split()) == [
+        "log_level=warning",
+        "model=m",
+        "port=7",
+    ]
 
 
 def test_a_key_is_needed_as_soon_as_an_address_is_not_loopback(tmp_path: Path) -> None:

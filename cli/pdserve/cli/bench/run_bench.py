@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import signal
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -105,7 +107,7 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Run, show and write. Returns the exit status: 1 if a request failed, 130 after Ctrl-C. Raises: ConfigError."""
+    """Run, show and write. Returns the exit status: 1 if a request failed, 130 after Ctrl-C or SIGTERM. Raises: ConfigError."""
     options.verify()
     targets = parse_targets(options.goodput)
     _prepare_plots(options)
@@ -120,7 +122,11 @@ def run_bench(options: BenchOptions) -> int:
         console=console,
         transient=True,
     ) as progress:
-        records, completed = asyncio.run(_run(options, model or "", tokenizer, progress))
+        try:
+            records, completed = asyncio.run(_run(options, model or "", tokenizer, progress))
+        except asyncio.CancelledError:
+            # by SIGTERM, before anything was measured
+            raise KeyboardInterrupt from None
     summary = Summary.of(records, targets)
     conditions = {**_conditions(), **options.shown}
     if not completed:
@@ -173,7 +179,10 @@ def _write(path: Path, text: str) -> None:
 async def _run(
     options: BenchOptions, model: str, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[list[RequestRecord], bool]:
-    """Return the requests that ended, and False if Ctrl-C, which cancels this task, ended the run."""
+    """Return the requests that ended, and False if Ctrl-C or SIGTERM, which cancel this task, ended the run."""
+    task = asyncio.current_task()
+    if task is not None and threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     draw_tokens = make_draw_tokens(tokenizer)
     sessions = list(_sessions(options, draw_tokens))
     if not sessions:

@@ -121,13 +121,17 @@ def names_given(kind: type[ServiceSettings], toml: Path | None, environ: Mapping
 
 
 def describe(settings: ServiceSettings) -> str:
-    """The resolved settings for the log, one line, secrets left out."""
-    shown = msgspec.structs.asdict(settings)
+    """The resolved settings that are not the defaults, for the log: one line, secrets left out."""
+    defaults = type(settings)()
+    shown = {
+        name: value for name, value in msgspec.structs.asdict(settings).items() if value != getattr(defaults, name)
+    }
     if settings.redis is not None:
         shown["redis"] = parse_redis_url(settings.redis)
     if settings.otlp is not None:
         shown["otlp"] = masked_url(settings.otlp)
-    return " ".join(f"{name}={'***' if name in SECRETS and value else value}" for name, value in shown.items())
+    given = [f"{name}={'***' if name in SECRETS and value else value}" for name, value in shown.items()]
+    return " ".join([*given, "(all others have their defaults)"])
 
 
 def from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]:
