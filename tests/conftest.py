@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.support.run_reaper import pytest_configure as pytest_configure
+
 if TYPE_CHECKING:
     from tests.support.fuzz_cases import Fuzzer
     from tests.support.tls_authority import Authority

@@ -45,7 +45,7 @@ wait
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the library is built; the fake compiler's notes are next to it."""
+    """A folder for the library; the fake compiler's notes are next to it."""
     made = tmp_path / "built"
     made.mkdir()
     return made

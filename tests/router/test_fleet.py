@@ -248,24 +248,29 @@ async def test_a_worker_that_stops_tells_its_requests(cluster):
     assert await asking == said(5)
 
 
+def nothing() -> bool | None:
+    """No worker is found."""
+    return None
+
+
 async def test_a_request_waits_as_long_as_a_worker_is_being_started() -> None:
     answers = [True, True, True, False]
-    asked = []
+    asked: list[int] = []
 
     async def is_starting() -> bool:
         asked.append(len(asked))
         return answers[asked[-1]]
 
     fleet = Fleet((), (), EXPECTED, is_starting=is_starting, starting_timeout_s=HANG_S)
-    looked = []
-    assert await fleet.wait_for_worker(lambda: looked.append(0), 0.01) is None
+    assert await fleet.wait_for_worker(nothing, 0.01) is None
     assert len(asked) == 4
-    assert await fleet.wait_for_worker(lambda: looked.append(0), 0.0) is None
+    assert await fleet.wait_for_worker(nothing, 0.0) is None
     assert len(asked) == 4, "no worker can come, so nobody is asked"
 
 
 async def test_a_worker_that_has_started_ends_the_wait() -> None:
-    asked, found = [], []
+    asked: list[int] = []
+    found: list[str] = []
 
     async def is_starting() -> bool:
         asked.append(0)
@@ -287,11 +292,11 @@ async def test_the_wait_for_a_worker_that_never_starts_is_bounded(starting_timeo
 
     fleet = Fleet((), (), EXPECTED, is_starting=is_starting, starting_timeout_s=starting_timeout_s)
     async with asyncio.timeout(HANG_S):
-        assert await fleet.wait_for_worker(lambda: None, 0.01) is None
+        assert await fleet.wait_for_worker(nothing, 0.01) is None
         await fleet.wait_until_absent(lambda: False, 0.01)
 
 
 async def test_without_a_worker_that_starts_the_wait_is_as_long_as_it_was() -> None:
     fleet = Fleet((), (), EXPECTED, starting_timeout_s=10 * HANG_S)
     async with asyncio.timeout(HANG_S):
-        assert await fleet.wait_for_worker(lambda: None, 0.01) is None
+        assert await fleet.wait_for_worker(nothing, 0.01) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -25,14 +26,14 @@ async def _echo(request: bytes, context: object) -> bytes:
 
 async def _ask(port: int) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
-        ask = channel.unary_unary(ECHO)
+        ask: Any = channel.unary_unary(ECHO)
         while True:
             await ask(bytes(4096))
 
 
 async def _run(number: int) -> None:
     server = grpc.aio.server()
-    method = grpc.unary_unary_rpc_method_handler(_echo)
+    method: Any = grpc.unary_unary_rpc_method_handler(_echo)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("probe.Echo", {"Echo": method}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -38,7 +38,7 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its status, negative for a signal; None while it runs."""
+        """The status, negative for a signal; None while it runs."""
         return self._process.wait() if self._ended.done() else None
 
     async def wait(self) -> int:
