@@ -80,14 +80,14 @@ def run_jobs(commands: Sequence[Sequence[str]], folder: Path, at_once: int | Non
     """
     at_once = at_once or max_jobs()
     running: list[_Job] = []
-    with _ended_by_sigterm():
+    with _signals() as received:
         try:
             for number, command in enumerate(commands):
                 while len(running) >= at_once:
-                    running = _still_running(running)
+                    running = _still_running(running, received)
                 running.append(_Job(command, folder / f"{number}.output"))
             while running:
-                running = _still_running(running)
+                running = _still_running(running, received)
         except OSError as error:
             raise JobError(f"the compiler cannot be run: {error}") from error
         finally:
@@ -95,24 +95,25 @@ def run_jobs(commands: Sequence[Sequence[str]], folder: Path, at_once: int | Non
                 job.kill()
 
 
-def _still_running(jobs: list[_Job]) -> list[_Job]:
-    """Jobs that have not ended, after a moment's wait. Raises: JobError."""
+def _still_running(jobs: list[_Job], received: Sequence[int]) -> list[_Job]:
+    """Jobs that have not ended, after a moment's wait. received: signals. Raises: JobError; as the first of the signals asks."""
     time.sleep(_LOOK_S)
+    if received:
+        raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
     return [job for job in jobs if not job.has_ended()]
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit inside, so that what was started is ended first."""
+def _signals() -> Iterator[list[int]]:
+    """The SIGINT and SIGTERM that arrive inside; an exception at any point could leave a command that was just started."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
-        yield
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
