@@ -77,6 +77,14 @@ async def check_prompt(oracle: Oracle, http: httpx.AsyncClient) -> None:
     for name in ("token_logprobs", "text_offset"):
         assert prompt["logprobs"][name] == pytest.approx(echoed["logprobs"][name][: len(PROMPT)], abs=1e-4)
     assert echoed["text"].startswith(prompt["text"])
+    split = body | {"prompt": "😀😀😀😀😀😀 x", "echo": True, "logprobs": 1}
+    choice = (await http.post("/v1/completions", json=split)).json()["choices"][0]
+    told = choice["logprobs"]
+    whole = [
+        (begin, name) for begin, name in zip(told["text_offset"], told["tokens"], strict=True) if "\ufffd" not in name
+    ]
+    assert any(name.endswith("x") for _, name in whole)
+    assert all(choice["text"][begin:].startswith(name) for begin, name in whole)
 
 
 async def test_i1_parameters_and_log_probabilities_through_p_and_d(

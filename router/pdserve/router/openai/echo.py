@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from pdserve.router.openai.logprobs import completion_logprobs, finite, named_by_ids, named_candidates
+from pdserve.text.outputs.prompt_text import PromptText
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import Prompt, TextInput
 from pdserve.text.tokenization.tokenizer import Tokenizer
@@ -31,21 +31,34 @@ class Echo:
         self._truncated = truncated
         self._choices_each = choices_each
         self._tokenizer = tokenizer
-        self._said: dict[int, str] = {}
+        self._said: dict[int, int] = {}
+        """Choice that has begun -> characters of its prompt."""
+        self._texts: dict[int, PromptText] = {}
+        """Place of a prompt -> its text with the offsets of its tokens."""
 
     def before(self, output: CompletionOutput) -> str:
         """The prompt's text before the first text of a choice, then ""."""
         if output.index in self._said:
             return ""
         prompt = self._prompts[output.index // self._choices_each]
-        if isinstance(prompt, TextInput) and not self._truncated:
-            said = prompt.text
-        else:
+        own = isinstance(prompt, TextInput) and not self._truncated
+        text = prompt.text if own else self._text(output).text
+        self._said[output.index] = len(text)
+        return text
+
+    def _text(self, output: CompletionOutput) -> PromptText:
+        """output: the first one of a choice."""
+        place = output.index // self._choices_each
+        if place not in self._texts:
+            prompt, token_ids = self._prompts[place], output.prompt_token_ids or []
             # special tokens of a text are those that the tokenizer added
-            hides = isinstance(prompt, TextInput)
-            said = self._tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=hides)
-        self._said[output.index] = said
-        return said
+            is_text = isinstance(prompt, TextInput)
+            self._texts[place] = (
+                PromptText.of_client(self._tokenizer, prompt, token_ids)
+                if is_text and not self._truncated
+                else PromptText.of_tokens(self._tokenizer, token_ids, hides_special_tokens=is_text, ends=self.alone)
+            )
+        return self._texts[place]
 
     def logprobs(self, output: CompletionOutput, num_top: int, *, as_token_ids: bool = False) -> dict[str, Any]:
         """As `completion_logprobs`, for a text that begins with its prompt. Called after `before`.
@@ -53,7 +66,7 @@ class Echo:
         The first token of the prompt has no log-probability. as_token_ids: as in `named_by_ids`, of which `output` comes.
         """
         of_output = completion_logprobs(output, num_top)
-        shift = len(self._said.get(output.index, ""))
+        shift = self._said[output.index]
         of_output["text_offset"] = [offset + shift for offset in of_output["text_offset"]]
         if output.prompt_logprobs is None or output.prompt_token_ids is None:
             return of_output
@@ -69,6 +82,6 @@ class Echo:
             "tokens": names,
             "token_logprobs": [None, *(finite(next(iter(candidates.values())).logprob) for candidates in known)],
             "top_logprobs": [None, *(named_candidates(next(iter(c)), c, num_top) for c in known)],
-            "text_offset": [0, *itertools.accumulate(map(len, tokens[:-1]))],
+            "text_offset": self._text(output).offsets,
         }
         return {key: [*value, *of_output[key]] for key, value in of_prompt.items()}

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
+from typing import ClassVar
 
 from tokenizers import Tokenizer as Backend
 
@@ -32,6 +33,8 @@ class IncrementalDetokenizer(ABC):
     """
 
     __slots__ = ()
+    completes_characters: ClassVar[bool] = False
+    """True if the output completes a character of which the prompt has the first tokens."""
 
     @abstractmethod
     def add(self, token_ids: Sequence[int]) -> str:
@@ -73,6 +76,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
     """
 
     __slots__ = ("_decoder", "_pieces", "_started", "_strip_left", "_token_bytes")
+    completes_characters = True
 
     def __init__(
         self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True

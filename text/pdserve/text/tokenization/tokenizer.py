@@ -165,6 +165,33 @@ class Tokenizer:
             first, second = limit.kept(first, second, num_special)
         return [*before, *first, *between, *second, *after]
 
+    def added_around(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Numbers of special tokens that `encode` added before and after a text. token_ids: its result."""
+        before, after = self._around or ([], [])
+        whole = list(token_ids)
+        if (
+            len(before) + len(after) > len(whole)
+            or [*before, *whole[len(before) : len(whole) - len(after)], *after] != whole
+        ):
+            return 0, 0
+        return len(before), len(after)
+
+    def token_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Characters of a text before each of its tokens; spaces between two tokens belong to the second. Tokens of one character
+        have the same number. Releases the GIL while it works."""
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        begins: list[int] = []
+        begin = end = 0
+        for first, stop in encoding.offsets:
+            # added special tokens have the place 0
+            place = max(first, end) if first == stop == 0 else first
+            # the library may leave out a token's spaces; other characters between two tokens were composed with the first one
+            while place > end and text[place - 1].isspace():
+                place -= 1
+            begin, end = max(begin, place), max(end, stop)
+            begins.append(begin if begins else 0)
+        return begins
+
     def least_tokens(self, text: str) -> int:
         """Lower bound of the number of tokens of a text, without tokenizing it; 0 if unknown."""
         if self._longest_token_bytes is None:
