@@ -131,7 +131,7 @@ async def test_over_http(quick, beside):
     for path, body, param, message, *status in bad_requests.HTTP:
         response = await quick.http.post(path, content=bad_requests.encoded(body))
         error = check(response, status[0] if status else 400, message, param)
-        assert error["code"] in ("invalid_request", "prompt_too_long", "not_found")
+        assert error["code"] in ("invalid_request", "prompt_too_long", "not_found", "model_not_found")
         beside.go_on()
     # of several inputs a good one may have begun before a bad one was seen
     asked = quick.of("prefill").calls
@@ -172,7 +172,7 @@ async def test_bodies_as_deep_as_they_can_be_read(quick, path, form, field):
 async def test_paths_methods_and_kinds_of_body(quick, beside):
     for method, path, status, code, message in bad_requests.TRANSPORT:
         response = await quick.http.request(method, path)
-        assert check(response, status, message)["code"] == code
+        assert check(response, status, message, "model" if code == "model_not_found" else None)["code"] == code
         assert ("allow" in response.headers) == (status == 405)
         beside.go_on()
     for media_type in bad_requests.MEDIA_TYPES:
@@ -224,6 +224,6 @@ async def test_over_grpc(quick, beside):
             await ask(quick.grpc, request)
         beside.go_on()
     for request in bad_requests.GRPC_NOT_FOUND:
-        with refused(grpc.StatusCode.NOT_FOUND, "is not served here", "not_found"):
+        with refused(grpc.StatusCode.NOT_FOUND, "is not served here", "model_not_found"):
             await ask(quick.grpc, request)
         beside.go_on()

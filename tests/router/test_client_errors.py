@@ -26,6 +26,7 @@ PASSED_ON = {
     "body_too_large",
     "unsupported_media_type",
     "not_found",
+    "model_not_found",
     "unauthenticated",
     "overloaded",
     "logits_processor_failed",

@@ -58,7 +58,8 @@ def grpc_request(*texts, **fields):
 async def test_every_kind_of_input(cluster, prefill, given, prompts):
     response = await embed(cluster, input=given, model="fake-model", user="someone")
     answer = response.json()
-    assert answer["object"] == "list"
+    assert (answer["object"], answer["id"]) == ("list", f"embd-{response.headers['x-request-id']}")
+    assert answer["created"] > 1_600_000_000, "seconds since 1970"
     assert answer["model"] == "fake-model"
     assert [entry["embedding"] for entry in answer["data"]] == [embedding(prompt, DEFAULT) for prompt in prompts]
     assert {entry["object"] for entry in answer["data"]} == {"embedding"}

@@ -22,7 +22,7 @@ async def test_paths_methods_and_models_that_are_not_there(quick):
     assert (await http.get("/v1/models/other")).status_code == 404
     response = await http.post("/v1/completions", json={"model": "other", "prompt": "x"})
     assert response.status_code == 404
-    assert response.json()["error"]["code"] == "not_found"
+    assert response.json()["error"]["code"] == "model_not_found"
     assert "'fake-model'" in response.json()["error"]["message"]
     models = (await http.get("/v1/models")).json()["data"]
     assert [(model["id"], model["max_model_len"]) for model in models] == [("fake-model", MAX_MODEL_LEN)]

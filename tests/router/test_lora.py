@@ -42,7 +42,7 @@ async def until(is_there):
 
 
 async def names(cluster):
-    return [card["id"] for card in (await cluster.http.get("/v1/models")).json()["data"] if "parent" in card]
+    return [card["id"] for card in (await cluster.http.get("/v1/models")).json()["data"] if card["parent"]]
 
 
 async def test_both_legs_get_name_content_root_and_digest(cluster):

@@ -58,12 +58,36 @@ def test_every_choice_of_a_prompt_begins_with_it_once(model_folder):
     ]
 
 
+@pytest.mark.parametrize("include", [{}, {"include_usage": False}, {"include_usage": None}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_continuous_usage_needs_include_usage(quick, path, include):
+    """As in vLLM, where a stream without it has no usage at all."""
+    prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    options = {"continuous_usage_stats": True, **include}
+    told = chunks(await quick.streamed(lambda: None, path, max_tokens=3, stream_options=options, **prompt))
+    assert all(chunk.get("usage") is None and chunk["choices"] for chunk in told)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_in_every_chunk_of_several_choices(quick, path):
+    prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *others, last = chunks(
+        await quick.streamed(lambda: None, path, max_tokens=3, n=3, stream_options=options, **prompt)
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in others]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 9
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_usage_in_every_chunk(quick, path):
     prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
     options = {"include_usage": True, "continuous_usage_stats": True}
     received = await quick.streamed(lambda: None, path, max_tokens=5, stream_options=options, **prompt)
-    *with_text, last = (chunk for chunk in chunks(received) if "usage" in chunk)
+    *with_text, last = chunks(received)
+    if "role" in with_text[0]["choices"][0].get("delta", {}):
+        assert with_text[0]["usage"]["completion_tokens"] == 0
     counts = [chunk["usage"]["completion_tokens"] for chunk in with_text]
     assert counts == sorted(counts)
     assert counts[-1] == 5

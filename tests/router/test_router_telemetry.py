@@ -174,7 +174,7 @@ async def test_requests_that_are_refused(cluster, collector):
     assert (await cluster.http.post("/v1/completions", content=b"{")).status_code == 400
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 404
     values = await scrape(cluster)
-    for code in ("prompt_too_long", "invalid_request", "not_found"):
+    for code in ("prompt_too_long", "invalid_request", "model_not_found"):
         assert values["pdserve_errors_total", code] == 1
         assert values["pdserve_requests_total", code] == 1
 
@@ -195,7 +195,7 @@ async def test_requests_that_are_refused_over_grpc(cluster):
         with pytest.raises(grpc.aio.AioRpcError):
             await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else anext(aiter(call)))
     values = await scrape(cluster)
-    assert values["pdserve_requests_total", "not_found"] == values["pdserve_errors_total", "not_found"] == 3
+    assert values["pdserve_requests_total", "model_not_found"] == values["pdserve_errors_total", "model_not_found"] == 3
 
 
 async def test_a_leaving_router_ends_its_spans(cluster, collector):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.common.timeline import Timeline
-from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
 from pdserve.router.openai.response_writer import CompletionResponseWriter
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput, Logprob
@@ -247,7 +247,7 @@ def test_only_the_first_call_where_one_is_wanted() -> None:
 
 def test_an_answer_without_calls_is_what_it_would_be_without_tools() -> None:
     choice = json.loads(answer().whole([output("Well. <", "stop")], Usage(), Timeline()))["choices"][0]
-    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": "Well. <"}, "stop")
+    assert (choice["message"], choice["finish_reason"]) == (plain_answer("Well. <"), "stop")
     cut = json.loads(answer().whole([output(SAID, "length")], Usage(), Timeline()))["choices"][0]
     assert cut["finish_reason"] == "length"
 
@@ -358,7 +358,7 @@ def test_choices_are_parsed_apart() -> None:
 
 def test_an_answer_without_reasoning_counts_none() -> None:
     whole = json.loads(answer(tags=REASONING_TAGS["qwen3"]).whole([thinking("Hi", "stop", "x")], Usage(), Timeline()))
-    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
+    assert whole["choices"][0]["message"] == plain_answer("Hi")
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
@@ -368,7 +368,7 @@ def test_token_ids_are_returned_once_for_the_prompt_and_for_every_choice() -> No
     chunks = streamed(answer(returns_token_ids=True), "Hi", "x", 1)
     assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [[120]]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == [72, 105]
+    assert [token_id for choice in choices for token_id in choice.get("token_ids") or []] == [72, 105]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -379,7 +379,7 @@ async def test_completions_return_token_ids_too(cluster: Any, stream: bool) -> N
     assert response.status_code == 200, response.text
     events = [event[6:] for event in response.text.split("\n\n") if event.startswith("data: {")]
     choices = [choice for event in events or [response.text] for choice in json.loads(event)["choices"]]
-    prompts = {choice["index"]: choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice}
+    prompts = {choice["index"]: choice["prompt_token_ids"] for choice in choices if choice["prompt_token_ids"]}
     assert {index: len(ids) for index, ids in prompts.items()} == {0: 2, 2: 1}
     num_tokens = dict.fromkeys(range(4), 0)
     for choice in choices:

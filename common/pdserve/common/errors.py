@@ -5,7 +5,8 @@
         PromptTooLong
         BodyTooLarge
         UnsupportedMediaType
-      NotFound                a model, worker or request that does not exist
+      NotFound                a worker, request or response that does not exist
+        ModelNotFound         a name of no model and of no adapter
       Unauthenticated         no or a wrong API key
       PermissionDenied        a service's certificate lacks the role for a call
       Overloaded              admission refused it; `retry_after_s` says when to come back
@@ -52,7 +53,7 @@ class PdServeError(Exception):
     is_for_clients: bool = False
     """The message was written for clients: it names no address, worker or connection. Not sent between services."""
     field: str | None = None
-    """The request's field at fault, where one can be named; of an `InvalidRequest`."""
+    """The request's field at fault, where one can be named; of an `InvalidRequest` or a `ModelNotFound`."""
 
     def for_clients(self) -> Self:
         """Mark the message as fit for clients. Returns the error itself."""
@@ -102,6 +103,13 @@ class NotFound(PdServeError):
     code = "not_found"
     grpc_status = grpc.StatusCode.NOT_FOUND
     http_status = 404
+
+
+class ModelNotFound(NotFound):
+    """The request's `model` is neither a model's name nor an adapter's."""
+
+    code = "model_not_found"
+    field = "model"
 
 
 class Unauthenticated(PdServeError):

@@ -50,6 +50,19 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _PREFLIGHT_AGE_S = 600
 """Time for which browsers keep the answer to a preflight."""
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+"""What clients may do with a model, in vLLM's shape."""
 _HTTP_ERRORS = {
     404: ("there is no such path", "not_found"),
     405: ("the path does not take this method", "method_not_allowed"),
@@ -189,17 +202,22 @@ class HttpFront:
         return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 
     def _model(self, name: str) -> dict[str, Any]:
+        """The entry of one of the base model's names, in vLLM's shape."""
         limits = self._inference.limits()
         return {
             "id": name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "pdserve",
+            # vLLM's path of the folder; a client needs none
+            "root": self._inference.models.base,
+            "parent": None,
             "max_model_len": limits.max_model_len if limits else None,
+            "permission": [{"id": f"modelperm-{name}", "created": self._started_at, **_PERMISSION}],
         }
 
     def _adapter(self, name: str) -> dict[str, Any]:
-        return self._model(name) | {"parent": self._inference.models.base}
+        return self._model(name) | {"root": name, "parent": self._inference.models.base}
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -10,6 +10,10 @@ from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.parsers.answer_parsers import AnswerParser
 from pdserve.text.parsers.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 
+_NULLS: dict[str, None] = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
+)
+
 
 class ChatChoiceWriter(AnswerReader):
     """Writes reasoning as `reasoning` and calls of tools as `tool_calls`."""
@@ -50,12 +54,17 @@ class ChatChoiceWriter(AnswerReader):
                         calls.append(_call(part.name, part.arguments))
                     else:
                         calls[-1]["function"]["arguments"] += part.arguments
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not (calls or reasoning) else None}
+        message = plain_answer(text if text or not (calls or reasoning) else None)
         if reasoning and self._include_reasoning:
             message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = calls
         return {"message": message, "finish_reason": _finish_reason(self._parsers[output.index], output)}
+
+
+def plain_answer(text: str | None) -> dict[str, Any]:
+    """An assistant's message; fields of OpenAI's and vLLM's messages that it has no value of are null."""
+    return {"role": "assistant", "content": text, **_NULLS}
 
 
 def _reasoning(text: str) -> dict[str, str]:

@@ -37,16 +37,9 @@ from pdserve.text.templates.chat_template import plain_message
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's field: usage so far in every chunk."""
+    """vLLM's field: usage so far in every chunk. Without `include_usage` no effect, as there."""
     include_obfuscation: bool | None = None
     """No effect: chunks have no padding."""
-
-    def verify(self) -> None:
-        """Raises: InvalidRequest."""
-        if self.continuous_usage_stats and not self.include_usage:
-            raise InvalidRequest(
-                "stream_options.continuous_usage_stats needs include_usage to be true", "stream_options"
-            )
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -136,14 +129,12 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def verify(self) -> None:
         """Raises: InvalidRequest for unsupported values."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-        if self.stream_options is not None:
-            self.stream_options.verify()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs comes with a whole answer, not with stream true", "prompt_logprobs")
         verify_neutral(self)

@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.common.timeline import Timeline
-from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
+from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, named_by_ids, prompt_logprobs
 from pdserve.router.requests.usage import Usage
@@ -20,6 +20,11 @@ _encode = msgspec.json.Encoder().encode
 _SLICE = 512
 """Entries that are encoded in one call."""
 DONE = b"data: [DONE]\n\n"
+_NULLS: dict[str, None] = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+"""Fields of whole answers that OpenAI and vLLM have, and that no answer here has a value of."""
+_CHAT_NULLS: dict[str, None] = _NULLS | dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+_CHOICE_NULLS: dict[str, None] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+"""The same fields, which each choice of a completion has."""
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -103,7 +108,13 @@ class CompletionResponseWriter:
         """True if a chunk has nothing but text."""
         self._plain_heads: dict[int, bytes] = {}
         """Choice -> what comes before the text of its chunks."""
-        self._plain_end = self._after_text + b'null,"finish_reason":null}]}\n\n'
+        self._no_stop = b"" if chat else b',"stop_reason":null'
+        self._no_ids = b',"token_ids":null' + (b"" if chat else b',"prompt_token_ids":null')
+        self._no_usage = b"" if chat and not include_usage else b',"usage":null'
+        """Fields without a value, in the chunks that have them null in OpenAI's and vLLM's streams."""
+        self._plain_end = b'%bnull,"finish_reason":null%b%b}]%b}\n\n' % (
+            self._after_text, self._no_stop, self._no_ids, self._no_usage,
+        )  # fmt: skip
 
     def whole(self, outputs: list[CompletionOutput], usage: Usage, timeline: Timeline) -> bytes:
         """The body of an answer that is not streamed."""
@@ -111,6 +122,7 @@ class CompletionResponseWriter:
         body = self._head | {
             "choices": [self._choice(output) for output in outputs],
             "usage": self._usage(usage),
+            **(_CHAT_NULLS if self._chat else _NULLS),
         }
         if self._chat and self._returns_token_ids:
             body["prompt_token_ids"] = raw_list(outputs[0].prompt_token_ids or [])
@@ -128,12 +140,13 @@ class CompletionResponseWriter:
         output, opening = self._shown(output), b""
         if self._chat and output.index not in self._started:
             self._started.add(output.index)
-            prompt = b"" if output.index else self._prompt_ids(output)
+            prompt = self._prompt_ids(None if output.index else output)
             opening = self._chunk_head + (
                 prompt + b',"choices":[{"index":%d,"delta":{"role":"assistant","content":%b},"logprobs":null,'
-                b'"finish_reason":null}]}\n\n' % (output.index, _encode(self._echoed))
+                b'"finish_reason":null}]' % (output.index, _encode(self._echoed))
             )
-        return opening + self._text_chunk(output) + self._usage_so_far(output, usage) + b"}\n\n"
+            opening += self._usage_so_far(0, usage) + b"}\n\n"
+        return opening + self._text_chunk(output) + self._usage_so_far(len(output.token_ids), usage) + b"}\n\n"
 
     def last_chunk(self, output: CompletionOutput, usage: Usage, timeline: Timeline) -> bytes:
         """As `chunk`, for the output that ends the request, followed by usage and the end of the stream."""
@@ -150,23 +163,23 @@ class CompletionResponseWriter:
     def _text_chunk(self, output: CompletionOutput) -> bytes:
         if self._parsed is not None:
             choice = self._parsed.streamed_choice(output, self._logprobs(output))
-            if self._returns_token_ids:
-                choice["token_ids"] = output.token_ids
+            choice["token_ids"] = output.token_ids if self._returns_token_ids else None
             return self._chunk_head + b',"choices":' + _encode([choice])
         text = _encode(self._text(output))
         logprobs = b"null" if self._num_logprobs is None else _encode(self._logprobs(output))
-        reason = b',"finish_reason":null'
+        reason = b',"finish_reason":null' + self._no_stop
         if output.finish_reason is not None:
             reason = (
                 b',"finish_reason":' + _encode(output.finish_reason) + b',"stop_reason":' + _encode(output.stop_reason)
             )
         head = self._chunk_head + self._before_text % output.index
-        ids = b""
+        ids = self._no_ids
         if self._returns_token_ids:
             ids = b',"token_ids":' + _encode(output.token_ids)
-            if not self._chat and self._is_first_of_prompt(output) and output.index not in self._started:
+            if not self._chat:
+                is_first = self._is_first_of_prompt(output) and output.index not in self._started
+                ids += self._prompt_ids(output if is_first else None)
                 self._started.add(output.index)
-                ids += self._prompt_ids(output)
         return head + text + self._after_text + logprobs + reason + ids + b"}]"
 
     def _shown(self, output: CompletionOutput) -> CompletionOutput:
@@ -182,20 +195,20 @@ class CompletionResponseWriter:
     def _is_first_of_prompt(self, output: CompletionOutput) -> bool:
         return output.index % self._choices_each == 0
 
-    def _prompt_ids(self, output: CompletionOutput) -> bytes:
-        """A further field with the prompt's token ids, if they are returned. output: the first one of a choice."""
-        if not self._returns_token_ids:
-            return b""
+    def _prompt_ids(self, output: CompletionOutput | None) -> bytes:
+        """A further field with the prompt's token ids, null if they are not returned. output: the first one of a choice."""
+        if output is None or not self._returns_token_ids:
+            return b',"prompt_token_ids":null'
         return b',"prompt_token_ids":' + bytes(raw_list(output.prompt_token_ids or []))
 
     def _text(self, output: CompletionOutput) -> str:
         return output.text if self._echo is None else self._echo.before(output) + output.text
 
-    def _usage_so_far(self, output: CompletionOutput, usage: Usage) -> bytes:
-        """A further field of a chunk: usage including this chunk, without outputs that are not written yet."""
+    def _usage_so_far(self, num_tokens: int, usage: Usage) -> bytes:
+        """A further field of a chunk: usage including this chunk's tokens, without outputs that are not written yet."""
         if not self._continuous_usage:
-            return b""
-        self._num_streamed += len(output.token_ids)
+            return self._no_usage
+        self._num_streamed += num_tokens
         so_far = msgspec.structs.replace(usage, completion_tokens=self._num_streamed)
         return b',"usage":' + _encode(self._usage(so_far))
 
@@ -208,22 +221,20 @@ class CompletionResponseWriter:
         return written
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        text: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": self._text(output)}
-        )
+        text: dict[str, Any] = {"message": plain_answer(output.text)} if self._chat else {"text": self._text(output)}
         choice = {
             "index": output.index,
             **text,
             "logprobs": _in_slices(self._logprobs(output)),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
+            "token_ids": raw_list(output.token_ids) if self._returns_token_ids else None,
+            **({} if self._chat else _CHOICE_NULLS),
         }
         if not self._chat and self._num_prompt_logprobs is not None:
             choice["prompt_logprobs"] = raw_list(prompt_logprobs(output, self._num_prompt_logprobs))
-        if self._returns_token_ids:
-            choice["token_ids"] = raw_list(output.token_ids)
-            if not self._chat and self._is_first_of_prompt(output):
-                choice["prompt_token_ids"] = raw_list(output.prompt_token_ids or [])
+        if not self._chat and self._returns_token_ids and self._is_first_of_prompt(output):
+            choice["prompt_token_ids"] = raw_list(output.prompt_token_ids or [])
         choice |= {} if self._parsed is None else self._parsed.message(output)
         if self._echoed:
             choice["message"]["content"] = self._echoed + (choice["message"]["content"] or "")

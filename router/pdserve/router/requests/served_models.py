@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from pdserve.common.errors import NotFound, WorkerLost
+from pdserve.common.errors import ModelNotFound, WorkerLost
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.worker_identity import WorkerRole
@@ -49,11 +49,11 @@ class ServedModels:
     def lora_name(self, model: str | None, client: Client = ANYBODY) -> str:
         """The adapter that a client's `model` names; "" for the base model, which None and "" mean, too.
 
-        Raises: NotFound, also for a name that the client's key does not allow.
+        Raises: ModelNotFound, also for a name that the client's key does not allow.
         """
         if not model:
             if not self.base_names(client):
-                raise NotFound(f"model is missing, and this API key allows only {self._served(client)}")
+                raise ModelNotFound(f"model is missing, and this API key allows only {self._served(client)}")
             return ""
         if not client.may_ask(model):
             raise self.unknown(model, client)
@@ -63,9 +63,9 @@ class ServedModels:
             return model
         raise self.unknown(model, client)
 
-    def unknown(self, model: str, client: Client = ANYBODY) -> NotFound:
+    def unknown(self, model: str, client: Client = ANYBODY) -> ModelNotFound:
         """The error for a name that is not served, or not to this client."""
-        return NotFound(f"model {model[:80]!r} is not served here; this router serves {self._served(client)}")
+        return ModelNotFound(f"model {model[:80]!r} is not served here; this router serves {self._served(client)}")
 
     def _served(self, client: Client) -> str:
         names, adapters = self.base_names(client), self.adapters(client)
@@ -79,7 +79,8 @@ class ServedModels:
     ) -> GenerationRequest:
         """The request with the content of its adapter: the one that it has, while a live worker offers that.
 
-        Waits for a worker that offers the adapter. Raises: NotFound after `timeout_s`; WorkerLost while one that may is absent.
+        Waits for a worker that offers the adapter. Raises: ModelNotFound after `timeout_s`; WorkerLost while one that may is
+        absent.
         """
         if not (name := request.lora_name) or self._is_offered(name, request.lora_fingerprint):
             return request

@@ -143,8 +143,9 @@ def _until_mark(text: str, mark: str) -> str:
 def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """One message in plain JSON types, its content flattened to one string, as text-only templates expect.
 
-    Text parts are joined by newlines (as vLLM does); absent content becomes empty. Other fields pass through. A message with images
-    (`chat_images.py`) remains a list of parts.
+    Text parts are joined by newlines (as vLLM does); absent content becomes empty. A field that is null is dropped, since clients
+    return messages of answers with all of their fields. Others pass through. A message with images (`chat_images.py`) remains a
+    list of parts.
     Raises: InvalidRequest naming the part type that is not text, or the malformed field.
     """
     where = f"{FIELD}[{place}]"
@@ -153,7 +154,7 @@ def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{where}.role must be a non-empty string, not {role!r:.80}", FIELD)
-    plain: dict[str, Any] = _plain(message, where)
+    plain: dict[str, Any] = _plain({name: value for name, value in message.items() if value is not None}, where)
     given = message.get("content")
     if isinstance(given, list) and any(isinstance(part, ImagePart) for part in given):
         plain["content"] = _parts(given, f"{where}.content")
