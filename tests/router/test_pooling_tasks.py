@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.wire import request_from_wire
+from pdserve.router.openai.pooling_bodies import PAIR_NAMES
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import MAX_MODEL_LEN, classes, embedding, save_tokenizer, tokens
@@ -104,6 +105,16 @@ async def test_scores_of_a_cross_encoder(cluster: Any) -> None:
     assert (await answered(cluster, "/score", text_1=["x", "y"], text_2=["y", "x"]))["usage"]["prompt_tokens"] == 4
 
 
+@pytest.mark.parametrize("names", PAIR_NAMES)
+@pytest.mark.parametrize("num_labels", [0, 1])
+async def test_texts_by_each_of_vllms_names(cluster: Any, names: tuple[str, str], num_labels: int) -> None:
+    await started(cluster, num_labels)
+    for first, second in (("who", "a"), ("who", ["a", "bcd"]), (["x", "y"], ["y", "x"]), (["who"], "a")):
+        told = await answered(cluster, SCORE, text_1=first, text_2=second)
+        named = await answered(cluster, "/score", **{names[0]: first, names[1]: second}, encoding_format="float")
+        assert (named["data"], named["usage"]) == (told["data"], told["usage"])
+
+
 @pytest.mark.parametrize("path", [RERANK, "/rerank", "/v2/rerank"])
 async def test_a_reranking(cluster: Any, path: str) -> None:
     await started(cluster, 1)
@@ -180,6 +191,27 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (SCORE, {"text_1": MANY, "text_2": MANY}, "text_1", "text_1 has 2049 entries"),
     (SCORE, {"text_1": "a", "text_2": ["b", LONG]}, "text_2[1]", "text_2[1] has 257 tokens"),
     (SCORE, {"text_1": "a", "text_2": 3}, "text_2", "expected"),
+    (
+        SCORE,
+        {},
+        "text_1",
+        "no texts are given: one pair of fields is needed, text_1 and text_2, or queries and documents",
+    ),
+    (SCORE, {"text_1": "a"}, "text_2", "text_2 is missing, text_1 needs it"),
+    (SCORE, {"text_2": "a", "text_1": None}, "text_1", "text_1 is missing, text_2 needs it"),
+    (SCORE, {"queries": "a"}, "documents", "documents or items is missing, queries needs it"),
+    (SCORE, {"items": "a"}, "queries", "queries is missing, items needs it"),
+    (SCORE, {"queries": "a", "text_2": "b"}, "queries", "text_2, queries are given: one pair of fields is needed"),
+    (SCORE, {"queries": "a", "documents": "b", "items": "c"}, "items", "queries, documents, items are given"),
+    (SCORE, {"queries": "a", "documents": ["b", ""]}, "documents", "documents[1] is empty"),
+    (SCORE, {"queries": ["a", "b"], "items": ["c"]}, "queries", "queries has 2 texts and items 1: one, or as many"),
+    (SCORE, {"data_1": "a", "data_2": ["b", LONG]}, "data_2[1]", "data_2[1] has 257 tokens"),
+    (
+        SCORE,
+        {"data_1": "a", "data_2": "b", "encoding_format": "base64"},
+        "encoding_format",
+        'only "float" is supported',
+    ),
     (RERANK, {"query": "", "documents": ["b"]}, "query", "query is empty"),
     (RERANK, {"query": "a", "documents": []}, "documents", "documents is empty"),
     (RERANK, {"query": "a", "documents": MANY}, "documents", "documents has 2049 entries"),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.router.http_front.tokenization_http import MAX_TOKENS
 from pdserve.router.requests.preparation import Preparation
 from pdserve.text.prompt import max_text_bytes
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.router.fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, tokens
+from tests.router.fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, save_tokenizer, tokens
 from tests.support.waiting import HANG_S, eventually
 
 MAX_TEXT_BYTES = max_text_bytes(131_072)
@@ -66,6 +68,41 @@ async def test_messages_go_through_the_chat_template(quick):
         "/v1/chat/completions", json={"messages": [USER], "max_tokens": 1, "add_generation_prompt": False}
     )
     assert list(quick.of("decode").calls[1].request.request.prompt_token_ids) == whole[:-1]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": TOOLS},
+        {"tools": TOOLS, "chat_template_kwargs": {"mark": "x"}},
+        {"chat_template_kwargs": {"mark": "x"}, "add_generation_prompt": False},
+        {"tools": TOOLS, "chat_template_kwargs": {"mark": "y"}, "add_special_tokens": True},
+        {"messages": [USER, {"role": "assistant", "content": "a"}], "tools": TOOLS, "continue_final_message": True},
+        {"tools": [], "chat_template_kwargs": {}},
+        {"tools": None, "chat_template_kwargs": None},
+    ],
+)
+async def test_messages_have_the_tokens_of_the_chat_with_the_same_fields(cluster, tmp_path, fields):
+    folder = save_tokenizer(tmp_path / "fake-model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mark }}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}z{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    cluster.folder, cluster.fingerprint = folder, tokenizer_fingerprint(folder)
+    await cluster.start(prefill=0, decode=1)
+    body = {"messages": [USER], **fields}
+    response = await cluster.http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    ids = list(cluster.of("decode").calls[0].request.request.prompt_token_ids)
+    assert (await ask(cluster, "/tokenize", **body))["tokens"] == ids
+    assert (tokens("f")[0] in ids) == bool(fields.get("tools"))
+    mark = (fields.get("chat_template_kwargs") or {}).get("mark")
+    assert mark is None or tokens(mark)[0] in ids
 
 
 async def test_and_back(quick):

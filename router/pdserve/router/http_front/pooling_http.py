@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,6 +36,16 @@ B = TypeVar("B", EmbeddingBody, ClassifyBody, ScoreBody, RerankBody)
 Parts = Callable[[Sequence["array[float]"], AnswerHead], Iterator[bytes]]
 
 
+class Pooled(NamedTuple):
+    """A body as requests."""
+
+    requests: list[ClientRequest]
+    parts: Parts
+    """Writes the answer."""
+    field: str
+    """The client's name of the inputs."""
+
+
 class PoolingHttp:
     """Routes over one `Inference`."""
 
@@ -50,46 +60,48 @@ class PoolingHttp:
         ]
 
     async def embeddings(self, request: Request) -> Response:
-        def build(body: EmbeddingBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
-            return body.requests(fields), partial(embeddings_parts, encoding_format=body.encoding_format)
+        def build(body: EmbeddingBody, fields: CallFields, by_head: bool) -> Pooled:
+            parts = partial(embeddings_parts, encoding_format=body.encoding_format)
+            return Pooled(body.requests(fields), parts, "input")
 
-        return await self._answer(request, EmbeddingBody, "embeddings", "input", build)
+        return await self._answer(request, EmbeddingBody, "embeddings", build)
 
     async def classify(self, request: Request) -> Response:
         inference = self._inference
 
-        def build(body: ClassifyBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
-            return body.requests(fields), partial(classify_parts, labels=inference.tokenizer.labels)
+        def build(body: ClassifyBody, fields: CallFields, by_head: bool) -> Pooled:
+            parts = partial(classify_parts, labels=inference.tokenizer.labels)
+            return Pooled(body.requests(fields), parts, "input")
 
-        return await self._answer(request, ClassifyBody, "classify", "input", build)
+        return await self._answer(request, ClassifyBody, "classify", build)
 
     async def score(self, request: Request) -> Response:
-        def build(body: ScoreBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
+        def build(body: ScoreBody, fields: CallFields, by_head: bool) -> Pooled:
             pairs = body.pairs()
-            return _scored(body, pairs, fields, by_head=by_head), partial(score_parts, pairs=pairs)
+            requests = _scored(body, pairs, fields, by_head=by_head)
+            return Pooled(requests, partial(score_parts, pairs=pairs), pairs.names[1])
 
-        return await self._answer(request, ScoreBody, "score", "text_2", build, is_scored=True)
+        return await self._answer(request, ScoreBody, "score", build, is_scored=True)
 
     async def rerank(self, request: Request) -> Response:
-        def build(body: RerankBody, fields: CallFields, by_head: bool) -> tuple[list[ClientRequest], Parts]:
+        def build(body: RerankBody, fields: CallFields, by_head: bool) -> Pooled:
             pairs = body.pairs()
-            return _scored(body, pairs, fields, by_head=by_head), partial(rerank_parts, pairs=pairs, body=body)
+            requests = _scored(body, pairs, fields, by_head=by_head)
+            return Pooled(requests, partial(rerank_parts, pairs=pairs, body=body), pairs.names[1])
 
-        return await self._answer(request, RerankBody, "rerank", "documents", build, is_scored=True)
+        return await self._answer(request, RerankBody, "rerank", build, is_scored=True)
 
     async def _answer(
         self,
         request: Request,
         kind: type[B],
         operation: str,
-        field: str,
-        build: Callable[[B, CallFields, bool], tuple[list[ClientRequest], Parts]],
+        build: Callable[[B, CallFields, bool], Pooled],
         *,
         is_scored: bool = False,
     ) -> Response:
-        """field: the client's name of the inputs. build: the requests of a body, and what writes their answer.
-
-        Its last argument is True if the answer is scores (`is_scored`) and those are of a classification head.
+        """build: makes the requests of a body. Its last argument is True if the answer is scores (`is_scored`) and those are of a
+        classification head.
         """
         inference = self._inference
         with inference.telemetry.count_rejections():
@@ -97,10 +109,10 @@ class PoolingHttp:
             call = call_fields(request, inference.settings.request_timeout_s)
             by_head = is_scored and await inference.scores_by_head()
 
-            def built(body: B) -> tuple[list[ClientRequest], Parts]:
+            def built(body: B) -> Pooled:
                 return build(body, call._replace(lora_name=inference.models.lora_name(body.model, client)), by_head)
 
-            requests, parts = await read_body(request, kind, inference.bodies, built)
+            requests, parts, field = await read_body(request, kind, inference.bodies, built)
             pooled = await inference.embedding(requests, field=field, client=client, operation=operation)
         model = requests[0].lora_name or inference.models.base
         return EmbeddingResponse(

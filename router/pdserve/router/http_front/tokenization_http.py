@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,19 +16,23 @@ from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.bodies.request_body import read_body
 from pdserve.router.http_front.generation_response import json_response, until_disconnect
-from pdserve.router.requests.fields.chat_fields import verify_continuation
-from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
+from pdserve.router.requests.fields.chat_fields import ChatFields
+from pdserve.router.requests.fields.tools import ToolBody
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Limits
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import Client
-from pdserve.text.prompt import max_text_bytes, verify_text_bytes
+from pdserve.text.parsers.tool_call_parser import HERMES_CALLS
+from pdserve.text.prompt import ChatInput, max_text_bytes, verify_text_bytes
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_TOKENS = 5 << 17
 """Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""
 MAX_TOKEN_STRS = 1 << 18
 """Most tokens for which strings are returned: a string takes more than 50 bytes of memory, a token's id 8."""
+
+_OF_MESSAGES = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "tools")
+"""Fields of `TokenizeBody` that need messages."""
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -42,39 +46,44 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    tools: list[ToolBody] | None = None
+    """For the chat template, as in a chat."""
     return_token_strs: bool | None = None
 
     def verify(self, model_len: int) -> None:
         """Raises: InvalidRequest."""
-        verify_continuation(self.continue_final_message, self.add_generation_prompt)
         if (self.prompt is None) == (self.messages is None):
             given = "neither is given" if self.prompt is None else "both are given"
             raise InvalidRequest(f"one of prompt and messages is needed, {given}", "prompt")
         if self.messages is None:
-            for field in ("add_generation_prompt", "chat_template_kwargs", "continue_final_message"):
+            for field in _OF_MESSAGES:
                 if getattr(self, field) is not None:
                     raise InvalidRequest(f"{field} needs messages, but prompt is given", field)
-        elif not self.messages:
-            raise InvalidRequest("messages is empty, at least one message is needed", "messages")
-        elif len(self.messages) > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"messages must be at most {MAX_MESSAGES} messages, not {len(self.messages)}", "messages"
-            )
+        else:
+            self._chat(self.messages)
+
+    def _chat(self, messages: list[dict[str, Any]]) -> ChatInput:
+        """Raises: InvalidRequest."""
+        given = {field: getattr(self, field) for field in (*_OF_MESSAGES, "add_special_tokens")}
+        prompt, _ = ChatFields(messages=messages, **given).prompt(HERMES_CALLS)
+        return prompt
 
     def token_ids(self, tokenizer: Tokenizer, max_bytes: int) -> list[int]:
         """Token ids of prompt or messages. max_bytes: limit of the text. Raises: InvalidRequest, also for errors of the chat
         template."""
-        if self.prompt is not None:
-            verify_text_bytes(self.prompt, max_bytes, "prompt")
+        if self.messages is None:
+            prompt = self.prompt or ""
+            verify_text_bytes(prompt, max_bytes, "prompt")
             add_special_tokens = self.add_special_tokens is not False
-            return tokenizer.encode(self.prompt, add_special_tokens=add_special_tokens, count=_any_number)
-        variables: Mapping[str, Any] = self.chat_template_kwargs or {}
+            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, count=_any_number)
+        chat = self._chat(self.messages)
         _, token_ids = tokenizer.encode_chat(
-            self.messages or [],
-            add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
-            continue_final_message=bool(self.continue_final_message),
-            variables=variables,
-            add_special_tokens=bool(self.add_special_tokens),
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            variables=chat.template_variables,
+            tools=chat.tools or None,
+            add_special_tokens=chat.add_special_tokens,
             verify=lambda text: verify_text_bytes(text, max_bytes, "messages"),
             count=_any_number,
         )

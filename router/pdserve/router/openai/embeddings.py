@@ -41,7 +41,9 @@ def embeddings_parts(
     vectors: Sequence[array[float]], head: AnswerHead, encoding_format: EncodingFormat | None
 ) -> Iterator[bytes]:
     """The JSON body of an answer in parts of about `PART_BYTES`; it may have 80 MiB in all."""
-    data = bytearray(b'{"data":[')
+    fields = head.fields("embd")
+    usage = fields.pop("usage")
+    data = bytearray(_encode(fields)[:-1] + b',"data":[')
     for index, vector in enumerate(vectors):
         written = _base64(vector) if encoding_format == "base64" else vector.tolist()
         data += b"," if index else b""
@@ -49,7 +51,7 @@ def embeddings_parts(
         if len(data) >= PART_BYTES:
             yield bytes(data)
             data.clear()
-    yield bytes(data) + b"]," + _encode(head.fields("embd"))[1:]
+    yield bytes(data) + b"]," + _encode({"usage": usage})[1:]
 
 
 def _base64(vector: array[float]) -> str:

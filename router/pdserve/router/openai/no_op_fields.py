@@ -92,6 +92,8 @@ RESPONSES_NO_OP: Mapping[str, tuple[Any, ...]] = {
     "reasoning.generate_summary": ("auto",),
 }
 """`NO_OP` of `/v1/responses`; a dot precedes a field of an object."""
+SCORE_NO_OP: Mapping[str, tuple[Any, ...]] = {"encoding_format": ("float",)}
+"""`NO_OP` of `/v1/score`."""
 
 
 def verify_neutral(body: object, table: Mapping[str, tuple[Any, ...]] = NO_OP) -> None:

@@ -11,6 +11,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.router.openai.answer_head import AnswerHead
 from pdserve.router.openai.caller_fields import verify_caller
+from pdserve.router.openai.no_op_fields import SCORE_NO_OP, verify_neutral
 from pdserve.router.openai.pooled_inputs import PooledInputs
 from pdserve.router.requests.best_label import best_label
 from pdserve.router.requests.preparation import CallFields, ClientRequest
@@ -18,6 +19,9 @@ from pdserve.router.requests.scoring import ScoredPairs, verify_num_texts
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
+PAIR_NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""vLLM's names of the two lists of texts."""
+_PAIRED = tuple(dict.fromkeys(name for names in PAIR_NAMES for name in names))
 _encode = msgspec.json.Encoder().encode
 
 
@@ -32,9 +36,18 @@ class ClassifyBody(PooledInputs, forbid_unknown_fields=True, kw_only=True):
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    text_1: str | list[str]
-    text_2: str | list[str]
+    """Texts by one of `PAIR_NAMES`."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
     model: str | None = None
+    encoding_format: str | None = None
+    """Sent by vLLM's examples. Scores are numbers in any case."""
     user: str | None = None
     use_activation: bool | None = None
     cache_salt: str | None = None
@@ -44,8 +57,25 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def pairs(self) -> ScoredPairs:
         """Raises: InvalidRequest."""
         verify_caller(self)
-        texts = [[given] if isinstance(given, str) else given for given in (self.text_1, self.text_2)]
-        return ScoredPairs.of(texts[0], texts[1], ("text_1", "text_2"))
+        verify_neutral(self, SCORE_NO_OP)
+        names = self._names()
+        texts = [
+            [given] if isinstance(given, str) else given or [] for given in (getattr(self, name) for name in names)
+        ]
+        return ScoredPairs.of(texts[0], texts[1], names)
+
+    def _names(self) -> tuple[str, str]:
+        """The pair of fields that is given. Raises: InvalidRequest for none, a part of one, or several."""
+        given = [name for name in _PAIRED if getattr(self, name) is not None]
+        for names in PAIR_NAMES:
+            if given == list(names):
+                return names
+        if len(given) == 1:
+            others = [second if first in given else first for first, second in PAIR_NAMES if {first, second} & {*given}]
+            raise InvalidRequest(f"{' or '.join(others)} is missing, {given[0]} needs it", others[0])
+        told = f"{', '.join(given)} are given" if given else "no texts are given"
+        pairs = ", or ".join(map(" and ".join, PAIR_NAMES))
+        raise InvalidRequest(f"{told}: one pair of fields is needed, {pairs}", given[-1] if given else "text_1")
 
 
 class RerankDocument(msgspec.Struct, forbid_unknown_fields=True):
