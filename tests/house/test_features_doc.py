@@ -47,6 +47,13 @@ def test_each_pair_is_accepted_or_refused_as_the_table_says(tmp_path: Path) -> N
         assert reason in " ".join(PAGE.read_text().split()), f"the page lacks: {reason}"
 
 
+def test_the_tier_needs_the_prefix_cache() -> None:
+    with pytest.raises(ConfigError, match="kv_host_mib is 1 and enable_prefix_caching is false: ") as caught:
+        msgspec.convert({"kv_host_mib": 1, "enable_prefix_caching": False}, DecodeSettings).verify()
+    reason = caught.value.message.rpartition(": ")[2]
+    assert f"| `kv_host_mib` and `enable_prefix_caching` false | {reason} |" in PAGE.read_text()
+
+
 def test_each_pair_that_works_runs_in_a_cluster() -> None:
     covered = {frozenset(pair) for features in TOGETHER for pair in combinations(features, 2)}
     assert covered == set(pairs()) - set(REFUSED)

@@ -12,7 +12,13 @@ import pytest
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.families.qwen3 import Qwen3
+from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
+from pdserve.models.transformers.read_transformers_config import read_transformers_config
+from pdserve.router.bodies.client_bodies import model_len_of
+from pdserve.text.audio.audio_processor import AudioProcessor
+from pdserve.text.images.image_processor import ImageProcessor
+from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.checkpoints import ARCHITECTURES, edit_json, make_checkpoint
 
 FIELDS: dict[str, Any] = {
@@ -249,8 +255,8 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(ConfigError, match="nested too deeply"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text(" " * (1 << 20) + "{}")
-    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+    (tmp_path / "config.json").write_text(" " * (16 << 20) + "{}")
+    with pytest.raises(ConfigError, match="more than 16777216 bytes"):
         read_config(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
@@ -263,3 +269,59 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path)
+
+
+def test_a_config_of_several_megabytes(tmp_path: Path) -> None:
+    """As of quantized experts, whose matrices are listed one by one. Everything that reads the file takes it."""
+    folder = make_checkpoint(tmp_path)
+    edit_json(
+        folder / "config.json", _left_alone=[f"model.layers.{n}.mlp.experts.{n}.down_proj" for n in range(90_000)]
+    )
+    assert 3 << 20 < (folder / "config.json").stat().st_size < 6 << 20
+    assert load_decoder(folder).config.num_layers == read_config(folder).num_layers
+    assert Tokenizer.from_folder(folder).eos_token_ids
+    assert ImageProcessor.from_folder(folder) is None
+    assert AudioProcessor.from_folder(folder) is None
+    assert model_len_of(folder) == read_config(folder).max_position_embeddings
+
+
+MODELOPT = [
+    ({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, 'quantization: quant_algo is "NVFP4": .* ModelOpt'),
+    ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, 'quantization: quant_algo is "FP8"'),
+    ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, 'kv_cache_quant_algo is "FP8"'),
+    ({"quant_algo": "MIXED_PRECISION"}, 'hf_quant_config.json: quant_algo is "MIXED_PRECISION"'),
+    ({"producer": {"name": "modelopt"}}, "hf_quant_config.json: quant_algo is missing"),
+    ({"quantization": []}, "quantization must be an object"),
+    ([], "hf_quant_config.json"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), MODELOPT)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_weights_that_modelopt_quantized_are_refused_at_start(
+    architecture: str, content: Any, message: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    (folder / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        read_config(folder)
+    if architecture == "llama":
+        with pytest.raises(ConfigError, match=message):
+            read_transformers_config(folder)
+
+
+def test_a_folder_that_modelopt_left_in_floats(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert read_config(folder).stored_quantization is None
+
+
+@pytest.mark.parametrize("field", ["shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"])
+def test_a_shared_expert_of_no_size(field: str, tmp_path: Path) -> None:
+    """As Qwen3-Coder's config.json has it; the class of transformers does not know the field."""
+    folder = make_checkpoint(tmp_path, "qwen3_moe")
+    edit_json(folder / "config.json", **{field: 0})
+    assert read_config(folder).unknown_fields == ()
+    edit_json(folder / "config.json", **{field: 16})
+    with pytest.raises(UnsupportedModel, match=f"{field} is 16, .* must be 0 or absent"):
+        read_config(folder)

@@ -9,7 +9,9 @@ from typing import Any
 from pdserve.common.errors import ConfigError
 
 MAX_JSON_BYTES = 1 << 20
-"""config.json and its like have some kilobytes."""
+"""generation_config.json and its like have some kilobytes."""
+MAX_CONFIG_BYTES = 16 << 20
+"""config.json of a quantized mixture of experts may name every matrix that is left as it is: 3 MB are known."""
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20
 """tokenizer_config.json repeats every added token."""
 MAX_TOKENIZER_BYTES = 512 << 20
@@ -84,3 +86,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"the field {name[:80]!r} is there twice")
             seen.add(name)
     return values
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises: as `read_json_object`."""
+    return read_json_object(folder / "config.json", MAX_CONFIG_BYTES)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pdserve.common.errors import ConfigError
-from pdserve.common.json_file import MAX_JSON_BYTES, read_json_object
+from pdserve.common.json_file import MAX_JSON_BYTES, read_json_object, read_model_config
 
 Value = TypeVar("Value")
 MAX_INTEGER = 2**31 - 1
@@ -28,6 +28,11 @@ class JsonObject:
     def read(cls, path: Path, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
         """Read a file. Raises: ConfigError if it is missing, too long, or not a JSON object."""
         return cls(read_json_object(path, max_bytes), str(path))
+
+    @classmethod
+    def of_model(cls, folder: Path) -> JsonObject:
+        """config.json of a model folder. Raises: as `read`."""
+        return cls(read_model_config(folder), str(folder / "config.json"))
 
     @property
     def names(self) -> list[str]:

@@ -120,7 +120,7 @@ def _has_encoder(folder: Path, model_impl: ModelImpl) -> bool:
     """True for the families whose decoder attends to an encoder."""
     if model_impl == "transformers" or not folder.is_dir():
         return False
-    return encoder_decoder_architecture(JsonObject.read(folder / "config.json")) is not None
+    return encoder_decoder_architecture(JsonObject.of_model(folder)) is not None
 
 
 def _is_native(folder: Path, model_impl: ModelImpl) -> bool:
@@ -129,7 +129,7 @@ def _is_native(folder: Path, model_impl: ModelImpl) -> bool:
         return model_impl == "native"
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
-    config = JsonObject.read(folder / "config.json")
+    config = JsonObject.of_model(folder)
     names = config.items("architectures") or []
     if len(names) != 1 or not isinstance(names[0], str):
         return True

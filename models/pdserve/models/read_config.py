@@ -13,7 +13,7 @@ from pdserve.models.config.special_tokens import special_tokens
 from pdserve.models.config.vision_config import VisionConfig, language_config
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import BODIES, CLASSIFIERS, FAMILIES
-from pdserve.models.weights.stored_quantization import StoredQuantization
+from pdserve.models.weights.stored_quantization import StoredQuantization, refuse_modelopt
 
 _MAX_VOCAB = 1 << 24
 _MAX_WIDTH = 1 << 20
@@ -31,10 +31,11 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
-    config = language_config(JsonObject.read(folder / "config.json"))
+    config = language_config(JsonObject.of_model(folder))
     named, architecture = _architecture(config)
     family = FAMILIES[architecture]
     stored_quantization = None if family.unpacks(config) else StoredQuantization.read(config)
+    refuse_modelopt(folder, config)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     intermediate_size = config.integer("intermediate_size", maximum=_MAX_WIDTH)
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
@@ -91,7 +92,7 @@ def _architecture(config: JsonObject) -> tuple[str, str]:
     architecture = BODIES.get(named) or CLASSIFIERS.get(named, named)
     if architecture not in FAMILIES:
         found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
-        raise UnsupportedModel(f"{config.where}: architecture {found}; supported: {supported}")
+        raise UnsupportedModel(f"{config.where}: architectures: architecture {found}; supported: {supported}")
     if named in BODIES and not config.boolean(
         "tie_word_embeddings", FAMILIES[architecture].default_tie_word_embeddings
     ):

@@ -81,7 +81,7 @@ class BlockPool:
         """enable_caching: False for a pool that finds no block again. num_host_blocks: size of the tier; 0: there is none."""
         self.tier = HostTier(num_host_blocks) if num_host_blocks else None
         """Keeps cached blocks that are reused."""
-        self._enable_caching = enable_caching
+        self.enables_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         # unused blocks, next to be taken first: free ones, then cached ones from the least recently used
         self._unused: OrderedDict[int, KVCacheBlock] = OrderedDict((block.block_id, block) for block in self.blocks)
@@ -168,7 +168,7 @@ class BlockPool:
 
     def remember(self, block: KVCacheBlock, block_hash: bytes) -> None:
         """Make `find(block_hash)` return the block, unless another block has this hash already, or nothing is cached."""
-        if self._enable_caching and block.block_hash is None and block_hash not in self._by_hash:
+        if self.enables_caching and block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
             self._by_hash[block_hash] = block
             self.num_remembered += 1

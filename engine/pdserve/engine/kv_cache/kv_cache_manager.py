@@ -273,8 +273,10 @@ class KVCacheManager:
         self.pool.release([source for source, _ in copies])
         return [(source.block_id, target.block_id) for source, target in copies]
 
-    def count_lookup(self, queried_tokens: int, hit_tokens: int) -> None:
-        """Prefix cache statistics, once per admission."""
+    def count_lookup(self, request: Request, queried_tokens: int, hit_tokens: int) -> None:
+        """Prefix cache statistics, once per admission; no effect where the cache is not looked into, as in vLLM."""
+        if not self.pool.enables_caching or request.skip_reading_prefix_cache:
+            return
         self.num_queried_tokens += queried_tokens
         self.num_hit_tokens += hit_tokens
 

@@ -74,6 +74,7 @@ _ZERO = words(
     """
     num_experts num_local_experts n_routed_experts n_shared_experts num_shared_experts num_experts_per_tok
     num_nextn_predict_layers num_mtp_layers num_kv_shared_layers shared_intermediate_size sliding_window
+    shared_expert_intermediate_size moe_shared_expert_intermediate_size
     """
 )
 _TRUE = words(

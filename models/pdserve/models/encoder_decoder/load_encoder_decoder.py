@@ -27,6 +27,7 @@ from pdserve.models.json_object import JsonObject
 from pdserve.models.weights.body_weights import BodyWeights
 from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
+from pdserve.models.weights.stored_quantization import refuse_modelopt
 from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def encoder_decoder_architecture(config: JsonObject) -> str | None:
 
 def read_encoder_decoder_config(folder: Path, dtype: str = "auto") -> EncoderDecoderConfig:
     """The folder's dimensions and options. Arguments: as of `read_config`. Raises: ConfigError, UnsupportedModel."""
-    config = JsonObject.read(folder / "config.json")
+    config = JsonObject.of_model(folder)
     architecture = encoder_decoder_architecture(config)
     if architecture is None:
         raise UnsupportedModel(f"{config.where}: supported with an encoder: {', '.join(ENCODER_DECODERS)}")
@@ -69,6 +70,7 @@ def read_encoder_decoder_config(folder: Path, dtype: str = "auto") -> EncoderDec
         raise UnsupportedModel(
             f"{config.where}: quantization_config is given, and {architecture} is read in floats alone"
         )
+    refuse_modelopt(folder, config)
     if not config.boolean("is_encoder_decoder", True):
         raise UnsupportedModel(f"{config.where}: is_encoder_decoder is false, and {architecture} has an encoder")
     vocab_size = config.integer("vocab_size", maximum=MAX_VOCAB)

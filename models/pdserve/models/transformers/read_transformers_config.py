@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.common.json_file import read_json_object
+from pdserve.common.json_file import read_model_config
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import FamilyLayers
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
@@ -27,6 +27,7 @@ from pdserve.models.transformers.attention_interface import IMPLEMENTATION
 from pdserve.models.transformers.fixed_rope import fix_rope, original_positions
 from pdserve.models.transformers.traced_model import NO_INTERFACE, TracedModel, trace
 from pdserve.models.transformers.transformers_config import TransformersConfig
+from pdserve.models.weights.stored_quantization import refuse_modelopt
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OF_LAYERS = {"attn_config", "ffn_config"}
@@ -52,16 +53,16 @@ def read_transformers_config(folder: Path, dtype: str = "auto") -> TransformersC
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist")
-    path = folder / "config.json"
-    config = JsonObject.read(path)
+    config = JsonObject.of_model(folder)
     model_class = _model_class(config)
     if config.has("quantization_config"):
         raise UnsupportedModel(
             f"{config.where}: quantization_config is {config.shown('quantization_config')}, and {model_class.__name__} is "
             "computed by the code of transformers, which gets its weights as they are"
         )
+    refuse_modelopt(folder, config)
     served = served_dtype(config, dtype)
-    hf, traced = _traced(json.dumps(read_json_object(path)), config.where, served)
+    hf, traced = _traced(json.dumps(read_model_config(folder)), config.where, served)
     original = original_positions(hf)
     longest = min(_positions(hf), original or MAX_INTEGER)
     eos_token_ids, bos_token_id = special_tokens(folder, config, traced.vocab_size)

@@ -7,11 +7,15 @@ channel or per matrix. Which matrices are quantized shows in the weight files: `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from pdserve.common.errors import UnsupportedModel
+from pdserve.common.json_file import MAX_CONFIG_BYTES
 from pdserve.models.json_object import JsonObject
 
+MODELOPT_FILE = "hf_quant_config.json"
+"""Written next to config.json by NVIDIA's ModelOpt."""
 METHOD = "compressed-tensors"
 MXFP4 = "mxfp4"
 """Method of families that unpack their experts themselves."""
@@ -102,3 +106,26 @@ def _eight_bits(scheme: JsonObject) -> str:
 
 def _unread(scheme: JsonObject, name: str, values: str) -> UnsupportedModel:
     return UnsupportedModel(f"{scheme.where}: {name} is {scheme.shown(name)}; read is {values}")
+
+
+def refuse_modelopt(folder: Path, config: JsonObject) -> None:
+    """Refuse weights that ModelOpt has quantized, of which config.json may say nothing.
+
+    Raises: UnsupportedModel naming the file and the field; ConfigError for a file that is not a JSON object.
+    """
+    path = folder / MODELOPT_FILE
+    # as in vLLM, the file counts where config.json names no method
+    if config.has("quantization_config") or not path.exists():
+        return
+    found = JsonObject.read(path, MAX_CONFIG_BYTES)
+    stored = found.child("quantization") or found
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        if stored.has(name):
+            raise UnsupportedModel(
+                f"{stored.where}: {name} is {stored.shown(name)}: the folder was quantized by ModelOpt, which is not read; "
+                f"{METHOD} is the method that is read"
+            )
+    if not stored.is_null("quant_algo"):
+        raise UnsupportedModel(
+            f"{stored.where}: quant_algo is missing: the folder was quantized by ModelOpt, and how is not said"
+        )

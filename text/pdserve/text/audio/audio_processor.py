@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.json_file import read_json_object
+from pdserve.common.json_file import read_model_config
 from pdserve.common.request.audio import audio_feature, verify_samples
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.text.audio.resampling import MAX_RATE, MIN_RATE, resampled
@@ -32,7 +32,7 @@ class AudioProcessor:
     @classmethod
     def from_folder(cls, folder: Path) -> AudioProcessor | None:
         """None for a model without sound. Raises: ConfigError, UnsupportedModel."""
-        architectures = read_json_object(folder / "config.json").get("architectures")
+        architectures = read_model_config(folder).get("architectures")
         if architectures != [_ARCHITECTURE]:
             return None
         return cls(AudioProcessorConfig.read(folder), TranscriptPrompt.from_folder(folder))

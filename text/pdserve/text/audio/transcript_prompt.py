@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.common.json_file import read_json_object
+from pdserve.common.json_file import read_json_object, read_model_config
 
 Task = Literal["transcribe", "translate"]
 _FILE = "generation_config.json"
@@ -35,7 +35,7 @@ class TranscriptPrompt:
     def from_folder(cls, folder: Path) -> TranscriptPrompt:
         """Raises: ConfigError."""
         path = folder / _FILE
-        config = read_json_object(folder / "config.json")
+        config = read_model_config(folder)
         values = (config | read_json_object(path)) if path.exists() else config
         start = _token_id(path, values, "decoder_start_token_id")
         if start is None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.image_processor_config import ImageLimits, ImageProcessorConfig
-from pdserve.common.json_file import read_json_object
+from pdserve.common.json_file import read_model_config
 from pdserve.text.images.chat_images import ImageSource
 from pdserve.text.images.image_url import OpenedImage, open_image, open_image_url
 
@@ -47,7 +47,7 @@ class ImageProcessor:
     @classmethod
     def from_folder(cls, folder: Path, limits: ImageLimits = _NO_LIMITS) -> ImageProcessor | None:
         """None for a model without images. Raises: ConfigError, UnsupportedModel."""
-        config = read_json_object(folder / "config.json")
+        config = read_model_config(folder)
         image_token_id = config.get("image_token_id")
         if "vision_config" not in config or not isinstance(image_token_id, int):
             return None

@@ -12,7 +12,13 @@ from typing import Any
 from tokenizers import AddedToken
 
 from pdserve.common.errors import ConfigError, InvalidRequest
-from pdserve.common.json_file import MAX_JSON_BYTES, MAX_TOKENIZER_CONFIG_BYTES, read_json_object, read_text_file
+from pdserve.common.json_file import (
+    MAX_CONFIG_BYTES,
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+    read_json_object,
+    read_text_file,
+)
 from pdserve.common.request.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -47,8 +53,9 @@ class TokenizerFolder:
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(f"{path / 'tokenizer.json'} is missing; {_instead(path)}")
         tokenizer_config = _read_object(path / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
-        names = ("special_tokens_map", "generation_config", "config")
-        return cls(path, tokenizer_config, *(_read_object(path / f"{name}.json", MAX_JSON_BYTES) for name in names))
+        names = ("special_tokens_map", "generation_config")
+        others = [_read_object(path / f"{name}.json", MAX_JSON_BYTES) for name in names]
+        return cls(path, tokenizer_config, *others, _read_object(path / "config.json", MAX_CONFIG_BYTES))
 
     def token(self, name: str) -> str | None:
         """The text of a named token, such as `bos_token`."""

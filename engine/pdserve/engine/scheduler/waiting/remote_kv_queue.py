@@ -128,7 +128,7 @@ class RemoteKvQueue:
             self._refused.forget(request)
             self._starvation.placed(request)
             num_in_pool = 0 if computed.is_null else len(computed) * self._config.block_size
-            self._kv.count_lookup(request.num_given_tokens, num_in_pool)
+            self._kv.count_lookup(request, request.num_given_tokens, num_in_pool)
             self._loads.count_lookup(request.num_given_tokens - num_in_pool, len(in_host))
             request.num_cached_tokens = num_places * self._config.block_size if in_host else num_in_pool
             request.mark("kv_reserved")

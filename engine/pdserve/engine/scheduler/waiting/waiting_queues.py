@@ -169,7 +169,7 @@ class WaitingQueues:
         request.num_computed_tokens = cached
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = request.num_tokens - uncached
-            self._kv.count_lookup(request.num_given_tokens, cached)
+            self._kv.count_lookup(request, request.num_given_tokens, cached)
             self._loads.count_lookup(request.num_given_tokens - cached, len(in_host))
         if in_host:
             request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
