@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.engine.kv_cache.block_pool import BlockPool
+from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from tests.support.engine_harness import MakeEngine
 from tests.support.hash_model import greedy_answer
 
@@ -136,3 +139,25 @@ def test_without_caching_every_prompt_is_computed_as_a_whole(make_engine: MakeEn
     assert engine.scheduler.num_preemptions > 0
     for start, name in enumerate(names):
         assert answers[name].token_ids == greedy_answer([start, *prompt], 20)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_without_the_cache_no_lookup_is_counted(make_engine: MakeEngine, remote: bool) -> None:
+    engine = make_engine(enable_prefix_caching=False)
+    for name in ("a", "b"):
+        engine.add([1] * 20, name, remote_prefill=remote)
+        engine.step()
+        engine.core.abort_request(name)
+    for message in engine.outbox.take():
+        if isinstance(message, ReceiveInto):
+            engine.core.apply(HoldReturned(message.request_id, message.hold))
+    engine.step()
+    stats = engine.core.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (0, 0)
+
+
+def test_a_request_that_may_not_read_the_cache_looks_nothing_up(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add([1] * 20, "a", params={"prompt_logprobs": 1})
+    engine.run()
+    assert engine.core.stats().prefix_cache_queries == 0

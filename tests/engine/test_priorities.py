@@ -107,6 +107,34 @@ def test_better_work_passes_a_preempted_sequence_and_equal_work_does_not(make_en
     assert engine.answers["second"].token_ids == greedy_answer([2] * 8, 16)
 
 
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_equals_go_by_the_time_of_their_arrival(make_engine: MakeEngine, policy: str, remote: bool) -> None:
+    """As in vLLM, whose fcfs queue is in the order of submission."""
+    engine = make_engine(max_num_seqs=1, num_blocks=12, scheduling_policy=policy)
+    engine.add([9] * 4, "first", params={"max_tokens": 2})
+    engine.step()
+    kept = engine.scheduler.pool.num_available
+    times = {"late": 30.0, "early": 10.0, "middle": 20.0, "better": 40.0, "again": 20.0}
+    for number, (name, arrival_time) in enumerate(times.items()):
+        prompt = [number + 1] * (4 * (kept - 2) if remote else 4)
+        priority = -1 if name == "better" and policy == "priority" else 0
+        engine.add(prompt, name, priority=priority, arrival_time=arrival_time, remote_prefill=remote)
+    expected = ["better", "early", "middle", "again", "late"] if policy == "priority" else [*times]
+    if not remote:
+        assert order_of_ends(engine) == ["first", *expected]
+        return
+    places: list[str] = []
+    while len(places) < len(times):
+        engine.step()
+        for room in engine.outbox.take():
+            if isinstance(room, ReceiveInto):
+                places.append(room.request_id)
+                engine.core.abort_request(room.request_id)
+                engine.core.apply(HoldReturned(room.request_id, room.hold))
+    assert places == expected
+
+
 def test_room_for_remote_requests_goes_by_priority_too(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=10, scheduling_policy="priority")
     engine.add([1] * 20, "holds", remote_prefill=True)

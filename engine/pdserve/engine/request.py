@@ -110,8 +110,6 @@ class Request:
         """Source side: index of the first block that the receiver requests; None before `Want`."""
         self.num_settled_blocks = 0
         """Source side: blocks given to the transfer so far, counted from block 0."""
-        self.arrival = next(_arrivals)
-        """Order of arrival in this engine."""
         self.num_overtaken = 0
         """Number of later arrivals that got blocks while this one was first in its queue."""
         self.num_preemptions = 0
@@ -122,6 +120,9 @@ class Request:
         self.has_emitted = False
         """True if an output of this sequence, or of a session's turn, has left the engine."""
         self.moments: dict[str, float] = {"queued": core.arrival_time or time.monotonic()}
+        self._orders_by_time = False
+        self.arrival = self._arrive()
+        """Order of arrival: by time where `order_by_time` was called, and then in this engine."""
         self.events = [EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"])]
         """Events since its last output."""
         self.prompt_logprobs: LogprobsLists | None = None
@@ -140,6 +141,14 @@ class Request:
             if wait in self.waits_for:
                 return wait.value
         return RequestStatus.WAITING
+
+    def order_by_time(self) -> None:
+        """Compare it with others by the time at which it arrived at the front end. Called before it enters a queue."""
+        self._orders_by_time = True
+        self.arrival = self._arrive()
+
+    def _arrive(self) -> tuple[float, int]:
+        return self.moments["queued"] if self._orders_by_time else 0.0, next(_arrivals)
 
     @property
     def num_tokens(self) -> int:
@@ -224,6 +233,8 @@ class Request:
             other = Request(self.core)
             other.index = index
             other.priority = self.priority
+            if self._orders_by_time:
+                other.order_by_time()
             other.request_id = self.core.sequence_id(index)
             other.waits_for = set()
             other.grammar = None if self.grammar is None else self.grammar.fork()
@@ -270,11 +281,11 @@ class Request:
         self.token_ids += update.prompt_token_ids
         self.spec_token_ids = []
         self.num_prompt_tokens = self.num_given_tokens = len(self.token_ids)
-        self.arrival = next(_arrivals)
+        self.moments = {"queued": update.arrival_time or time.monotonic()}
+        self.arrival = self._arrive()
         self.num_overtaken = 0
         self.stop_reason = self.prompt_logprobs = None
         self.has_emitted = False
-        self.moments = {"queued": update.arrival_time or time.monotonic()}
         self.prefill_chunks = []
         self.events.append(EngineCoreEvent(EngineCoreEventType.QUEUED, self.moments["queued"]))
 

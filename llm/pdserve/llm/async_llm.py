@@ -224,8 +224,9 @@ class AsyncLLM:
     ) -> RequestOutputCollector:
         """Queue a request, whose answers the collector has; it runs whether they are read or not, until `abort`.
 
-        params: None is the model's defaults. arrival_time: seconds since 1970, for the answer's metrics; default: now. Others: as
-        in `generate`. Raises: InvalidRequest naming the field, its value and its limit; what ended the engine.
+        params: None is the model's defaults. arrival_time: seconds since 1970, for the answer's metrics and, with
+        `scheduling_policy="priority"`, its turn among equals; default: now. Others: as in `generate`.
+        Raises: InvalidRequest naming the field, its value and its limit; what ended the engine.
         """
         self._start()
         _verify_rank(data_parallel_rank)

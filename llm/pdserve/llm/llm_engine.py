@@ -103,8 +103,9 @@ class LLMEngine:
     ) -> None:
         """Queue a request. request_id: a name that no other request has now. params: None is the model's defaults.
 
-        arrival_time: seconds since 1970, for the answer's metrics; default: now. prompt_token_ids: in place of `prompt`.
-        tokenization_kwargs: see `TokenizationKwargs`. trace_headers: W3C trace context. priority: lower runs first with
+        arrival_time: seconds since 1970, for the answer's metrics and, with `scheduling_policy="priority"`, its turn among equals;
+        default: now. prompt_token_ids: in place of `prompt`. tokenization_kwargs: see `TokenizationKwargs`.
+        trace_headers: W3C trace context. priority: lower runs first with
         `scheduling_policy="priority"`. speculative_tokens: tokens to draft per step, at most: see `speculative_config`.
         lora_request: the adapter; needs `enable_lora`.
         Raises: InvalidRequest naming the field, its value and its limit.

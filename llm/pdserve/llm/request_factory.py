@@ -17,7 +17,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.pooling_params import PoolingParams, PoolingTask, verify_generates
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
-from pdserve.common.telemetry.request_metrics import RequestMetrics, unix_s
+from pdserve.common.telemetry.request_metrics import RequestMetrics, monotonic_s, unix_s
 from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.checked_fields import checked, converted, field_types
@@ -281,7 +281,8 @@ class RequestFactory:
     ) -> LocalRequest:
         """The request for the engine. request_id: the caller's name for it; default: its number.
 
-        arrival_time: seconds since 1970, for its metrics; default: now. resumable: True for the first turn of a session.
+        arrival_time: seconds since 1970, for its metrics, and among equal priorities for its turn; default: now. resumable: True
+        for the first turn of a session.
         """
         request_id, stem = self._named(request_id)
         params = self._seeded(valid.request.sampling_params)
@@ -294,7 +295,10 @@ class RequestFactory:
             eos_token_ids=self._tokenizer.eos_token_ids,
             resumable=resumable,
         )
-        arrived = unix_s(core.arrival_time) if arrival_time is None else arrival_time
+        if arrival_time is None:
+            arrived = unix_s(core.arrival_time)
+        else:
+            arrived, core.arrival_time = arrival_time, monotonic_s(arrival_time)
         return self._local(core, valid, params, request_id, valid.request.prompt_token_ids, arrived)
 
     def make_turn(self, valid: ValidRequest, engine_id: str) -> StreamingUpdate:

@@ -100,3 +100,8 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 def unix_s(monotonic_s: float) -> float:
     """`time.monotonic()` seconds of this process -> seconds since 1970."""
     return to_unix_ns(monotonic_s) / 1e9
+
+
+def monotonic_s(unix_s: float) -> float:
+    """Seconds since 1970 -> `time.monotonic()` seconds of this process."""
+    return unix_s - to_unix_ns(0.0) / 1e9

@@ -122,13 +122,13 @@ class RunningBatch(Mapping[str, Request]):
 
         Never a source with `Want`; None if no other sequence runs.
         """
-        return min(
+        return max(
             (request for request in self._requests.values() if not request.is_pinned_source),
             key=lambda request: (
-                not request.is_unwanted_source,
-                -request.priority,
-                request.num_computed_tokens,
-                -request.arrival,
+                request.is_unwanted_source,
+                request.priority,
+                -request.num_computed_tokens,
+                request.arrival,
             ),
             default=None,
         )

@@ -93,6 +93,8 @@ class Scheduler:
         request = Request(core)
         if self.config.scheduling_policy == "fcfs":
             request.priority = 0
+        else:
+            request.order_by_time()
         self.requests[request.request_id] = request
         if Wait.GRAMMAR in request.waits_for:
             self.grammars.start(request)

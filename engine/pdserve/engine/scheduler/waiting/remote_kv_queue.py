@@ -96,7 +96,7 @@ class RemoteKvQueue:
         return len(self._unreserved)
 
     def add(self, request: Request) -> None:
-        self._unreserved.append(request)
+        self._unreserved.insert(request)
 
     def cancel_remote(self, request: Request) -> None:
         """Stop receiving a sequence that is computed here instead."""
