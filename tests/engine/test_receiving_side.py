@@ -243,9 +243,9 @@ def test_aborting_before_the_reservation_tells_the_transfer(make_engine: MakeEng
 def test_a_running_sequence_gets_the_room_of_one_that_still_loads(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=12, max_model_len=48)
     short = list(range(6))
+    loads = park(engine, "loads", LONG)
     engine.add(short, "runs", params={"max_tokens": 24})
     engine.step()
-    loads = park(engine, "loads", LONG)
     assert engine.scheduler.pool.num_available == 2
     while (answer := engine.collect().get("loads")) is None:
         engine.step()
@@ -264,9 +264,9 @@ def test_a_running_sequence_gets_the_room_of_one_that_still_loads(make_engine: M
 
 def test_what_had_landed_for_an_evicted_sequence_is_found_in_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=12, max_model_len=48)
+    loads = park(engine, "loads", LONG)
     engine.add(list(range(6)), "runs", params={"max_tokens": 12})
     engine.step()
-    loads = park(engine, "loads", LONG)
     write(engine, loads, LONG)
     engine.core.apply(Landed("loads", 3))
     while "loads" not in engine.collect():
@@ -281,9 +281,9 @@ def test_what_had_landed_for_an_evicted_sequence_is_found_in_the_cache(make_engi
 
 def test_the_room_of_a_sequence_with_a_higher_priority_is_left_alone(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=12, max_model_len=48, scheduling_policy="priority")
+    loads = park(engine, "loads", LONG, priority=0)
     engine.add(list(range(6)), "runs", params={"max_tokens": 24}, priority=1)
     engine.step()
-    loads = park(engine, "loads", LONG, priority=0)
     for _ in range(30):
         engine.step()
     assert "loads" not in engine.collect()
@@ -299,10 +299,10 @@ def test_room_that_does_not_come_back_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.RETURNS_WITHIN_S", 0.05)
     engine = make_engine(num_blocks=12, max_model_len=48)
+    loads = park(engine, "loads", LONG[:22])
     engine.add(list(range(6)), "one", params={"max_tokens": 20})
     engine.add(list(range(7)), "two", params={"max_tokens": 20})
     engine.step()
-    loads = park(engine, "loads", LONG[:22])
     began = time.monotonic()
     while engine.scheduler.num_preemptions == 0:
         engine.step()

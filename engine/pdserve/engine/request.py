@@ -221,6 +221,13 @@ class Request:
         """Number of sequences that this `Request` represents: the request's n until its prompt is computed, then 1."""
         return 1 if self.num_output_tokens else self.core.n
 
+    def num_tokens_within(self, num_steps: int) -> int:
+        """Tokens whose KV it has at most after so many steps of one token."""
+        if self.core.transfer_source:
+            return self.num_given_tokens
+        end = self.num_prompt_tokens + self.sampling_params.output_limit - 1
+        return min(self.num_tokens + num_steps, end)
+
     @property
     def num_forks(self) -> int:
         """Number of sequences that will be forked from this one in this engine."""

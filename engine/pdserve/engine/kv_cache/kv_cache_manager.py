@@ -153,9 +153,9 @@ class KVCacheManager:
     ) -> list[list[int]] | None:
         """Room for a sequence's first tokens; returns the ids of the blocks added to its tables, per group, [] if there are none.
 
-        room: tokens; an int for every group alike. computed: cached blocks to begin with, only at admission.
-        keep_free: number of sequences for each of which a block per group must remain available afterwards. num_known: places from
-        the first of which `computed` has no block that is loaded; None: all.
+        room: tokens; an int for every group alike. computed: cached blocks to begin with, only at admission. keep_free: blocks that
+        must remain available afterwards. num_known: places from the first of which `computed` has no block that is loaded; None:
+        all.
         None means that there is no room, though idle sequences have lost theirs, and this one those behind its window; nothing else
         has changed.
         """
@@ -163,8 +163,7 @@ class KVCacheManager:
         has_table = coordinator.has_table(request)
         if has_table and not self.keeps_every_block:
             self.num_freed_behind_window += coordinator.free_skipped(request, self._num_remembered[request.request_id])
-        num_kept = keep_free * self.num_groups
-        while coordinator.num_blocks_missing(request, tokens, computed.blocks) + num_kept > self.pool.num_available:
+        while coordinator.num_blocks_missing(request, tokens, computed.blocks) + keep_free > self.pool.num_available:
             if not self._take_from_idle(request):
                 return None
         self._idle.pop(request.request_id, None)
@@ -177,6 +176,13 @@ class KVCacheManager:
         self._num_remembered[request.request_id] = len(computed) if num_known is None else num_known
         coordinator.allocate(request, tokens)
         return self.block_ids(request)
+
+    def growth(self, request: Request, num_tokens: int, num_given: int | None = None) -> int:
+        """Blocks that a sequence takes at most until it has so many tokens, in a group with a window at a time.
+
+        num_given: tokens for which it will have room, of a sequence without block tables; None: those of its tables.
+        """
+        return sum(manager.growth(request, num_tokens, num_given) for manager in self.coordinator.managers)
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """True if a running sequence's first `num_tokens` tokens have room in its tables already."""

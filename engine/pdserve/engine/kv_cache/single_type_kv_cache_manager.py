@@ -76,6 +76,11 @@ class SingleTypeKVCacheManager:
         revived = 0 if table is not None else sum(block is None or block.ref_cnt == 0 for block in computed)
         return max(0, self.num_blocks_for(num_tokens) - have) + revived
 
+    def growth(self, request: Request, num_tokens: int, num_given: int | None) -> int:
+        """See `KVCacheManager.growth`."""
+        have = len(self.tables.get(request.request_id, ())) if num_given is None else self.num_blocks_for(num_given)
+        return max(0, self.num_blocks_for(num_tokens) - have)
+
     def touch_computed(self, request: Request, computed: Sequence[KVCacheBlock | None]) -> None:
         """Begin the table of a sequence with blocks from the cache; None for one that is loaded, which `fill` allocates. `fill` and
         `allocate` follow for all groups after all of these calls."""
@@ -168,6 +173,10 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self.window = window
         self._num_reserved_blocks = num_window_blocks(window.num_tokens, block_size, step_tokens)
         self._is_alone = is_alone
+
+    def growth(self, request: Request, num_tokens: int, num_given: int | None) -> int:
+        # each further block takes the place of one behind the window
+        return min(1, super().growth(request, num_tokens, num_given))
 
     def num_skipped(self, request: Request, num_computed_tokens: int) -> int:
         num_skipped = self.window.num_skipped_blocks(num_computed_tokens)

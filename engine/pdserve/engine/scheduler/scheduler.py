@@ -241,8 +241,7 @@ class Scheduler:
         self.running.encoder.begin_step()
         self._take_grammars()
         self._look_at_grammars()
-        num_growing = self.running.num_growing + self.waiting.num_ready + self.grammars.num_landed
-        self.receives.reserve(num_growing)
+        self.receives.reserve(self.running.values(), self.waiting.num_ready + self.grammars.num_landed)
         decoding, prefilling, running_ahead = self.running.by_phase()
         # decoding sequences precede prefilling ones, so that a long prompt does not stall all streams
         self._schedule_running(step, decoding)

@@ -40,24 +40,29 @@ class Echo:
         """The prompt's text before the first text of a choice, then ""."""
         if output.index in self._said:
             return ""
-        prompt = self._prompts[output.index // self._choices_each]
-        own = isinstance(prompt, TextInput) and not self._truncated
-        text = prompt.text if own else self._text(output).text
+        prompt = self._own_text(output.index // self._choices_each)
+        text = self._text(output).text if prompt is None else prompt.text
         self._said[output.index] = len(text)
         return text
+
+    def _own_text(self, place: int) -> TextInput | None:
+        """The client's text, if all of it is computed."""
+        prompt = self._prompts[place]
+        return prompt if isinstance(prompt, TextInput) and not self._truncated else None
 
     def _text(self, output: CompletionOutput) -> PromptText:
         """output: the first one of a choice."""
         place = output.index // self._choices_each
         if place not in self._texts:
-            prompt, token_ids = self._prompts[place], output.prompt_token_ids or []
-            # special tokens of a text are those that the tokenizer added
-            is_text = isinstance(prompt, TextInput)
-            self._texts[place] = (
-                PromptText.of_client(self._tokenizer, prompt, token_ids)
-                if is_text and not self._truncated
-                else PromptText.of_tokens(self._tokenizer, token_ids, hides_special_tokens=is_text, ends=self.alone)
-            )
+            prompt, token_ids = self._own_text(place), output.prompt_token_ids or []
+            if prompt is not None:
+                self._texts[place] = PromptText.of_client(self._tokenizer, prompt, token_ids)
+            else:
+                # special tokens of a text are those that the tokenizer added
+                hides = isinstance(self._prompts[place], TextInput)
+                self._texts[place] = PromptText.of_tokens(
+                    self._tokenizer, token_ids, hides_special_tokens=hides, ends=self.alone
+                )
         return self._texts[place]
 
     def logprobs(self, output: CompletionOutput, num_top: int, *, as_token_ids: bool = False) -> dict[str, Any]:

@@ -53,9 +53,13 @@ class TokenizerFolder:
         if not (path / "tokenizer.json").is_file():
             raise ConfigError(f"{path / 'tokenizer.json'} is missing; {_instead(path)}")
         tokenizer_config = _read_object(path / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
-        names = ("special_tokens_map", "generation_config")
-        others = [_read_object(path / f"{name}.json", MAX_JSON_BYTES) for name in names]
-        return cls(path, tokenizer_config, *others, _read_object(path / "config.json", MAX_CONFIG_BYTES))
+        return cls(
+            path,
+            tokenizer_config,
+            _read_object(path / "special_tokens_map.json", MAX_JSON_BYTES),
+            _read_object(path / "generation_config.json", MAX_JSON_BYTES),
+            _read_object(path / "config.json", MAX_CONFIG_BYTES),
+        )
 
     def token(self, name: str) -> str | None:
         """The text of a named token, such as `bos_token`."""

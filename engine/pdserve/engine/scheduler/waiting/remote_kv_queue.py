@@ -11,6 +11,7 @@ only events change them.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from pdserve.common.device_event import DeviceEvent
@@ -32,6 +33,8 @@ from pdserve.engine.scheduler.kv_messages import (
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
 
+GROWTH_TOKENS = 128
+"""Tokens by which sequences are expected to grow while the KV of another one arrives and is used."""
 RETURNS_WITHIN_S = 1.5
 """Seconds for which a step waits for the blocks of an evicted sequence; reads that take longer may never end."""
 Ready = tuple[Request, tuple[int, ...]]
@@ -102,17 +105,24 @@ class RemoteKvQueue:
         """Stop receiving a sequence that is computed here instead."""
         self._connector.send(StopReceiving(request.request_id))
 
-    def reserve(self, num_growing: int) -> None:
+    def reserve(self, running: Collection[Request], num_ready: int) -> None:
         """Reserve blocks in the queue's order, passing over at most `look_ahead` sequences that do not fit yet.
 
-        num_growing: number of other sequences that may need a further block. One block is kept free for each of them, and for each
-        sequence that receives. If there are any, a prompt of n sequences gets its blocks only together with n - 1 further ones.
+        running: sequences of the batch. num_ready: number of further ones that hold blocks and are not received; a block per group
+        is kept free for each. While another sequence holds blocks, one is placed only where all of them, and itself, have room for
+        `GROWTH_TOKENS` further tokens, or as many as they may have: otherwise one of them would soon take the blocks of another,
+        whose KV would be computed or moved again.
         """
+        if not self._unreserved:
+            return
+        growth = num_ready * self._kv.num_groups
+        growth += sum(map(self._growth, (*running, *(receive.request for receive in self._receiving.values()))))
+        has_others = bool(running or num_ready or self._receiving)
         for request in self._unreserved.first(self._config.look_ahead + 1):
             if self._starvation.must_wait(request):
                 continue
-            keep_free = num_growing + self.num_parked
-            keep_free += request.num_forks if keep_free else 0
+            own_growth = self._growth(request, request.num_given_tokens)
+            keep_free = growth + own_growth if has_others else 0
             if self._refused.still_lacks_room(request, keep_free):
                 continue
             computed = self._kv.get_blocks_to_keep(request, request.num_given_tokens)
@@ -137,7 +147,13 @@ class RemoteKvQueue:
             hold = self._holds.out(self._kv.hold(request, first, len(order)))
             self._receiving[request.request_id] = Receive(request, order, first, len(hold), set(hold.block_ids))
             self.num_parked += request.num_sequences
+            growth, has_others = growth + own_growth, True
             self._unsent[request.request_id] = ReceiveInto(request.request_id, first, hold, self.launched_event)
+
+    def _growth(self, request: Request, num_given: int | None = None) -> int:
+        """Blocks that a sequence and those forked from it may take soon. num_given: as of `KVCacheManager.growth`."""
+        num_tokens = min(request.num_tokens_within(GROWTH_TOKENS), self._config.max_model_len)
+        return self._kv.growth(request, num_tokens, num_given) + request.num_forks * self._kv.num_groups
 
     def send_reserved(self, copied: DeviceEvent | None) -> None:
         """Let the transfer side write into the blocks that `reserve` has reserved, once copies of their former content are queued.
