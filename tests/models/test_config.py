@@ -325,3 +325,14 @@ def test_a_shared_expert_of_no_size(field: str, tmp_path: Path) -> None:
     edit_json(folder / "config.json", **{field: 16})
     with pytest.raises(UnsupportedModel, match=f"{field} is 16, .* must be 0 or absent"):
         read_config(folder)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "llama"])
+def test_norms_of_queries_and_keys_that_the_family_has_anyway(architecture: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, architecture)
+    edit_json(folder / "config.json", use_qk_norm=True)
+    if architecture == "llama":
+        with pytest.raises(UnsupportedModel, match="use_qk_norm is true"):
+            read_config(folder)
+        return
+    assert read_config(folder).unknown_fields == ()

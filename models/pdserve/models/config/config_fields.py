@@ -82,6 +82,8 @@ _TRUE = words(
     "layer_norm_elementwise_affine do_layer_norm_before gated_mlp use_swiglu"
 )
 """Fields whose value false changes the computation."""
+_QK_NORM = words("use_qk_norm qk_norm qk_layernorm")
+"""Fields that say what the family's class does in any case; false is left to the weights, which have norms or not."""
 _SILU = words("hidden_activation activation_function activation mlp_hidden_act")
 
 
@@ -101,6 +103,8 @@ class Dimensions:
     """Tokens of the longest sequence that can be served."""
     has_windows: bool
     """Each layer has a sliding window."""
+    has_qk_norm: bool = False
+    """Queries and keys are normed."""
 
 
 _SAME: Mapping[str, Callable[[Dimensions], float]] = {
@@ -156,6 +160,8 @@ def _is_neutral(config: JsonObject, name: str, own: Dimensions) -> bool:
         return isinstance(value, int | float) and math.isclose(value, _SAME[name](own), rel_tol=1e-6)
     if name in _TRUE:
         return value is True
+    if name in _QK_NORM and value is True:
+        return own.has_qk_norm
     if name in _SILU:
         return value in ("silu", "swish")
     if name in _ONE and _is_number(value):
