@@ -14,41 +14,35 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.runner.loaded_model import string_chars
-from pdserve.engine.structured_outputs.bounded_strings import with_bounded_strings
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
 from pdserve.models.model_folder import model_folder
 from pdserve.router.requests.fields.tools import FunctionBody, ToolBody, tool_use
 
 LIMIT = 4
 STRING = {"type": "string"}
-BOUNDED = {"type": "string", "maxLength": LIMIT}
-SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "string": (STRING, BOUNDED),
-    "nullable": ({"type": ["string", "null"]}, {"type": ["string", "null"], "maxLength": LIMIT}),
+SCHEMAS: dict[str, tuple[Any, str]] = {
+    "string": (STRING, "%s"),
+    "nullable": ({"type": ["string", "null"]}, "%s"),
     "nested": (
-        {"type": "object", "properties": {"type": STRING}, "$defs": {"a": {"anyOf": [STRING, {"type": "null"}]}}},
-        {"type": "object", "properties": {"type": BOUNDED}, "$defs": {"a": {"anyOf": [BOUNDED, {"type": "null"}]}}},
+        {
+            "type": "object",
+            "properties": {"type": {"$ref": "#/$defs/a"}},
+            "$defs": {"a": {"anyOf": [STRING, {"type": "null"}]}},
+        },
+        '{"type": %s}',
     ),
-    "items": (
-        {"type": "array", "prefixItems": [STRING], "items": STRING},
-        {"type": "array", "prefixItems": [BOUNDED], "items": BOUNDED},
-    ),
-    "minLength": (STRING | {"minLength": 6}, {"type": "string", "minLength": 6, "maxLength": 6}),
-    "additionalProperties": (
-        {"type": "object", "additionalProperties": STRING},
-        {"type": "object", "additionalProperties": BOUNDED},
-    ),
+    "items": ({"type": "array", "prefixItems": [STRING], "items": STRING}, '["", %s]'),
+    "additionalProperties": ({"type": "object", "additionalProperties": STRING}, '{"a": %s}'),
+    "anything": ({}, "%s"),
+    "an item of anything": (True, "[[%s]]"),
+    "any object": ({"type": "object"}, '{"a": %s}'),
 }
-UNTOUCHED: dict[str, Any] = {
-    "maxLength": STRING | {"maxLength": 9},
-    "pattern": STRING | {"pattern": "a*"},
-    "format": STRING | {"format": "date"},
-    "enum": STRING | {"enum": ["much longer"]},
-    "const": STRING | {"const": "much longer"},
-    "number": {"type": "number"},
-    "anything": {},
-    "boolean": True,
-    "a value": {"default": {"type": "string"}},
+OWN: dict[str, tuple[Any, int]] = {
+    "minLength": (STRING | {"minLength": 6}, 6),
+    "maxLength": (STRING | {"maxLength": 9}, 9),
+    "pattern": (STRING | {"pattern": "x*"}, 1000),
+    "enum": (STRING | {"enum": ["x" * 20]}, 20),
+    "const": (STRING | {"const": "x" * 20}, 20),
 }
 OBJECT = {"type": "object", "properties": {"a": STRING}, "required": ["a"], "additionalProperties": False}
 TAG = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": OBJECT}})
@@ -65,21 +59,32 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("schema", "bounded"), SCHEMAS.values(), ids=SCHEMAS)
-def test_every_string_gets_the_limit(schema: dict[str, Any], bounded: dict[str, Any]) -> None:
-    before = json.dumps(schema)
-    assert with_bounded_strings(schema, LIMIT) == bounded
-    assert json.dumps(schema) == before
-
-
-@pytest.mark.parametrize("schema", UNTOUCHED.values(), ids=UNTOUCHED)
-def test_what_has_a_form_of_its_own_stays(schema: Any) -> None:
-    assert with_bounded_strings(schema, LIMIT) == schema
-
-
 @pytest.fixture(scope="module")
 def folder(tiny_checkpoints: Callable[..., Path]) -> Path:
     return tiny_checkpoints("llama")
+
+
+def longest(folder: Path, form: StructuredOutputsParams, around: str, whitespace_chars: int, string_chars: int) -> int:
+    """Characters of the longest string that the grammar accepts in its place."""
+    grammar = compile_grammar(Vocabulary(folder, 320, whitespace_chars, string_chars), form)
+
+    def accepts(num_chars: int) -> bool:
+        text = around % json.dumps("x" * num_chars)
+        return bool(xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True).accept_string(text))
+
+    return max(num for num in (0, *range(LIMIT, 12), 20, 1000) if accepts(num))
+
+
+@pytest.mark.parametrize(("schema", "around"), SCHEMAS.values(), ids=SCHEMAS)
+def test_every_string_gets_the_limit(folder: Path, schema: Any, around: str) -> None:
+    form = StructuredOutputsParams(json=json.dumps(schema))
+    assert longest(folder, form, around, 16, LIMIT) == LIMIT
+    assert longest(folder, form, around, 16, 0) == 1000
+
+
+@pytest.mark.parametrize(("schema", "own"), OWN.values(), ids=OWN)
+def test_what_has_a_form_of_its_own_keeps_it(folder: Path, schema: Any, own: int) -> None:
+    assert longest(folder, StructuredOutputsParams(json=schema), "%s", 16, LIMIT) == own
 
 
 @pytest.mark.parametrize(("form", "around"), FORMS.values(), ids=FORMS)
@@ -87,17 +92,9 @@ def folder(tiny_checkpoints: Callable[..., Path]) -> Path:
 def test_the_grammar_ends_strings(
     folder: Path, form: StructuredOutputsParams, around: str, whitespace_chars: int
 ) -> None:
-    def longest(string_chars: int) -> int:
-        grammar = compile_grammar(Vocabulary(folder, 320, whitespace_chars, string_chars), form)
-
-        def accepts(num_chars: int) -> bool:
-            text = around % json.dumps({"a": "x" * num_chars})
-            return bool(xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True).accept_string(text))
-
-        return max(num for num in (0, LIMIT, LIMIT + 1, 1000) if accepts(num))
-
-    assert longest(LIMIT) == LIMIT
-    assert longest(0) == 1000
+    around = around % '{"a": %s}'
+    assert longest(folder, form, around, whitespace_chars, LIMIT) == LIMIT
+    assert longest(folder, form, around, whitespace_chars, 0) == 1000
 
 
 def test_only_the_bundled_model_has_a_limit_by_default(tmp_path: Path) -> None:

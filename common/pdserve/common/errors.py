@@ -10,6 +10,7 @@
       Unauthenticated         no or a wrong API key
       PermissionDenied        a service's certificate lacks the role for a call
       Overloaded              admission refused it; `retry_after_s` says when to come back
+        GrammarUnavailable    a worker could not compile a grammar in time, for no fault of the grammar
       DeadlineExceeded        the request's own deadline passed
       Cancelled               the client disconnected, or the request was aborted
       LayoutMismatch          two workers whose KV blocks differ
@@ -143,6 +144,14 @@ class Overloaded(PdServeError):
         self.retry_after_s = retry_after_s
         self.by_peer = False
         """True if another service raised it; otherwise this one or a channel did."""
+
+
+class GrammarUnavailable(Overloaded):
+    """A worker could not compile or match a grammar in time, for lack of processor time or because a process ended."""
+
+    code = "grammar_unavailable"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
 
 
 class DeadlineExceeded(PdServeError):

@@ -143,7 +143,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     run_ahead_share: float = 0.5
     """Part of the pool in which prefill may compute sources without `Want`."""
     grammar_timeout_s: float = 10.0
-    """For a grammar of `structured_outputs` to be compiled, and before that to get its turn."""
+    """Processor time for a grammar of `structured_outputs` to be compiled, seconds; requests wait three times as long, and before
+    that once as long for its turn."""
     grammar_token_s: float = 0.05
     """Processor time for a grammar to accept a token and find the next mask, seconds; its process is killed after 5 times it."""
     grammar_request_s: float = 1.0

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError
+from pdserve.common.errors import GrammarUnavailable, InternalError, InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.structured_outputs.grammar import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer
@@ -31,6 +32,7 @@ from pdserve.engine.structured_outputs.grammar_host import GrammarHost, GrammarH
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     REPLAY_TOKENS,
+    WAIT_FACTOR,
     Broken,
     Compiled,
     Exited,
@@ -54,7 +56,8 @@ MAX_PROCESSES = 64
 MAX_IDLE_PROCESSES = 16
 """Limit of processes without sequences, kept because later requests often have the same grammar."""
 START_S = 60.0
-"""Seconds for the fork server to import its modules and read the vocabulary."""
+"""Seconds for which a request waits for the fork server, which imports its modules and reads the vocabulary. It is started again
+only if it used no processor time for so long."""
 _NO_DESCRIPTOR = -1
 _LOOK_EVERY_S = 0.25
 _CLOSE_S = 5.0
@@ -92,6 +95,8 @@ class GrammarCompiler:
         self.is_starting = False
         """True until the fork server is ready, which takes seconds. Any thread may read it."""
         self._start_until = 0.0
+        """`time.monotonic()` seconds by which the starting fork server must have used more than `_start_ticks`."""
+        self._start_ticks = 0
         self._selector: selectors.BaseSelector = selectors.SelectSelector()
         self._wake = _NO_DESCRIPTOR
         """An eventfd that wakes the compiler's thread; made with the first job."""
@@ -177,7 +182,7 @@ class GrammarCompiler:
         num_compiling = sum(not held.is_compiled for held in self._by_number.values())
         if len(self._jobs) and self._server is None:
             self._server = GrammarForkServer(self._folder, self._vocab_size, self._limits)
-            self.is_starting, self._start_until = True, time.monotonic() + START_S
+            self.is_starting, self._start_until, self._start_ticks = True, time.monotonic() + START_S, 0
             self._selector.register(self._server, selectors.EVENT_READ)
         if self._server is None or not self._server.is_ready:
             return  # the start of the fork server does not count towards a grammar's time
@@ -198,13 +203,18 @@ class GrammarCompiler:
         try:
             process = server.spawn(job.params)
         except OSError as error:
-            job.deliver(Overloaded(f"the process that compiles {FIELD} could not be started: {error}"))
+            job.deliver(GrammarUnavailable(f"the process that compiles {FIELD} could not be started: {error}"))
             return None
         host = GrammarHost(process.steps, process.progress, self._vocab_size, self._limits, self.hosts)
-        held = HeldGrammar(key_of(job), process, host, time.monotonic() + self._limits.compile_s)
+        held = HeldGrammar(key_of(job), process, host, time.monotonic() + self._wait_s)
         self._held[held.key] = self._by_number[process.number] = held
         self._selector.register(process.control, selectors.EVENT_READ, process.number)
         return held
+
+    @property
+    def _wait_s(self) -> float:
+        """Seconds for which requests wait for one compilation."""
+        return WAIT_FACTOR * self._limits.compile_s
 
     # ---- messages of processes
 
@@ -282,7 +292,7 @@ class GrammarCompiler:
             self._give_up(InternalError("the grammar could not be compiled; the worker's log has the details"))
         else:
             log.warning("the fork server of grammars has ended; the next grammar starts another")
-            self._give_up(Overloaded(f"the process that compiles {FIELD} has ended"))
+            self._give_up(GrammarUnavailable(f"the process that compiles {FIELD} has ended"))
         self._stop_server()
 
     def _ended(self, held: HeldGrammar, status: int) -> None:
@@ -293,14 +303,16 @@ class GrammarCompiler:
         reason = (
             f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and {limits.memory_mib} MiB"
         )
+        killed = GrammarUnavailable(f"the process that compiled {FIELD} was killed")
+        is_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         for job in held.waiting:
-            job.deliver(InvalidRequest(reason, FIELD))
+            job.deliver(killed if is_killed else InvalidRequest(reason, FIELD))
         for opening, job in held.opening.items():
             if held.host.ended_by_draft:
                 self._jobs.add(replace(job, may_draft=False))
                 continue
             reason = f"{FIELD} takes too long to be matched against the output that the request begins with"
-            lost = Overloaded(f"the process that held the grammar of {FIELD} has ended")
+            lost = GrammarUnavailable(f"the process that held the grammar of {FIELD} has ended")
             job.deliver(InvalidRequest(reason, FIELD) if opening == slot else lost)
         if held.waiting or held.opening or not held.host.is_idle:
             log.warning("a process that held a grammar has ended with status %d", os.waitstatus_to_exitcode(status))
@@ -309,17 +321,28 @@ class GrammarCompiler:
 
     def _look_after(self) -> None:
         now = time.monotonic()
-        if self.is_starting and now >= self._start_until:
-            log.error("the fork server of grammars was not ready within %g s", START_S)
-            self._give_up(Overloaded(f"the process that compiles {FIELD} could not be started within {START_S:g} s"))
-            self._stop_server()
+        if self.is_starting and self._server is not None and now >= self._start_until:
+            # on a starved machine it needs longer than any request waits; started again, it would never be ready
+            ticks = self._server.processor_ticks()
+            if ticks > self._start_ticks:
+                self._start_until, self._start_ticks = now + START_S, ticks
+            else:
+                log.error("the fork server of grammars made no progress within %g s", START_S)
+                self._give_up(
+                    GrammarUnavailable(f"the process that compiles {FIELD} made no progress for {START_S:g} s")
+                )
+                self._stop_server()
         for held in list(self._by_number.values()):
             if held.is_compiled:
                 continue
             is_overdue = now >= held.overdue_at
             if is_overdue:
-                held.fail(InvalidRequest(f"{FIELD} could not be compiled within {self._limits.compile_s:g} s", FIELD))
-            if is_overdue or not any(job.is_wanted() for job in held.waiting):
+                reason = f"{FIELD} was not compiled within {self._wait_s:g} s, for lack of processor time"
+                held.fail(GrammarUnavailable(reason))
+            is_wanted = held.is_late or any(job.is_wanted() for job in held.waiting)
+            if is_overdue and not held.is_late:
+                held.is_late, held.overdue_at = True, now + self._wait_s
+            elif is_overdue or not is_wanted:
                 self._drop(held)
                 if self._server is not None:
                     self._server.kill(held.process.number)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import GrammarUnavailable, InvalidRequest, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     NO_DRAFT,
+    WAIT_FACTOR,
     GrammarLimits,
     Operation,
     Outcome,
@@ -163,7 +164,7 @@ class GrammarHost:
 
     def open_again(self, grammar: HostedGrammar) -> None:
         """Open a sequence of this ended process in another one."""
-        self._hosts.open_again(grammar, time.monotonic() + 2 * self._limits.compile_s)
+        self._hosts.open_again(grammar, time.monotonic() + 2 * WAIT_FACTOR * self._limits.compile_s)
 
     def _lose(self) -> None:
         """Fail all sequences after the process has ended: the one that it last worked for with its error, others as retryable.
@@ -186,7 +187,7 @@ class GrammarHost:
                     FIELD,
                 )
             else:
-                grammar.failure = Overloaded(f"the process that held the grammar of {FIELD} has ended")
+                grammar.failure = GrammarUnavailable(f"the process that held the grammar of {FIELD} has ended")
 
     def process_ended(self, *, engine_ended: bool = False) -> None:
         """Close the socket as soon as no sequence is left. The compiler's thread calls this after the process ended or became
@@ -248,7 +249,7 @@ class GrammarHosts:
                 del self._opening[grammar]
             elif now >= until:
                 del self._opening[grammar]
-                grammar.opened_again(Overloaded(f"the process that holds the grammar of {FIELD} is late"))
+                grammar.opened_again(GrammarUnavailable(f"the process that holds the grammar of {FIELD} is late"))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a record arrives. Returns at once if nothing is outstanding."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,20 @@ from transformers import PreTrainedTokenizerFast
 
 from pdserve.common.errors import InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.structured_outputs import FIELD, StructuredOutputsParams
-from pdserve.engine.structured_outputs.bounded_strings import with_bounded_strings
 from pdserve.engine.structured_outputs.grammar_messages import WHITESPACE_CHARS
-from pdserve.engine.structured_outputs.schema_support import verify_enforced
+from pdserve.engine.structured_outputs.schema.ebnf import literal, one_of
+from pdserve.engine.structured_outputs.schema.schema_grammar import grammar_of_schema
+from pdserve.engine.structured_outputs.schema.strings import LADDER, ladder_grammar
 
-CACHE_BYTES = 32 << 20
+CACHE_BYTES = 128 << 20
 """Bytes of compiled grammars per compiler; the least recently used are dropped first."""
 _MAX_REASON_CHARS = 300
-_JSON_OBJECT = '{"type": "object"}'
+LADDER_STEP = 4
+"""Characters by which `Vocabulary.warm_more` goes on."""
+MAX_WHITESPACE_CHARS = 1024
+_JSON_OBJECT = {"type": "object"}
+_SMALL = {"type": "array", "items": {"type": ["string", "number", "boolean", "null"]}}
 _NO_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
-_CONTROLS = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f\xc0\xc1\xf5-\xff]")
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
 """Time and source line at the beginning of the library's messages."""
 
@@ -135,8 +138,7 @@ class Vocabulary:
         Special tokens have no text in a grammar, so that they do not match the characters of their names.
         """
         self.size = vocab_size
-        self.max_whitespace_cnt = whitespace_chars or None
-        """xgrammar's name of the limit; None: no limit."""
+        self.whitespace_chars = whitespace_chars
         self.string_chars = string_chars
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         described = xgrammar.TokenizerInfo.from_huggingface(
@@ -148,33 +150,38 @@ class Vocabulary:
             if token_id < vocab_size:
                 self._tokens[token_id] = b"" if token.special else token.content.encode()
 
-    @cached_property
-    def plain(self) -> xgrammar.GrammarCompiler:
+        self.compiler = self._compiler()
         """A compiler over all tokens except bytes that are invalid in UTF-8, which xgrammar would accept as parts of characters."""
-        return self._compiler([b"" if _NO_UTF8.search(token) else token for token in self._tokens])
+        self.ladder = 0
+        """Characters of the longest strings whose masks `warm_more` has computed."""
 
-    @cached_property
-    def without_controls(self) -> xgrammar.GrammarCompiler:
-        """A compiler without tokens that contain control characters other than line breaks: xgrammar allows them in JSON strings of
-        bounded length, where JSON forbids them."""
-        return self._compiler([b"" if _CONTROLS.search(token) else token for token in self._tokens])
-
-    def _compiler(self, tokens: list[bytes]) -> xgrammar.GrammarCompiler:
+    def _compiler(self) -> xgrammar.GrammarCompiler:
         info = xgrammar.TokenizerInfo(
-            tokens,
+            [b"" if _NO_UTF8.search(token) else token for token in self._tokens],
             xgrammar.VocabType.RAW,
-            vocab_size=len(tokens),
+            vocab_size=len(self._tokens),
             stop_token_ids=[],
             add_prefix_space=self._add_prefix_space,
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
+    def token(self, token_id: int) -> bytes:
+        """The text of a token."""
+        return self._tokens[token_id]
+
+    def warm_more(self) -> bool:
+        """Compute some of the masks of strings of bounded length, which grammars then share: well below a second. False if none is
+        left."""
+        if self.ladder < LADDER:
+            self.ladder += LADDER_STEP
+            self.compiler.compile_grammar(ladder_grammar(self.ladder))
+        return self.ladder < LADDER
+
 
 def warm_up(vocabulary: Vocabulary) -> None:
     """Compute the state that most grammars need, so that forked processes inherit it."""
-    for compiler in (vocabulary.plain, vocabulary.without_controls):
-        for any_whitespace in (True, False):
-            _compile_json(vocabulary, compiler, _JSON_OBJECT, any_whitespace=any_whitespace)
+    for whitespace_chars in (vocabulary.whitespace_chars, None):
+        vocabulary.compiler.compile_grammar(grammar_of_schema(_SMALL, whitespace_chars))
 
 
 def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
@@ -190,14 +197,11 @@ def compile_grammar(vocabulary: Vocabulary, params: StructuredOutputsParams) -> 
 
 
 def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
-    any_whitespace = not params.disable_any_whitespace
-    compiler = vocabulary.plain
-    if params.json is not None:
-        verify_enforced(schema := json.loads(params.json_schema))
-        text = json.dumps(_bounded(vocabulary, schema)) if vocabulary.string_chars else params.json_schema
-        return _compile_json(vocabulary, _compiler_for(vocabulary, text), text, any_whitespace=any_whitespace)
-    if params.json_object:
-        return _compile_json(vocabulary, compiler, _JSON_OBJECT, any_whitespace=any_whitespace)
+    compiler = vocabulary.compiler
+    if params.json is not None or params.json_object:
+        schema = json.loads(params.json_schema) if params.json is not None else _JSON_OBJECT
+        limit = None if params.disable_any_whitespace else vocabulary.whitespace_chars
+        return compiler.compile_grammar(grammar_of_schema(schema, limit, vocabulary.string_chars))
     if params.regex is not None:
         return compiler.compile_regex(params.regex)
     if params.choice is not None:
@@ -205,55 +209,35 @@ def _compiled(vocabulary: Vocabulary, params: StructuredOutputsParams) -> xgramm
     if params.grammar is not None:
         return compiler.compile_grammar(params.grammar)
     tag = json.loads(params.structural_tag or "{}")
-    for schema in _schemas_in(tag):
-        verify_enforced(schema)
     if "structures" in tag:
         tag = _from_older_form(tag)
-    text = json.dumps(_with_limits(vocabulary, tag, vocabulary.max_whitespace_cnt if any_whitespace else 1))
-    return _compiler_for(vocabulary, text).compile_structural_tag(text)
+    limit = 1 if params.disable_any_whitespace else vocabulary.whitespace_chars
+    return compiler.compile_structural_tag(json.dumps(_with_grammars(vocabulary, tag, limit)))
 
 
-def _compile_json(
-    vocabulary: Vocabulary, compiler: xgrammar.GrammarCompiler, schema: str, *, any_whitespace: bool
-) -> xgrammar.CompiledGrammar:
-    limit = vocabulary.max_whitespace_cnt if any_whitespace else None
-    return compiler.compile_json_schema(schema, any_whitespace=any_whitespace, max_whitespace_cnt=limit)
+def _with_grammars(vocabulary: Vocabulary, tag: Any, whitespace_chars: int) -> Any:
+    """A structural tag whose JSON schemas are grammars. whitespace_chars: limit of those that have none of their own.
 
-
-def _compiler_for(vocabulary: Vocabulary, schema: str) -> xgrammar.GrammarCompiler:
-    has_lengths = '"minLength"' in schema or '"maxLength"' in schema
-    return vocabulary.without_controls if has_lengths else vocabulary.plain
-
-
-def _schemas_in(tag: Any) -> Iterator[Any]:
-    """JSON schemas anywhere in a structural tag."""
-    if isinstance(tag, dict):
-        for name, value in tag.items():
-            if name in ("json_schema", "schema"):
-                yield value
-            else:
-                yield from _schemas_in(value)
-    elif isinstance(tag, list):
-        for value in tag:
-            yield from _schemas_in(value)
-
-
-def _bounded(vocabulary: Vocabulary, schema: Any) -> Any:
-    return with_bounded_strings(schema, vocabulary.string_chars) if vocabulary.string_chars else schema
-
-
-def _with_limits(vocabulary: Vocabulary, tag: Any, max_whitespace_cnt: int | None) -> Any:
-    """A structural tag whose JSON has the limits of white space, where the tag itself has none, and of strings."""
+    Raises: InvalidRequest.
+    """
     if isinstance(tag, list):
-        return [_with_limits(vocabulary, value, max_whitespace_cnt) for value in tag]
+        return [_with_grammars(vocabulary, value, whitespace_chars) for value in tag]
     if not isinstance(tag, dict):
         return tag
-    if tag.get("type") == "json_schema":
-        limited = tag | {"json_schema": _bounded(vocabulary, tag.get("json_schema"))}
-        if limited.get("max_whitespace_cnt") is None and max_whitespace_cnt is not None:
-            limited["max_whitespace_cnt"] = max_whitespace_cnt
-        return limited
-    return {name: _with_limits(vocabulary, value, max_whitespace_cnt) for name, value in tag.items()}
+    if tag.get("type") != "json_schema":
+        return {name: _with_grammars(vocabulary, value, whitespace_chars) for name, value in tag.items()}
+    for name, plain in (("style", "json"), ("any_order", False), ("excludes", [])):
+        if tag.get(name, plain) != plain:
+            told = f"{FIELD}.structural_tag: {name} of a json_schema is not supported: {json.dumps(tag[name]):.120}"
+            raise InvalidRequest(told, FIELD)
+    limit = tag.get("max_whitespace_cnt")
+    if limit is not None and not (isinstance(limit, int) and 0 < limit <= MAX_WHITESPACE_CHARS):
+        told = f"{FIELD}.structural_tag: max_whitespace_cnt must be 1 to {MAX_WHITESPACE_CHARS}, not {limit!r:.40}"
+        raise InvalidRequest(told, FIELD)
+    grammar = grammar_of_schema(
+        tag.get("json_schema", True), whitespace_chars if limit is None else limit, vocabulary.string_chars
+    )
+    return {"type": "grammar", "grammar": grammar}
 
 
 def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:
@@ -271,10 +255,4 @@ def _from_older_form(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ebnf_of(choices: Sequence[str]) -> str:
-    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
-
-
-def _escaped(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return char if char.isprintable() else f"\\U{ord(char):08x}"
+    return f"root ::= {one_of(map(literal, choices))}"

@@ -31,11 +31,15 @@ WHITESPACE_CHARS = 16
 """Default limit of white space in a row in JSON: a line break and an indent of seven levels by two characters, or three by four."""
 
 
+WAIT_FACTOR = 3.0
+"""Times the limit of processor time for which a request waits for the compilation of its grammar: processors may be busy."""
+
+
 class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
-    """Limits of one grammar; times are seconds of processor time except for `compile_s`."""
+    """Limits of one grammar; times are seconds of processor time."""
 
     compile_s: float = 10.0
-    """Wall time from a grammar's turn until it is compiled, and processor time of its process until then."""
+    """Limit for compiling it. Requests wait for `WAIT_FACTOR` times as long."""
     token_s: float = 0.05
     """Limit for accepting one token and computing the next mask."""
     kill_s: float = 0.25

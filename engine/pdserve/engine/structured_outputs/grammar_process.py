@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +44,10 @@ _PR_SET_PDEATHSIG = 1
 _COMPILING_NICENESS = 10
 """Added to the worker's niceness for the thread that compiles."""
 _LOWEST_PRIORITY = 19
+_REST_S = 1.0
+"""Seconds without a new process after which the fork server computes masks that grammars share."""
+_REST_FACTOR = 2.0
+"""Its pauses, in times of its work."""
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -73,6 +78,8 @@ class ForkServer:
         self._vocabulary = vocabulary
         self._process_ids: dict[int, int] = {}
         """Process id -> the worker's number of the process."""
+        self._warms_at: float | None = time.monotonic() + _REST_S
+        """`time.monotonic()` seconds of the next part of the masks that grammars share; None when all are computed."""
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -84,14 +91,25 @@ class ForkServer:
         poll.register(self._woken, select.POLLIN)
         try:
             while True:
-                for descriptor, _ in poll.poll():
+                rest_s = None if self._warms_at is None else max(self._warms_at - time.monotonic(), 0.0)
+                ready = poll.poll(None if rest_s is None else rest_s * 1e3)
+                for descriptor, _ in ready:
                     if descriptor == self._woken:
                         self._reap()
                     elif not self._serve_message():
                         return
+                if not ready and self._warms_at is not None:
+                    self._warm()
         finally:
             for process_id in self._process_ids:
                 os.kill(process_id, signal.SIGKILL)
+
+    def _warm(self) -> None:
+        """Compute a part of the masks that grammars share, then rest: others need the processors, too."""
+        began_at = time.monotonic()
+        is_more = self._vocabulary.warm_more()
+        now = time.monotonic()
+        self._warms_at = now + _REST_FACTOR * (now - began_at) if is_more else None
 
     def _serve_message(self) -> bool:
         """Handle one message. False if the worker has ended."""
@@ -110,6 +128,8 @@ class ForkServer:
         for descriptor in descriptors:
             os.close(descriptor)
         self._process_ids[process_id] = message.process
+        if self._warms_at is not None:
+            self._warms_at = time.monotonic() + _REST_S  # the new process compiles now
         return True
 
     def _become(self, spawn: Spawn, control: int, steps: int, progress: int) -> None:

@@ -27,6 +27,8 @@ class HeldGrammar:
     host: GrammarHost
     overdue_at: float
     """`time.monotonic()` seconds by which it must be compiled."""
+    is_late: bool = False
+    """True if requests have waited in vain. It goes on compiling for those that come again."""
     is_compiled: bool = False
     waiting: list[GrammarJob] = field(default_factory=list)
     """Jobs that wait until it is compiled."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import GrammarUnavailable, InternalError, InvalidRequest, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.structured_outputs.grammar import Deliver, Grammar, GrammarJob
 from pdserve.engine.structured_outputs.grammar_messages import (
@@ -177,7 +177,7 @@ class HostedGrammar:
     def opened_again(self, result: Grammar | PdServeError) -> None:
         """Take the place of this sequence's state in another process; an error allows another worker to be tried."""
         if not isinstance(result, HostedGrammar) or result.failure is not None:
-            self.failure = Overloaded(f"the process that held the grammar of {FIELD} has ended")
+            self.failure = GrammarUnavailable(f"the process that held the grammar of {FIELD} has ended")
             return
         self._host.remove(self._slot)
         self._host, self._slot, self.is_lost = result._host, result._slot, False

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import GrammarUnavailable, Overloaded, PdServeError
 from pdserve.common.request.structured_outputs import FIELD
 from pdserve.engine.request import Request, Wait
 from pdserve.engine.scheduler_output import GrammarOutput
 from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob
-from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_compiler import START_S, GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_host import GrammarHosts
+from pdserve.engine.structured_outputs.grammar_messages import WAIT_FACTOR
 
 MASK_WAIT_S = 0.02
 """Seconds for which a step waits for masks; sequences without a mask by then get their token in a later step."""
@@ -33,6 +34,7 @@ Arrived = tuple[Request, Grammar | PdServeError]
 class _Compilation:
     """Times of one grammar's compilation, `time.monotonic()` seconds."""
 
+    arrived_at: float
     turn_by: float
     began_at: float | None = None
     """Set by the thread that compiles it."""
@@ -44,14 +46,15 @@ class _Compilation:
 class StructuredOutputManager:
     """The scheduler's side of `GrammarCompiler`.
 
-    A request whose grammar takes longer to compile than the timeout ends with `InvalidRequest`. If compilation does not begin
-    within the timeout, other grammars occupy the compiler, and the error allows another worker to be tried.
+    If compilation does not begin within the timeout, other grammars occupy the compiler; if it does not end within `WAIT_FACTOR`
+    times the timeout, or the compiler is not there within `START_S`, others occupy the processors. These errors allow another
+    attempt. A grammar that uses more processor time than the timeout ends with `InvalidRequest`, which the compiler delivers.
     """
 
     def __init__(self, compiler: GrammarCompiler | None, timeout_s: float) -> None:
         """compiler: None without a tokenizer; `EngineCore.verify` then refuses grammars.
 
-        timeout_s: limit until compilation begins, and again until it ends.
+        timeout_s: limit until compilation begins, and of its processor time.
         """
         self._compiler = compiler
         self.hosts = GrammarHosts() if compiler is None else compiler.hosts
@@ -83,7 +86,8 @@ class StructuredOutputManager:
         params = request.sampling_params.structured_outputs
         if params is None or self._compiler is None:
             raise RuntimeError(f"{request.request_id} waits for a grammar, but there is no compiler")
-        compilation = self._waiting[request] = _Compilation(time.monotonic() + self._timeout_s)
+        now = time.monotonic()
+        compilation = self._waiting[request] = _Compilation(now, now + self._timeout_s)
         self._compiler.submit(
             GrammarJob(
                 params,
@@ -149,22 +153,29 @@ class StructuredOutputManager:
 
     def _overdue(self, now: float) -> list[Arrived]:
         overdue: list[Arrived] = []
-        if self._compiler is not None and self._compiler.is_starting:
-            # the fork server is starting; another worker would not be faster
+        is_starting = self._compiler is not None and self._compiler.is_starting
+        if is_starting:
+            # another worker would not be faster, but no request waits for ever
             for compilation in self._waiting.values():
-                compilation.turn_by = now + self._timeout_s
+                compilation.turn_by = min(now + self._timeout_s, compilation.arrived_at + START_S)
         while self._waiting and next(iter(self._waiting.values())).turn_by <= now:
             request, compilation = self._waiting.popitem(last=False)
-            if compilation.began_at is None:
+            if compilation.began_at is not None:
+                self._compiling[request] = compilation
+            elif is_starting:
+                waited_s = now - compilation.arrived_at
+                error = f"the process that compiles {FIELD} was not ready within {waited_s:.0f} s"
+                overdue.append((request, GrammarUnavailable(error)))
+            else:
                 error = f"{FIELD} waited {self._timeout_s:g} s for its turn: this worker compiles others"
                 overdue.append((request, Overloaded(error)))
-            else:
-                self._compiling[request] = compilation
         for request, compilation in list(self._compiling.items()):
-            if compilation.began_at is not None and compilation.began_at + self._timeout_s <= now:
+            if compilation.began_at is not None and compilation.began_at + WAIT_FACTOR * self._timeout_s <= now:
                 del self._compiling[request]
-                error = f"{FIELD} could not be compiled within {self._timeout_s:g} s"
-                overdue.append((request, InvalidRequest(error, FIELD)))
+                error = (
+                    f"{FIELD} was not compiled within {WAIT_FACTOR * self._timeout_s:g} s, for lack of processor time"
+                )
+                overdue.append((request, GrammarUnavailable(error)))
         return overdue
 
     def _stop_waiting(self, request: Request) -> bool:

@@ -147,8 +147,10 @@ class ResponsesWriter:
     def failed(self, error: PdServeError) -> bytes:
         """Events for an error after the first output."""
         kind = "server_error"
-        if isinstance(error, Overloaded | InvalidRequest):
-            kind = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
+        if isinstance(error, InvalidRequest):
+            kind = "invalid_prompt"
+        elif error.http_status == Overloaded.http_status:
+            kind = "rate_limit_exceeded"
         event = self._event({"type": "error", "code": error.code, "message": error.message, "param": error.field})
         state = self._state("failed", error={"code": kind, "message": error.message})
         return self._opening() + event + self._response_event("response.failed", state)
