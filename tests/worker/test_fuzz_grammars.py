@@ -39,7 +39,7 @@ LOOK_EVERY = 15
 CALL_S = 120.0
 EOS = 2
 MAX_LINE_CHARS = 4096
-REFUSALS = ("invalid_request", "overloaded")
+REFUSALS = ("invalid_request", "overloaded", "grammar_unavailable")
 LIMITS: dict[str, Any] = {
     "grammar_timeout_s": 3.0, "grammar_token_s": 0.01, "grammar_request_s": 0.2, "grammar_memory_mib": 512,
     "num_blocks": 1200, "max_model_len": 256, "max_num_seqs": 64,
