@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Any, str, int]] = {
     "items": ({"type": "array", "items": {"const": 1}}, "1,", 3 * MAX_ENTRIES + 16),
     "properties": ({"type": "object", "additionalProperties": {"const": 1}}, '",:1', 8 * MAX_ENTRIES),
     "arrays in arrays": ({}, "[]", 2 * MAX_NESTING + 8),
-    "objects in objects": ({}, '{":}', 16 * MAX_NESTING),
+    "objects in objects": ({}, '{":}', (NAME_CHARS + 8) * MAX_NESTING),
     "references": (TREE, '{":}', 16 * MAX_NESTING),
 }
 
