@@ -47,7 +47,7 @@ _LOWEST_PRIORITY = 19
 _REST_S = 1.0
 """Seconds without a new process after which the fork server computes masks that grammars share."""
 _REST_FACTOR = 2.0
-"""Its pauses, in times of its work."""
+"""Pauses of the fork server, in times of its work."""
 _PAGE_BYTES = resource.getpagesize()
 
 

@@ -13,7 +13,7 @@ MAX_ENTRIES = 1024
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands between the values and signs of JSON. Each is an expression, and may be empty."""
+    """Expressions for the text between the values and signs of JSON; each may be empty."""
 
     gap: str
     """Before and after signs."""
