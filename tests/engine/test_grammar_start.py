@@ -18,6 +18,7 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs import grammar_compiler
 from pdserve.engine.structured_outputs import structured_output_manager as grammar_waits
 from pdserve.engine.structured_outputs.grammar_compiler import START_S, GrammarCompiler
+from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from tests.support.engine_harness import Harness
 from tests.support.grammar_jobs import Ask
@@ -93,7 +94,7 @@ def test_a_fork_server_that_makes_progress_is_kept(
     monkeypatch.setattr(grammar_compiler, "START_S", 0.3)
     made: list[int] = []
 
-    class Slow(grammar_compiler.GrammarForkServer):
+    class Slow(GrammarForkServer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self.process_id)
@@ -113,7 +114,7 @@ def test_a_fork_server_that_stands_still_is_started_again(
     monkeypatch.setattr(grammar_compiler, "START_S", 1.0)
     made: list[int] = []
 
-    class Stopped(grammar_compiler.GrammarForkServer):
+    class Stopped(GrammarForkServer):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self.process_id)
