@@ -19,6 +19,7 @@ from pdserve.common.address.media_domains import MediaDomains
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.text.images.chat_images import ImageSource
+from tests.support.process_memory import in_use_bytes
 from tests.support.waiting import HANG_S
 
 MAX_BYTES = 100_000
@@ -145,6 +146,134 @@ async def test_the_bytes_of_all_images_are_limited_together() -> None:
         async with fetching(at) as images:
             with pytest.raises(InvalidRequest, match=r"content\[1\].image_url: with it, fetched images have more than"):
                 await fetched(images, f"http://{at}/a", f"http://{at}/b")
+
+
+LARGE_COOKIE = "set-cookie: " + "; ".join(["session=ATTACKER", "path=/", "max-age=99999", "x=" + "y" * 300])
+STATE = (
+    LARGE_COOKIE,
+    *(f"set-cookie: c{number}={'x' * 300}" for number in range(100)),
+    "set-cookie2: old=1; version=1",
+    "www-authenticate: basic realm=a",
+    "strict-transport-security: max-age=9999",
+    'alt-svc: h2=":443"',
+    "cache-control: public, max-age=9999",
+    'etag: "1"',
+    "last-modified: Mon, 01 Jan 2024 00:00:00 GMT",
+    "connection: keep-alive",
+    "accept-ch: sec-ch-ua",
+)
+
+
+@pytest.mark.parametrize("status", ["200 OK", "401 Unauthorized", "302 Found"])
+async def test_a_host_finds_nothing_of_one_fetch_in_the_next(status: str) -> None:
+    async with serving({"/a": answer(b"a", *STATE, status=status), "/b": answer(b"b"), "/c": answer(b"c")}) as server:
+        at = f"http://127.0.0.1:{server.port}"
+        async with fetching(f"127.0.0.1:{server.port}") as images:
+            if status == "200 OK":
+                await fetched(images, f"{at}/a", f"{at}/b")
+            else:
+                with pytest.raises(InvalidRequest):
+                    await fetched(images, f"{at}/a")
+                await fetched(images, f"{at}/b")
+            await fetched(images, f"{at}/b")
+            await fetched(images, f"{at}/c")
+    first, *others = server.asked
+    assert len(others) == 3
+    for other in others:
+        # each over a connection of its own, too
+        assert other.partition(b"\r\n")[2] == first.partition(b"\r\n")[2]
+    assert b"cookie" not in first.lower()
+
+
+async def test_fetches_leave_no_memory() -> None:
+    async with serving({"/": answer(b"a", *STATE)}) as server, fetching(f"127.0.0.1:{server.port}") as images:
+        url = f"http://127.0.0.1:{server.port}/"
+        for _ in range(10):
+            await fetched(images, url)
+        began = in_use_bytes()
+        for _ in range(100):
+            await fetched(images, url)
+        server.asked.clear()
+        # the cookies of one answer have 30 kB
+        assert in_use_bytes() - began < 300_000
+
+
+def endless(head: bytes, part: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+    """Sends `head`, then `part` again and again."""
+
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        while True:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    return send
+
+
+def one_by_one(data: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+    """Sends each byte in a packet of its own, for as long as the client listens."""
+
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for place in range(len(data)):
+            writer.write(data[place : place + 1])
+            await writer.drain()
+            await asyncio.sleep(0.0005)
+
+    return send
+
+
+_CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ntransfer-encoding: chunked\r\n\r\n"
+_INTERIM = "cannot be fetched: more than 8 interim answers"
+_SMALL = "cannot be fetched: its answer comes in parts of less than 512 bytes"
+COSTLY: dict[str, tuple[Answer, str]] = {
+    "100 without end": (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100), _INTERIM),
+    "103 without end": (endless(b"", b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"), _INTERIM),
+    "199 in HTTP/1.0": (endless(b"", b"HTTP/1.0 199 \r\n\r\n" * 10), _INTERIM),
+    "long 102": (endless(b"", b"HTTP/1.1 102 P\r\nx: " + b"x" * 60_000 + b"\r\n\r\n"), _INTERIM),
+    "interim answers before the answer": (b"HTTP/1.1 103 E\r\n\r\n" * 9 + answer(b"a"), _INTERIM),
+    "chunks of 1 byte": (endless(_CHUNKED, b"1\r\nx\r\n" * 1000), _SMALL),
+    "chunks of 100 bytes": (endless(_CHUNKED, b"64\r\n" + b"x" * 100 + b"\r\n"), _SMALL),
+    "chunks with extensions": (endless(_CHUNKED, b"1;" + b"y" * 200 + b"\r\nx\r\n"), _SMALL),
+    "a head byte by byte": (one_by_one(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 5000), _SMALL),
+    "interim answers byte by byte": (one_by_one(b"HTTP/1.1 100 \r\n\r\n" * 1000), _SMALL),
+    "a body byte by byte": (one_by_one(answer(b"x" * 5000)), _SMALL),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+async def test_an_answer_costs_no_more_than_its_bytes(name: str) -> None:
+    found, message = COSTLY[name]
+    async with serving({"/": found}) as server, fetching(f"127.0.0.1:{server.port}") as images:
+        with pytest.raises(InvalidRequest, match=message):
+            await fetched(images, f"http://127.0.0.1:{server.port}/")
+
+
+async def test_what_honest_hosts_send_is_read() -> None:
+    file = bytes(range(256)) * 390
+    packets = [file[start : start + 536] for start in range(0, len(file), 536)]
+
+    async def in_packets(writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(file)[: -len(file)])
+        for packet in packets:
+            writer.write(packet)
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    answers: dict[str, Answer] = {
+        "/packets": in_packets,
+        "/hints": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n" + answer(file),
+        "/chunks": _CHUNKED + b"".join(b"218\r\n" + packet + b"\r\n" for packet in packets[:-1]) + b"0\r\n\r\n",
+        "/few": _CHUNKED + b"1\r\nx\r\n" * 200 + b"0\r\n\r\n",
+        "/text": answer(b"HTTP/1.1 100 " * 7 + file[:1000]),
+    }
+    whole = len(packets) - 1
+    expected = {"/packets": file, "/hints": file, "/chunks": file[: whole * 536], "/few": b"x" * 200}
+    async with serving(answers) as server, fetching(f"127.0.0.1:{server.port}") as images:
+        at = f"http://127.0.0.1:{server.port}"
+        for path, content in (expected | {"/text": b"HTTP/1.1 100 " * 7 + file[:1000]}).items():
+            assert await fetched(images, at + path) == {at + path: content}
 
 
 async def test_a_slow_host_is_given_up() -> None:

@@ -13,6 +13,7 @@ import httpx
 from pdserve.common.address.media_domains import MediaDomains, may_be_reached
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.net.body_budget import BodyBudget
+from pdserve.router.requests.image_transport import CostlyAnswer, ImageTransport
 from pdserve.text.images.chat_images import ImageSource
 from pdserve.text.images.image_url import is_remote
 
@@ -20,7 +21,7 @@ _RESOLVER_THREADS = 4
 _MAX_ADDRESSES = 3
 """Addresses of a host that are tried."""
 _MAX_URL_CHARS = 2048
-_HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "pdserve"}
+_HEADERS = {"accept": "image/*", "accept-encoding": "identity", "connection": "close", "user-agent": "pdserve"}
 
 
 def _resolve(host: str) -> list[str]:
@@ -36,7 +37,8 @@ class RemoteImages:
     """Used on the event loop alone; `close` it.
 
     A connection goes to an address that was checked, so that a name that resolves otherwise a moment later changes nothing.
-    Redirects are not followed, no proxy is asked, and no connection serves two images.
+    Redirects are not followed, no proxy is asked, and no connection serves two images. Nothing of an answer is kept but its file,
+    so that no fetch shows a host anything of another.
     """
 
     def __init__(
@@ -50,26 +52,20 @@ class RemoteImages:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """timeout_s, max_bytes: of all images of a prompt. max_bytes_in_flight: of all prompts whose images are being fetched or
-        decoded. resolve: addresses of a host, from a thread; raises OSError. transport: opens connections; default: httpx's own."""
+        decoded. resolve: addresses of a host, from a thread; raises OSError. transport: by default an `ImageTransport`."""
         self._resolve = resolve
         self._domains = domains
         self._timeout_s = timeout_s
+        self._timeouts = httpx.Timeout(timeout_s).as_dict()
         self._max_bytes = max_bytes
         self.budget = BodyBudget(max_bytes_in_flight)
         self._resolvers = ThreadPoolExecutor(_RESOLVER_THREADS, "image-hosts")
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            verify=httpx.create_ssl_context(),
-            headers=_HEADERS,
-            timeout=timeout_s,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            follow_redirects=False,
-            trust_env=False,
-        )
+        # a transport alone: httpx's client has cookies, redirects and credentials
+        self._transport = transport or ImageTransport(httpx.create_ssl_context())
 
     async def close(self) -> None:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
-        await self._client.aclose()
+        await self._transport.aclose()
 
     @asynccontextmanager
     async def fetched(self, sources: Sequence[ImageSource], field: str) -> AsyncIterator[Mapping[str, bytes]]:
@@ -135,6 +131,8 @@ class RemoteImages:
                 return await self._read(url, address, max_bytes, where, field)
             except httpx.TimeoutException as error:
                 raise TimeoutError from error
+            except CostlyAnswer as error:
+                raise InvalidRequest(f"{where} cannot be fetched: {error}", field) from error
             except httpx.HTTPError as error:
                 if isinstance(error, httpx.ConnectError) and place + 1 < len(addresses):
                     continue
@@ -157,13 +155,13 @@ class RemoteImages:
     async def _read(self, url: httpx.URL, address: str, max_bytes: int, where: str, field: str) -> bytes:
         """Raises: InvalidRequest; httpx.HTTPError."""
         # the certificate is verified for the URL's host
-        request = self._client.build_request(
+        request = httpx.Request(
             "GET",
             url.copy_with(host=address, fragment=None),
-            headers={"host": url.netloc.decode("ascii")},
-            extensions={"sni_hostname": url.raw_host.decode("ascii").strip("[]")},
+            headers={"host": url.netloc.decode("ascii"), **_HEADERS},
+            extensions={"sni_hostname": url.raw_host.decode("ascii").strip("[]"), "timeout": self._timeouts},
         )
-        answer = await self._client.send(request, stream=True)
+        answer = await self._transport.handle_async_request(request)
         try:
             _verify_answer(answer, where, field)
             chunks: list[bytes] = []
