@@ -22,6 +22,7 @@ from pdserve.common.request.generation_request import (
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.http_front.event_lines import one_line_each
 from pdserve.router.openai.response_writer import error_body, error_headers
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import CallFields
@@ -163,7 +164,7 @@ class GenerationResponse(Response):
         await self._start(send, _SSE_HEADERS)
 
         def events(outputs: list[CompletionOutput]) -> bytes:
-            return b"".join([self._answer.chunk(output, generation.usage) for output in outputs])
+            return one_line_each(b"".join([self._answer.chunk(output, generation.usage) for output in outputs]))
 
         async def write(outputs: list[CompletionOutput]) -> None:
             await send({"type": "http.response.body", "body": events(outputs), "more_body": True})
@@ -178,7 +179,8 @@ class GenerationResponse(Response):
         if not outputs:
             return
         *others, last = outputs
-        body = events(others) + self._answer.last_chunk(last, generation.usage, generation.timeline)
+        ends = self._answer.last_chunk(last, generation.usage, generation.timeline)
+        body = events(others) + one_line_each(ends)
         if self._before_end is not None:
             await self._before_end()
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -194,4 +196,6 @@ class GenerationResponse(Response):
             response = error_response(error, self._generation.answer_headers)
             await response(scope, receive, send)
             return
-        await send({"type": "http.response.body", "body": self._answer.failed(error), "more_body": False})
+        await send(
+            {"type": "http.response.body", "body": one_line_each(self._answer.failed(error)), "more_body": False}
+        )
