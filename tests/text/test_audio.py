@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.audio.resampling import resampled
+from tests.support.process_memory import TracedMemory
 from tests.support.wav_files import wav_file
 
 PROCESSOR = AudioProcessor(AudioProcessorConfig())
@@ -37,8 +40,69 @@ def test_what_the_lower_rate_cannot_hold_is_removed() -> None:
     assert np.abs(resampled(np.ones(48000, np.float32), 48000, 16000)[500:-500] - 1).max() < 1e-6
 
 
-def test_the_worst_rate_has_a_bounded_filter() -> None:
-    assert len(resampled(np.zeros(191_999, np.float32), 191_999, 16000)) == 16000
+ODD_RATES = [4001, 7919, 15_991, 16_001, 44_101, 65_537, 104_729, 191_993, 191_999]
+"""Their divisors with 16,000 are small, so that a table with every phase would be large."""
+
+
+def reference(samples: NDArray[np.float32], rate: int, places: Sequence[int]) -> NDArray[np.float64]:
+    """Output samples by their definition, in float64: without a table."""
+    cutoff = min(1.0, 16000 / rate) * 0.95
+    half = math.ceil(16 / cutoff)
+    found = []
+    for place in places:
+        number, phase = divmod(place * rate, 16000)
+        taps = np.arange(number - half, number + half + 1)
+        distances = taps - number - phase / 16000
+        weights = np.sinc(distances * cutoff) * np.cos(np.clip(distances / (half + 1), -1, 1) * (np.pi / 2)) ** 2
+        inside = (taps >= 0) & (taps < len(samples))
+        found.append(np.sum(samples[taps[inside]] * weights[inside]) / np.sum(weights))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("rate", [4000, 8000, 11025, 22050, 24000, 32000, 44100, 48000, 96000, 192_000, *ODD_RATES])
+def test_each_sample_is_that_of_the_filter(rate: int) -> None:
+    samples = np.random.default_rng(rate).uniform(-1, 1, rate // 4).astype(np.float32)
+    found = resampled(samples, rate, 16000)
+    places = [*range(50), *range(50, len(found), 37), len(found) - 1]
+    assert np.abs(found[places] - reference(samples, rate, places)).max() < 3e-6
+
+
+@pytest.mark.parametrize("rate", [4000, 16_000, 44_100, 192_000, *ODD_RATES])
+@pytest.mark.parametrize("num_bytes", [12, 16 << 20])
+@pytest.mark.parametrize(("kind", "bits", "channels"), [(1, 8, 1), (1, 8, 8), (1, 16, 1), (1, 24, 2), (3, 64, 1)])
+def test_a_file_takes_memory_for_its_samples(rate: int, num_bytes: int, kind: int, bits: int, channels: int) -> None:
+    frame_bytes = bits // 8 * channels
+    num_frames = min(max(1, num_bytes // frame_bytes), 30 * rate)
+    one = wav_file(np.zeros(1, np.float32), rate, kind=kind, bits=bits, channels=channels)
+    file = one[: -frame_bytes - frame_bytes % 2 - 4] + struct.pack("<I", num_frames * frame_bytes)
+    file += bytes(num_frames * frame_bytes)
+    with TracedMemory() as memory:
+        feature = PROCESSOR.process_wav(file, "file")
+        peak_bytes = memory.peak_bytes
+    assert feature.grid_thw == (1, 1, -(-num_frames * 16000 // rate))
+    assert peak_bytes < 4 * num_frames + (64 << 20)
+
+
+RATES_THAT_ARE_REFUSED = [0, 1, 3999, 192_001, 10**9, 2**32 - 1]
+
+
+@pytest.mark.parametrize("rate", RATES_THAT_ARE_REFUSED)
+def test_rates_that_are_refused(rate: int) -> None:
+    file = wav_file(np.zeros(9, np.float32), 16000, header={"rate": rate})
+    with pytest.raises(InvalidRequest, match=f"file has {rate} samples per second, 4000 to 192000 are read"):
+        PROCESSOR.process_wav(file, "file")
+
+
+@pytest.mark.parametrize("rate", [*RATES_THAT_ARE_REFUSED, -1, 10**400, 1e300, np.inf, np.nan, np.float32(1)])
+def test_rates_of_callers_that_are_refused(rate: object) -> None:
+    with pytest.raises(InvalidRequest, match="samples per second, 4000 to 192000 are read"):
+        PROCESSOR.process((np.zeros(9, np.float32), rate), "audio")
+
+
+@pytest.mark.parametrize("rate", [8000.5, "8000", True, None])
+def test_rates_that_are_no_whole_numbers(rate: object) -> None:
+    with pytest.raises(InvalidRequest, match="audio has a rate of"):
+        PROCESSOR.process((np.zeros(9, np.float32), rate), "audio")
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,14 @@ class AudioProcessor:
             if len(sound) != 2:
                 raise InvalidRequest(f"{where} has {len(sound)} parts; samples and their rate are needed", field)
             sound, rate = sound
-        if isinstance(rate, bool) or not isinstance(rate, int | float | np.number) or rate != int(rate):
+        if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
             raise InvalidRequest(f"{where} has a rate of {rate!r:.40}, samples per second are needed", field)
         if not MIN_RATE <= rate <= MAX_RATE and rate != self.config.sampling_rate:
-            raise InvalidRequest(f"{where} has {rate:g} samples per second, {MIN_RATE} to {MAX_RATE} are read", field)
+            raise InvalidRequest(
+                f"{where} has {rate!s:.40} samples per second, {MIN_RATE} to {MAX_RATE} are read", field
+            )
+        if rate != int(rate):
+            raise InvalidRequest(f"{where} has a rate of {rate!r:.40}, whole samples per second are needed", field)
         try:
             samples = np.asarray(sound, dtype=np.float32)
         except (TypeError, ValueError) as error:
@@ -92,6 +96,6 @@ class AudioProcessor:
             )
 
     def _feature(self, samples: NDArray[np.float32], rate: int, where: str, field: str) -> MultiModalFeatureSpec:
-        verify_samples(np.ascontiguousarray(samples, "<f4").tobytes(), where, field)
+        verify_samples(np.ascontiguousarray(samples, "<f4").data, where, field)
         samples = resampled(samples, rate, self.config.sampling_rate)[: self.config.max_samples]
         return audio_feature(np.ascontiguousarray(samples, "<f4").tobytes(), self.config)

@@ -13,6 +13,8 @@ from pdserve.text.audio.resampling import MAX_RATE, MIN_RATE
 
 MAX_CHANNELS = 8
 _MAX_CHUNKS = 1024
+_FRAMES = 1 << 16
+"""Frames that are converted at once."""
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _FORMATS = {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)}
 """(kind, bits of a sample)"""
@@ -70,23 +72,28 @@ class WavFile:
 
     def mono(self) -> NDArray[np.float32]:
         """`[num_frames]`: the mean of all channels. 1 is the largest value of PCM."""
-        # numbers beyond float32 become infinite or NaN, which the reader refuses
-        with np.errstate(over="ignore", invalid="ignore"):
-            frames = self._values().reshape(self.num_frames, self.num_channels)
-            mixed: NDArray[np.float32] = frames.mean(axis=1, dtype=np.float32)
-            return mixed
+        mixed = np.empty(self.num_frames, np.float32)
+        frame_bytes = self.bits // 8 * self.num_channels
+        # all channels as numbers would be several times the file
+        for first in range(0, self.num_frames, _FRAMES):
+            # numbers beyond float32 become infinite or NaN, which the reader refuses
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = self._values(self.data[first * frame_bytes : (first + _FRAMES) * frame_bytes])
+                values.reshape(-1, self.num_channels).mean(axis=1, dtype=np.float32, out=mixed[first : first + _FRAMES])
+        return mixed
 
-    def _values(self) -> NDArray[np.float32]:
+    def _values(self, data: memoryview) -> NDArray[np.float32]:
+        """Samples of all channels. data: whole frames."""
         if self.kind == _FLOAT:
-            return np.frombuffer(self.data, f"<f{self.bits // 8}").astype(np.float32)
+            return np.frombuffer(data, f"<f{self.bits // 8}").astype(np.float32)
         if self.bits == 8:
-            return (np.frombuffer(self.data, np.uint8).astype(np.float32) - np.float32(128)) / np.float32(128)
+            return (np.frombuffer(data, np.uint8).astype(np.float32) - np.float32(128)) / np.float32(128)
         if self.bits == 24:
-            parts = np.frombuffer(self.data, np.uint8).reshape(-1, 3)
+            parts = np.frombuffer(data, np.uint8).reshape(-1, 3)
             wide = np.zeros((len(parts), 4), np.uint8)
             wide[:, 1:] = parts
             return wide.view("<i4")[:, 0].astype(np.float32) / np.float32(2**31)
-        return np.frombuffer(self.data, f"<i{self.bits // 8}").astype(np.float32) / np.float32(2 ** (self.bits - 1))
+        return np.frombuffer(data, f"<i{self.bits // 8}").astype(np.float32) / np.float32(2 ** (self.bits - 1))
 
 
 def _header(chunk: memoryview, field: str) -> tuple[int, int, int, int]:
