@@ -11,7 +11,7 @@ import msgspec
 from pdserve.common.errors import BodyTooLarge, InvalidRequest
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
-from pdserve.common.security.wire_size import verify_num_fields
+from pdserve.common.security.wire_size import MAX_FIELDS, LargeMessage, verify_num_fields
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES, BodyThread
 from pdserve.router.bodies.ignored_fields import IgnoredFields
@@ -23,6 +23,12 @@ _TOKEN_BYTES = 8
 """Bytes of a token id with comma and blank, or of the text of about 1.5 tokens."""
 _UNKNOWN_MODEL_LEN = 131_072
 _MIN_BUDGET_BYTES = 64 << 20
+_FILES = frozenset(
+    ("pdserve.v1.EmbedsPrompt.safetensors", "pdserve.v1.AudioPrompt.file", "pdserve.v1.ContentPart.image_url")
+)
+"""Fields for which messages may be larger than prompts of tokens are."""
+MIN_VALUES = 1 << 20
+"""Values of a body or message beside as many as the model has tokens, at most."""
 _MIN_BODIES = 16
 """Number of bodies of the largest size that may be read at the same time."""
 
@@ -37,6 +43,9 @@ class ClientBodies:
         of_tokens = min(MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len)
         default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds or has_media else of_tokens
         self.max_request_bytes = settings.max_request_bytes or default
+        self._large = LargeMessage(
+            MIN_VALUES + model_len, settings.max_request_bytes or of_tokens, _FILES, "max_request_bytes"
+        )
         self.embeds_len = model_len if settings.enable_prompt_embeds else 0
         """Tokens of a prompt that is embeddings, at most; 0: these are refused."""
         self.timeout_s = settings.request_timeout_s
@@ -60,17 +69,25 @@ class ClientBodies:
             raise BodyTooLarge(
                 f"the message has {len(data)} bytes, at most {self.max_request_bytes} are allowed (max_request_bytes)"
             )
-        return await self.in_background_pool(len(data), lambda: _message(data, parse, self.ignored))
+        return await self.in_background_pool(len(data), lambda: self._message(data, parse))
+
+    def _message(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
+        kind = getattr(parse, "__self__", None)
+        may_have_unknown = True
+        if len(data) > ON_LOOP_BYTES and kind is not None:
+            # a message has fewer numbers than bytes
+            large = self._large if len(data) > min(self._large.max_values, self._large.max_bytes) else None
+            may_have_unknown = verify_num_fields(data, kind.DESCRIPTOR, MAX_FIELDS, large)
+        try:
+            message = parse(data)
+        except Exception as error:
+            raise InvalidRequest(f"the message cannot be parsed: {error}") from None
+        # the check takes copies
+        return _without_unknown(message, self.ignored) if may_have_unknown else message
 
 
-def _message(data: bytes, parse: Callable[[bytes], Any], ignored: IgnoredFields | None = None) -> Any:
-    kind = getattr(parse, "__self__", None)
-    if len(data) > ON_LOOP_BYTES and kind is not None:
-        verify_num_fields(data, kind.DESCRIPTOR)
-    try:
-        message = parse(data)
-    except Exception as error:
-        raise InvalidRequest(f"the message cannot be parsed: {error}") from None
+def _without_unknown(message: Any, ignored: IgnoredFields | None) -> Any:
+    """ignored: None refuses unknown fields. Raises: InvalidRequest."""
     try:
         refuse_unknown_fields(message)
     except InvalidRequest as error:

@@ -19,7 +19,7 @@ from pdserve.common.errors import (
     UnsupportedMediaType,
 )
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
-from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.bodies.client_bodies import MIN_VALUES, ClientBodies
 from pdserve.router.bodies.ignored_fields import IgnoredFields, tolerant
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -194,7 +194,6 @@ def _not_finite(data: bytes) -> str | None:
 
 MAX_CONTAINERS = 1 << 16
 """Most objects and arrays in one body; each takes up to 0.4 µs of the GIL, and at least 64 bytes of memory."""
-_MIN_VALUES = 1 << 20
 _TOKEN = re.compile(rb'"[^"]*+"|[{\[,]')
 _ESCAPES = ((rb"\\", b""), (rb"\"", b""))
 
@@ -206,7 +205,7 @@ def verify_num_values(data: bytes, num_tokens: int, field: str | None = None) ->
     the body. Takes three byte searches over the text
     and, only for a text with very many such characters, in strings or not, one pass of a tokenizer that stops at the limit.
     """
-    max_values = _MIN_VALUES + num_tokens
+    max_values = MIN_VALUES + num_tokens
     containers = data.count(b"{") + data.count(b"[")
     if containers <= MAX_CONTAINERS and containers + data.count(b",") <= max_values:
         return
