@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import shutil
@@ -34,6 +35,7 @@ from pdserve.v1 import inference_pb2, prefill_pb2
 from tests.router import worst_bodies
 from tests.router.worst_bodies import Worst
 from tests.support.loop_watch import LOOP_S, watched
+from tests.support.process_memory import TracedMemory
 from tests.support.waiting import HANG_S
 
 MAX_STATUS_BYTES = 1 << 20
@@ -128,6 +130,63 @@ async def _check_grpc(cluster, worst):
         assert code in ("invalid_request", "prompt_too_long"), details
     assert watch.longest_s < LOOP_S, watch.callback
     assert watch.grown_bytes < MAX_GROWN_BYTES
+
+
+LARGE_CLIENT = """
+import sys, grpc
+address, path, first, code_key = sys.argv[1:]
+with grpc.insecure_channel(address) as channel:
+    messages = [bytes.fromhex(first)] * bool(first) + [sys.stdin.buffer.read()]
+    try:
+        list(channel.stream_stream(f"/pdserve.v1.InferenceService/{path}")(iter(messages), timeout=60))
+        print("OK")
+    except grpc.RpcError as error:
+        code = next((value for key, value in error.trailing_metadata() if key == code_key), None)
+        print(error.code().name, code, error.details()[:300])
+"""
+"""In a process of its own: a client holds such a message twice, as it is and as it is sent."""
+
+
+@pytest.mark.parametrize("worst", worst_bodies.LARGE, ids=names(worst_bodies.LARGE))
+async def test_no_large_message_stops_the_event_loop(cluster, worst):
+    """Where files may be large, what is no file costs no more than elsewhere."""
+    assert len(worst.body) <= worst_bodies.LARGE_LIMIT
+    for role in ("prefill", "decode"):
+        await cluster.worker(role).start()
+    await cluster.start(prefill=0, decode=0, enable_prompt_embeds=True)
+    for worker in cluster.workers:
+        worker.calls = deque(maxlen=16)
+    await asyncio.to_thread(call, cluster.addresses[1], Worst("first", "Generate", worst_bodies._TEXT))
+    first = worst_bodies.FIRST_TURNS[0].hex() if worst.name.startswith("second turn") else ""
+    command = (sys.executable, "-c", LARGE_CLIENT, cluster.addresses[1], worst.path, first, ERROR_CODE_KEY)
+
+    async def send() -> str:
+        client = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return (await client.communicate(worst.body))[0].decode()
+
+    answer, watch = await watched(send)
+    assert answer.split()[:2] in (["INVALID_ARGUMENT", "invalid_request"], ["INVALID_ARGUMENT", "body_too_large"]), (
+        answer
+    )
+    assert watch.longest_s < LOOP_S, watch.callback
+    assert watch.grown_bytes < MAX_GROWN_BYTES
+
+
+async def test_large_messages_leave_nothing_behind(cluster):
+    """An error that its own frame keeps would keep the message, too, until the next full collection."""
+    await cluster.start(enable_prompt_embeds=True)
+    worst = worst_bodies.LARGE[0]
+    await asyncio.to_thread(call, cluster.addresses[1], worst)
+    gc.disable()
+    try:
+        with TracedMemory() as memory:
+            for _ in range(4):
+                await asyncio.to_thread(call, cluster.addresses[1], worst)
+            kept = memory.bytes
+    finally:
+        gc.enable()
+    # gRPC keeps the last one until the next comes
+    assert kept < 1.5 * len(worst.body)
 
 
 @pytest.mark.parametrize("stream", [True, False])

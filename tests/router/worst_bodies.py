@@ -255,6 +255,50 @@ GRPC = [
     ),
 ]
 
+LARGE_LIMIT = 16 << 20
+"""`max_request_bytes` of a router whose prompts may be embeddings, images or sound."""
+_LARGE_ROOM = LARGE_LIMIT - 200
+
+
+def _ids(content: bytes) -> bytes:
+    return field(_GENERATE, "tokens", field(inference_pb2.TokenPrompt, "token_ids", content))
+
+
+def _inputs_of_ids(content: bytes, count: int) -> bytes:
+    prompt = field(inference_pb2.TokenPrompt, "token_ids", content)
+    return field(_EMBED, "inputs", field(inference_pb2.EmbedInput, "tokens", prompt)) * count
+
+
+def _one_list(name: str, content: bytes) -> bytes:
+    return _TEXT + field(_GENERATE, "sampling", field(_SAMPLING, name, content))
+
+
+_SEQUENCE = field(request_pb2.TokenSequence, "token_ids", b"\x01" * _LARGE_ROOM)
+_FILE_AND_IDS = field(_GENERATE, "embeds", field(inference_pb2.EmbedsPrompt, "safetensors", b"x" * (8 << 20)))
+LARGE = [
+    Worst("token ids", "Generate", _ids(b"\x01" * _LARGE_ROOM)),
+    Worst("larger token ids", "Generate", _ids(b"\xff\xff\x03" * (_LARGE_ROOM // 3))),
+    Worst("token ids one by one", "Generate", field(_GENERATE, "tokens", b"\x08\x01" * (_LARGE_ROOM // 2))),
+    Worst("token ids in many lists", "Generate", _ids(b"\x01" * 100) * (_LARGE_ROOM // 104)),
+    Worst("token ids behind a group", "Generate", b"\x0b\x0c" + _ids(b"\x01" * _LARGE_ROOM)),
+    Worst("token ids beside a file", "Generate", _FILE_AND_IDS + _ids(b"\x01" * (7 << 20))),
+    Worst("a text", "Generate", field(_GENERATE, "text", field(inference_pb2.TextPrompt, "text", b"a" * _LARGE_ROOM))),
+    Worst("unknown fields in a text", "Generate",
+          field(_GENERATE, "text", _UNKNOWN * (_LARGE_ROOM // len(_UNKNOWN)))),
+    Worst("unknown numbers", "Generate", _TEXT + varint(1000 << 3 | 2) + varint(_LARGE_ROOM - 20) + b"\x01" * (_LARGE_ROOM - 20)),
+    Worst("stop tokens", "Generate", _one_list("stop_token_ids", b"\x01" * _LARGE_ROOM)),
+    Worst("allowed tokens", "Generate", _one_list("allowed_token_ids", b"\x01" * _LARGE_ROOM)),
+    Worst("bad words' tokens", "Generate", _one_list("bad_words_token_ids", _SEQUENCE)),
+    Worst("token ids", "Session", _ids(b"\x01" * _LARGE_ROOM)),
+    Worst("second turn: token ids", "Session", _ids(b"\x01" * _LARGE_ROOM)),
+    Worst("token ids", "Embed", _inputs_of_ids(b"\x01" * _LARGE_ROOM, 1)),
+    Worst("inputs of token ids", "Embed", _inputs_of_ids(b"\x01" * 8000, 2048)),
+    Worst("inputs of token ids", "Classify", _inputs_of_ids(b"\x01" * 8000, 2048)),
+    Worst("a text", "Score", field(inference_pb2.ScoreRequest, "text_1", b"a" * _LARGE_ROOM)),
+    Worst("unknown fields", "GetModel", _UNKNOWN * (_LARGE_ROOM // len(_UNKNOWN))),
+]  # fmt: skip
+"""Messages as large as files make them, of something else."""
+
 _TEXTS = {
     "signs": "! " * (_ROOM // 2),
     "one word": "a" * _ROOM,

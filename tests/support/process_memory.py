@@ -110,6 +110,11 @@ class TracedMemory:
         return self
 
     @property
+    def bytes(self) -> int:
+        """The sum now."""
+        return tracemalloc.get_traced_memory()[0]
+
+    @property
     def peak_bytes(self) -> int:
         """The largest sum at any moment."""
         return tracemalloc.get_traced_memory()[1]

@@ -16,6 +16,7 @@ from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.net.rpc import bind
 from pdserve.common.net.tls_renewal import TlsRenewal
+from pdserve.common.processes.large_blocks import return_large_blocks
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls
@@ -95,6 +96,7 @@ async def serve_process(
     parent: ProcessLink | None = None,
 ) -> None:
     """One router process, as `run_router`. parent: counts the requests of all processes, if there are several."""
+    return_large_blocks()
     key, is_development_key = settings.key()
     if is_development_key:
         log.warning("no deployment key: using the public development key, which is safe only on this machine")

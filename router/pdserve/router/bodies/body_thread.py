@@ -29,9 +29,13 @@ class BodyThread:
         if num_bytes <= ON_LOOP_BYTES:
             return call()
         outcome = await asyncio.get_running_loop().run_in_executor(self._thread, _outcome, call)
-        if isinstance(outcome, PdServeError):
+        if not isinstance(outcome, PdServeError):
+            return outcome
+        try:
             raise outcome
-        return outcome
+        finally:
+            # else the error and this frame keep each other, and `call` with the body, until the next full collection
+            del outcome
 
 
 def _outcome(call: Callable[[], T]) -> T | PdServeError:
