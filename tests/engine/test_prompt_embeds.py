@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
@@ -108,6 +109,42 @@ def test_refusals(make_real_engine: Any, folder: Path, oracle: Oracle) -> None:
             engine.request(**(given | changes))
     with pytest.raises(InvalidRequest, match="prompt_embeds is given, and enable_prompt_embeds is false here"):
         make_real_engine(folder, enable_prompt_embeds=False).request(**given)
+
+
+def huge(dtype: str, value: float, count: int, hidden_size: int) -> dict[str, Any]:
+    """Three rows whose first `count` numbers are `value`."""
+    rows = torch.full((3, hidden_size), 0.01)
+    rows.view(-1)[:count] = value
+    rows = rows.to(getattr(torch, dtype))
+    assert rows.isfinite().all()
+    embeds = PromptEmbeds.of(3, hidden_size, dtype, rows.view(torch.uint8).numpy().tobytes())  # type: ignore[arg-type]
+    return {"prompt": embeds.placeholders(), "prompt_embeds": embeds, "salt": embeds.digest.hex()}
+
+
+HUGE = [("float32", 3.4e38), ("float32", -3.4e38), ("float32", 1e25), ("bfloat16", 3.3e38), ("bfloat16", -1e30)]
+
+
+@pytest.mark.parametrize(("dtype", "value"), HUGE)
+@pytest.mark.parametrize("all_numbers", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_huge_numbers_are_the_clients(
+    make_real_engine: Any, folder: Path, oracle: Oracle, dtype: str, value: float, all_numbers: bool, n: int
+) -> None:
+    """Finite numbers that overflow in the model end their own request, as its mistake; others are served beside it."""
+    engine: Harness = make_real_engine(folder)
+    hidden_size = fields_of(oracle, [5])["prompt_embeds"].hidden_size
+    given = huge(dtype, value, 3 * hidden_size if all_numbers else 2, hidden_size)
+    failing = engine.add(**given, params={"max_tokens": 3, "temperature": 0.5, "n": n}, n=n)
+    other = engine.add(prompt_of(20), params={"max_tokens": 3})
+    engine.run()
+    oracle.check(prompt_of(20), engine.answers[other].token_ids)
+    ends = [engine.answers[f"{failing}/{index}" if n > 1 else failing] for index in range(n)]
+    for answer in ends:
+        if abs(value) < 1e38 and answer.finish_reason is FinishReason.LENGTH:
+            continue  # the norms have made something of it
+        assert (answer.finish_reason, answer.error_code) == (FinishReason.ERROR, "invalid_request"), answer
+        assert answer.error_message.startswith("prompt_embeds has numbers that the model cannot compute with")
+        assert "the model's logits are not finite" in answer.error_message
 
 
 def test_placeholders_are_not_penalised() -> None:

@@ -19,7 +19,7 @@ from pdserve.engine.scheduler.sessions import Sessions
 from pdserve.engine.scheduler.transfer_events import KvSendTracker
 from pdserve.engine.scheduler.waiting.remote_kv_queue import RemoteKvQueue
 from pdserve.engine.scheduler.waiting.waiting_queues import WaitingQueues
-from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from pdserve.engine.scheduler_output import NO_TOKEN, ModelRunnerOutput, RequestFailure, SchedulerOutput
 from pdserve.engine.structured_outputs.structured_output_manager import StructuredOutputManager
 
 
@@ -110,7 +110,7 @@ class StepResults:
             failure = next((computed.failed[place] for place in places if place in computed.failed), None)
             failure = computed.failed_requests.get(request.request_id, failure)
             if failure is not None:
-                self._finisher.fail(request, failure.error())
+                self._finisher.fail(request, _cause(request, failure))
                 continue
             token_ids = [token_id for place in places for token_id in computed.sampled_token_ids[place]]
             if len(token_ids) > len(places):
@@ -119,7 +119,7 @@ class StepResults:
             self._append(request, token_ids, [computed.logprobs.get(place) for place in places])
         for request_id, failure in computed.failed_requests.items():
             if (unfinished := self._requests.get(request_id)) is not None:
-                self._finisher.fail(unfinished, failure.error())
+                self._finisher.fail(unfinished, _cause(unfinished, failure))
         for request_id, values in computed.pooler_output.items():
             self._finisher.finish(self._requests[request_id], RequestStatus.FINISHED_STOPPED, pooling_output=values)
         self._drafts.update(self._requests, scheduled, computed.draft_token_ids)
@@ -242,3 +242,13 @@ def _no_token_left(request: Request) -> InvalidRequest:
     return InvalidRequest(
         f"{', '.join(asked)} leave no token for output position {request.num_output_tokens}", asked[0]
     )
+
+
+def _cause(request: Request, failure: RequestFailure) -> PdServeError:
+    """The error that ends a request whose result cannot be used: with embeddings of a client, their numbers are the cause."""
+    error = failure.error()
+    if isinstance(error, InternalError) and request.core.prompt_embeds is not None:
+        return InvalidRequest(
+            f"prompt_embeds has numbers that the model cannot compute with: {error.message}", "prompt_embeds"
+        )
+    return error
