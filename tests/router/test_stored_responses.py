@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.common.net import body_budget
 from pdserve.common.security.deployment_key import DeploymentKey
-from pdserve.router.http_front import responses_http
+from pdserve.router.bodies import client_bodies
 from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
 from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.v1 import prefill_pb2
@@ -270,9 +270,9 @@ async def test_parameters_of_paths(cluster: Any) -> None:
 
 @pytest.mark.parametrize("path", ["", "/input_items"])
 async def test_answers_share_a_budget_of_bytes(cluster: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(responses_http, "ANSWERS_BYTES", 1 << 20)
+    monkeypatch.setattr(client_bodies, "_MIN_BUDGET_BYTES", 1 << 20)
     monkeypatch.setattr(body_budget, "MAX_WAIT_S", 0.05)
-    await started(cluster)
+    await started(cluster, max_answer_bytes=1 << 19)
     made = await created(cluster)
     loads, get = asyncio.Event(), MemoryResponseStore.get
     is_loading = asyncio.Event()

@@ -62,15 +62,17 @@ def remade(
     behaviour: Callable[[Any, Any], Any],
     *,
     reads_stream: bool = False,
+    writes_stream: bool = False,
     parse: Callable[[bytes], Any] | None = None,
     serialize: Callable[[Any], bytes] | None = None,
 ) -> Any:
     """The handler of a method with another behaviour.
 
     reads_stream: `behaviour` takes a stream of requests also where the method has one, so that gRPC reads nothing before it asks.
+    writes_stream: `behaviour` writes its answer to the context also where the method has one, which a client cannot distinguish.
     parse: None gives `behaviour` the bytes of requests. serialize: None keeps the handler's.
     """
     asks = "stream" if handler.request_streaming or reads_stream else "unary"
-    answers = "stream" if handler.response_streaming else "unary"
+    answers = "stream" if handler.response_streaming or writes_stream else "unary"
     make = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")
     return make(behaviour, request_deserializer=parse, response_serializer=serialize or handler.response_serializer)

@@ -44,6 +44,22 @@ class ChunkWriter:
         if part:
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
+    async def taken(self) -> None:
+        """Wait until the system has taken everything that was written, or the client has disconnected."""
+        if not self._transport.get_write_buffer_size():
+            return
+        # the transport pauses the writer above this mark, and resumes it when nothing is left
+        self._transport.set_write_buffer_limits(high=1)
+        try:
+            await self._flow.drain()
+        finally:
+            self._transport.set_write_buffer_limits()
+
+    def abandon(self) -> None:
+        """Drop the connection with what is unread of the response, which is not complete."""
+        self._cycle.disconnected = True
+        self._transport.abort()
+
     def offer(self, scope: MutableMapping[str, Any]) -> None:
         """Let the application find this writer with `chunk_writer`."""
         scope["extensions"] = {_EXTENSION: self}

@@ -20,6 +20,8 @@ from pdserve.common.security.tls import ServerTls
 BACKLOG = 2048
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_PAUSE_S = 0.05
+_UNSENT_BYTES = 64 << 10
+"""Bytes of a connection that the system takes beyond those under way to the client; by default 4 MiB, which no limit counts."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -175,6 +177,8 @@ def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        # connections inherit it: what a client does not read then waits where it is counted
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         bound.bind(address)
     except OSError as error:
         bound.close()

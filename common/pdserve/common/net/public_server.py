@@ -147,13 +147,16 @@ class _PublicInterceptor(HandlerInterceptor):
                 async for response in answer(asked, context):
                     yield response
 
-        async def coroutine(requests: AsyncIterator[bytes], context: Context) -> Any:
+        async def coroutine(requests: AsyncIterator[bytes], context: Context) -> None:
             async with closed_at_end(requests):
                 await self._authenticate(context)
-                return await answer(each(requests) if handler.request_streaming else await first(requests), context)
+                # a method of one answer may write it itself, to hold what it holds until the client has read it
+                response = await answer(each(requests) if handler.request_streaming else await first(requests), context)
+                if response is not None:
+                    await context.write(response)
 
         guarded: Callable[..., Any] = stream if generates(handler) else coroutine
-        return remade(handler, guarded, reads_stream=True, serialize=_serializer(handler))
+        return remade(handler, guarded, reads_stream=True, writes_stream=True, serialize=_serializer(handler))
 
     async def _message(self, raw: bytes | None, parse: Callable[[bytes], Any]) -> Any:
         if raw is None:

@@ -1,4 +1,4 @@
-"""`ClientBodies`: limits of clients' messages, for both front ends."""
+"""`ClientBodies`: limits of clients' messages and of whole answers, for both front ends."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class ClientBodies:
         self.budget = BodyBudget(
             settings.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)
         )
+        self.unread = BodyBudget(max(_MIN_BUDGET_BYTES, 2 * settings.max_answer_bytes))
+        """Bytes of whole answers that their clients have not read."""
         self.ignored = IgnoredFields() if settings.unknown_fields == "ignore" else None
         """Set if unknown fields are ignored; None: they are refused."""
         self._thread = BodyThread()
@@ -69,21 +71,24 @@ class ClientBodies:
             raise BodyTooLarge(
                 f"the message has {len(data)} bytes, at most {self.max_request_bytes} are allowed (max_request_bytes)"
             )
-        return await self.in_background_pool(len(data), lambda: self._message(data, parse))
+        return await self.in_background_pool(len(data), lambda: _message(data, parse, self.ignored, self._large))
 
-    def _message(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
-        kind = getattr(parse, "__self__", None)
-        may_have_unknown = True
-        if len(data) > ON_LOOP_BYTES and kind is not None:
-            # a message has fewer numbers than bytes
-            large = self._large if len(data) > min(self._large.max_values, self._large.max_bytes) else None
-            may_have_unknown = verify_num_fields(data, kind.DESCRIPTOR, MAX_FIELDS, large)
-        try:
-            message = parse(data)
-        except Exception as error:
-            raise InvalidRequest(f"the message cannot be parsed: {error}") from None
-        # the check takes copies
-        return _without_unknown(message, self.ignored) if may_have_unknown else message
+
+def _message(
+    data: bytes, parse: Callable[[bytes], Any], ignored: IgnoredFields | None = None, large: LargeMessage | None = None
+) -> Any:
+    kind = getattr(parse, "__self__", None)
+    may_have_unknown = True
+    if len(data) > ON_LOOP_BYTES and kind is not None:
+        # a message has fewer numbers than bytes
+        is_large = large is not None and len(data) > min(large.max_values, large.max_bytes)
+        may_have_unknown = verify_num_fields(data, kind.DESCRIPTOR, MAX_FIELDS, large if is_large else None)
+    try:
+        message = parse(data)
+    except Exception as error:
+        raise InvalidRequest(f"the message cannot be parsed: {error}") from None
+    # the check takes copies
+    return _without_unknown(message, ignored) if may_have_unknown else message
 
 
 def _without_unknown(message: Any, ignored: IgnoredFields | None) -> Any:

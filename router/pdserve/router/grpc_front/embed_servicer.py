@@ -17,6 +17,7 @@ from pdserve.common.request.params_wire import pooling_from_wire
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
+from pdserve.router.grpc_front.whole_answer import room_for, write_whole
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
@@ -72,7 +73,7 @@ class EmbedServicer(InferenceServiceServicer):
     def __init__(self, inference: Inference) -> None:
         self.inference = inference
 
-    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:  # type: ignore[override]
         def build(call: CallFields) -> tuple[list[ClientRequest], None]:
             return input_requests(request, call, pooling_from_wire(request.pooling)), None
 
@@ -80,7 +81,7 @@ class EmbedServicer(InferenceServiceServicer):
             # the server sends bytes unchanged
             return cast("inference_pb2.EmbedResponse", _serialized(vectors, inference_pb2.EmbedResponse(**fields)))
 
-        return await self.answered(request, context, "embeddings", "inputs", build, answer)
+        await self.answered(request, context, "embeddings", "inputs", build, answer)
 
     async def answered(
         self,
@@ -90,8 +91,11 @@ class EmbedServicer(InferenceServiceServicer):
         field: str,
         build: Callable[[CallFields], tuple[list[ClientRequest], T]],
         answer: Callable[[list[array[float]], T, AnswerFields], A],
-    ) -> A:
-        """build: the requests, and what `answer` gets beside their vectors. field: the client's name of the inputs."""
+    ) -> None:
+        """Write the answer to the context.
+
+        build: the requests, and what `answer` gets beside their vectors. field: the client's name of the inputs.
+        """
         inference = self.inference
         with inference.telemetry.count_rejections():
             client = caller()
@@ -101,16 +105,18 @@ class EmbedServicer(InferenceServiceServicer):
             pooled = await inference.embedding(requests, field=field, client=client, operation=operation)
         metadata = tuple(pooled.answer_headers.items())
         context.set_trailing_metadata(metadata)
-        vectors = await pooled.results()
-        fields: AnswerFields = {
-            "request_id": pooled.request_id,
-            "usage": usage_message(pooled.usage),
-            "moments": moment_messages(pooled.timeline),
-        }
-        num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
-        response = await inference.bodies.in_background_pool(num_bytes, lambda: answer(vectors, beside, fields))
-        await context.send_initial_metadata(metadata)
-        return response
+        async with pooled.results() as vectors:
+            fields: AnswerFields = {
+                "request_id": pooled.request_id,
+                "usage": usage_message(pooled.usage),
+                "moments": moment_messages(pooled.timeline),
+            }
+            num_bytes = sum(vector.itemsize * len(vector) for vector in vectors)
+            async with room_for(inference.bodies.unread, num_bytes) as room:
+                response = await inference.bodies.in_background_pool(num_bytes, lambda: answer(vectors, beside, fields))
+                await context.send_initial_metadata(metadata)
+                # here, where the request still counts for its tenant
+                await write_whole(context, response, room)
 
 
 def input_requests(

@@ -34,6 +34,7 @@ from pdserve.router.grpc_front.generate_response import generate_response
 from pdserve.router.grpc_front.health_servicer import HealthServicer
 from pdserve.router.grpc_front.pooling_servicer import PoolingServicer
 from pdserve.router.grpc_front.request_fields import beam_params, chat_input, verify_chat_counts
+from pdserve.router.grpc_front.whole_answer import room_for, write_whole
 from pdserve.router.requests.answer_reader import AnswerReader, with_visible_markers
 from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
@@ -171,6 +172,10 @@ class InferenceServicer(PoolingServicer):
                 else:
                     make = partial(generate_response, generation, output, request.sampling, reader, last=last)
                     response = await self.inference.bodies.in_background_pool(_TOKEN_BYTES * num_tokens, make)
+                if kind is RequestOutputKind.FINAL_ONLY:
+                    async with room_for(self.inference.bodies.unread, response.ByteSize()) as room:
+                        await write_whole(context, response, room)
+                    continue
                 try:
                     await context.write(response)
                 except grpc.aio.InternalError:

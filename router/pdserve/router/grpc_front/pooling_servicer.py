@@ -17,9 +17,7 @@ from pdserve.v1 import inference_pb2
 class PoolingServicer(EmbedServicer):
     """Serves `Classify` and `Score`. A base class, as `EmbedServicer`."""
 
-    async def Classify(
-        self, request: inference_pb2.ClassifyRequest, context: Context
-    ) -> inference_pb2.ClassifyResponse:
+    async def Classify(self, request: inference_pb2.ClassifyRequest, context: Context) -> None:  # type: ignore[override]
         pooling = PoolingParams(task="classify", use_activation=_use_activation(request) is not False)
 
         def build(call: CallFields) -> tuple[list[ClientRequest], None]:
@@ -30,9 +28,9 @@ class PoolingServicer(EmbedServicer):
             classifications = [_classification(each, labels) for each in vectors]
             return inference_pb2.ClassifyResponse(classifications=classifications, **fields)
 
-        return await self.answered(request, context, "classify", "inputs", build, answer)
+        await self.answered(request, context, "classify", "inputs", build, answer)
 
-    async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:  # type: ignore[override]
         by_head = await self.inference.scores_by_head()
 
         def build(call: CallFields) -> tuple[list[ClientRequest], ScoredPairs]:
@@ -54,7 +52,7 @@ class PoolingServicer(EmbedServicer):
         ) -> inference_pb2.ScoreResponse:
             return inference_pb2.ScoreResponse(scores=pairs.scores(vectors), **fields)
 
-        return await self.answered(request, context, "score", "text_2", build, answer)
+        await self.answered(request, context, "score", "text_2", build, answer)
 
 
 def _use_activation(request: inference_pb2.ClassifyRequest | inference_pb2.ScoreRequest) -> bool | None:

@@ -20,15 +20,10 @@ from pdserve.common.net.health_probe import answer_live, probe_response
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.router.bodies.request_body import read_body
+from pdserve.router.http_front.answer_parts import AnswersInParts
 from pdserve.router.http_front.debug_http import DebugHttp
-from pdserve.router.http_front.generation_response import (
-    JSON,
-    GenerationResponse,
-    asks_for_timeline,
-    call_fields,
-    error_response,
-    json_response,
-)
+from pdserve.router.http_front.error_response import JSON, error_response, json_response
+from pdserve.router.http_front.generation_response import GenerationResponse, asks_for_timeline, call_fields
 from pdserve.router.http_front.openapi import OpenApi
 from pdserve.router.http_front.pooling_http import PoolingHttp
 from pdserve.router.http_front.responses_http import ResponsesHttp
@@ -102,7 +97,10 @@ class HttpFront:
         described.describe(routes)
         self.app = Starlette(
             routes=routes,
-            middleware=_cors(inference.settings.cors_origins),
+            middleware=[
+                Middleware(AnswersInParts, budget=inference.bodies.unread),
+                *_cors(inference.settings.cors_origins),
+            ],
             exception_handlers={
                 PdServeError: _on_error,
                 HTTPException: _on_http_exception,

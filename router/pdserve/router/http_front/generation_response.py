@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.common.errors import InvalidRequest, PdServeError
+from pdserve.common.errors import InvalidRequest, Overloaded, PdServeError
 from pdserve.common.net.chunk_writer import ChunkWriter, chunk_writer
 from pdserve.common.request.generation_request import (
     MAX_DATA_PARALLEL_RANK,
@@ -22,8 +23,9 @@ from pdserve.common.request.generation_request import (
 from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
+from pdserve.router.http_front.answer_parts import PART_BYTES, abandon, send_body
+from pdserve.router.http_front.error_response import JSON, error_response
 from pdserve.router.http_front.event_lines import one_line_each
-from pdserve.router.openai.response_writer import error_body, error_headers
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import CallFields
 from pdserve.router.requests.pushed_outputs import PushedOutputs
@@ -31,7 +33,8 @@ from pdserve.router.requests.request_scope import REQUEST_ID_HEADER, RequestScop
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput
 
-JSON = "application/json"
+log = logging.getLogger(__name__)
+
 RANK_HEADER = "x-data-parallel-rank"
 """vLLM's header: the rank of the decode workers that the request prefers."""
 TIMELINE_HEADER = "x-pdserve-timeline"
@@ -41,18 +44,6 @@ _SSE_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-
-
-def error_response(error: PdServeError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in OpenAI's shape."""
-    return Response(
-        error_body(error), error.http_status, headers={**(headers or {}), **error_headers(error)}, media_type=JSON
-    )
-
-
-def json_response(content: object, status: int = 200) -> Response:
-    """A JSON response."""
-    return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
 def call_fields(request: Request, timeout_s: float) -> CallFields:
@@ -138,7 +129,7 @@ class GenerationResponse(Response):
                     if self._stream:
                         await self._send_events(generation, send, chunk_writer(scope))
                     else:
-                        await self._send_whole(generation, send)
+                        await self._send_whole(generation, scope, send)
                 finally:
                     listener.cancel()
         except PdServeError as error:
@@ -147,17 +138,33 @@ class GenerationResponse(Response):
             task = asyncio.current_task()
             if not self._generation.stalled or task is None or task.uncancel():
                 raise
+            abandon(scope)
 
-    async def _send_whole(self, generation: Generation, send: Send) -> None:
-        outputs = await generation.stream.take_all()
+    async def _send_whole(self, generation: Generation, scope: Scope, send: Send) -> None:
+        num_bytes = await generation.stream.until_whole()
+        # small ones do not wait for room
+        async with self._bodies.unread.room(num_bytes) if num_bytes > PART_BYTES else nullcontext() as room:
+            body = await self._whole(generation, num_bytes)
+            if self._before_end is not None:
+                await self._before_end()
+            await self._start(send, {"content-type": self._content_type, "content-length": str(len(body))})
+            sending = send_body(body, scope, send, generation.stream.note_read)
+            if room is None:
+                await sending
+                return
+            room.shrink(len(body))
+            try:
+                await room.read(sending, None)
+            except Overloaded:
+                # others wait for its room
+                log.info("request %s: given up, its client reads too slowly", generation.request_id)
+                abandon(scope)
+
+    async def _whole(self, generation: Generation, num_bytes: int) -> bytes:
+        """The body; nothing else of the answer is kept."""
+        outputs = generation.stream.take_now()
         usage, timeline = generation.usage, generation.timeline
-        body = await self._bodies.in_background_pool(
-            generation.stream.num_bytes, lambda: self._answer.whole(outputs, usage, timeline)
-        )
-        if self._before_end is not None:
-            await self._before_end()
-        await self._start(send, {"content-type": self._content_type, "content-length": str(len(body))})
-        await send({"type": "http.response.body", "body": body})
+        return await self._bodies.in_background_pool(num_bytes, lambda: self._answer.whole(outputs, usage, timeline))
 
     async def _send_events(self, generation: Generation, send: Send, chunks: ChunkWriter | None) -> None:
         outputs = await generation.stream.take()

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.router.http_front.generation_response import json_response
+from pdserve.router.http_front.error_response import json_response
 from pdserve.router.http_front.page_response import page_response
 from pdserve.router.http_front.tokenization_http import DetokenizeBody, TokenizeBody
 from pdserve.router.openai.embeddings import EmbeddingBody

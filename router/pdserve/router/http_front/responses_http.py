@@ -16,14 +16,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.net.body_budget import BodyBudget
 from pdserve.router.bodies.request_body import body_bytes, parse_body, shown, verify_num_values
-from pdserve.router.http_front.generation_response import (
-    GenerationResponse,
-    asks_for_timeline,
-    call_fields,
-    json_response,
-)
+from pdserve.router.http_front.error_response import json_response
+from pdserve.router.http_front.generation_response import GenerationResponse, asks_for_timeline, call_fields
 from pdserve.router.http_front.stored_answer import StoredAnswer
 from pdserve.router.http_front.tokenization_http import authenticated
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
@@ -46,9 +41,6 @@ _LIMIT = re.compile(r"[1-9][0-9]?|100")
 _CONTINUED_AT_ONCE = 4
 """Stored conversations that are decoded at the same time, since their size is not that of the body that names them."""
 
-ANSWERS_BYTES = 64 << 20
-"""Bytes of stored responses that are loaded, or not read by their clients, at the same time."""
-
 
 class _Prepared(NamedTuple):
     """A body and what is made of it once."""
@@ -69,7 +61,6 @@ class ResponsesHttp:
         self._inference = inference
         self._keys = inference.keys
         self._store = store
-        self._answers = BodyBudget(ANSWERS_BYTES)
         self._continued = asyncio.Semaphore(_CONTINUED_AT_ONCE)
         self.routes = [
             Route("/v1/responses", self.create, methods=["POST"]),
@@ -141,7 +132,7 @@ class ResponsesHttp:
 
     def _answer(self, load: Callable[[], Awaitable[bytes]]) -> StoredAnswer:
         settings = self._inference.settings
-        return StoredAnswer(self._answers, most_bytes(settings), settings.request_timeout_s, load)
+        return StoredAnswer(self._inference.bodies.unread, most_bytes(settings), settings.request_timeout_s, load)
 
     async def _prepared(self, request: Request, client: Client) -> _Prepared:
         """Raises: errors of `body_bytes`; InvalidRequest; NotFound for a response that is not stored."""

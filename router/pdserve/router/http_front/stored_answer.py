@@ -1,4 +1,4 @@
-"""`StoredAnswer`: a stored response, or a part of it, sent within a budget of bytes that all such answers share."""
+"""`StoredAnswer`: a stored response, or a part of it, sent within the budget of all whole answers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import DeadlineExceeded, Overloaded
 from pdserve.common.net.body_budget import BodyBudget
-from pdserve.router.http_front.generation_response import JSON
-
-_PART_BYTES = 64 << 10
-"""The server waits between parts until the client has read most of those before."""
+from pdserve.router.http_front.answer_parts import abandon, send_body
+from pdserve.router.http_front.error_response import JSON
 
 
 class StoredAnswer(Response):
-    """Has room in the budget from before it is loaded until all but its last part is read.
+    """Has room in the budget from before it is loaded until all of it is read.
 
     While others wait for room, the client that has read for longest loses its connection after `body_budget.FAIR_SHARE_S`.
     """
@@ -38,13 +36,6 @@ class StoredAnswer(Response):
             headers = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                await room.read(_sent(body, send), self._timeout_s)
+                await room.read(send_body(body, scope, send), self._timeout_s)
             except (Overloaded, DeadlineExceeded):
-                # the answer has begun; the server closes the connection of one that is not complete
-                return
-
-
-async def _sent(body: bytes, send: Send) -> None:
-    for start in range(0, max(1, len(body)), _PART_BYTES):
-        part, is_last = body[start : start + _PART_BYTES], start + _PART_BYTES >= len(body)
-        await send({"type": "http.response.body", "body": part, "more_body": not is_last})
+                abandon(scope)

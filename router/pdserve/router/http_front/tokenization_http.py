@@ -15,7 +15,8 @@ from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.bodies.request_body import read_body
-from pdserve.router.http_front.generation_response import json_response, until_disconnect
+from pdserve.router.http_front.generation_response import until_disconnect
+from pdserve.router.http_front.stored_answer import StoredAnswer
 from pdserve.router.requests.fields.chat_fields import ChatFields
 from pdserve.router.requests.fields.tools import ToolBody
 from pdserve.router.requests.inference import Inference
@@ -28,6 +29,9 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_TOKENS = 5 << 17
 """Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""
+_DETOKENIZED_BYTES, _TOKENIZED_BYTES = 40, 16
+"""Memory per token, and per character, of a request and its answer."""
+_LEAST_BYTES = 1024
 MAX_TOKEN_STRS = 1 << 18
 """Most tokens for which strings are returned: a string takes more than 50 bytes of memory, a token's id 8."""
 
@@ -135,9 +139,10 @@ class TokenizationHttp:
                 request, TokenizeBody, self._inference.bodies, lambda body: self._verified(body, client)
             )
             limits = self._inference.limits()
-            return await self._aside(request, client, lambda: self._tokenized(body, limits))
+        num_bytes = _TOKENIZED_BYTES * len(body.prompt or "")
+        return self._answer(request, client, num_bytes, lambda: self._tokenized(body, limits))
 
-    def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> Response:
+    def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> bytes:
         tokenizer = self._inference.tokenizer
         token_ids = body.token_ids(tokenizer, max_text_bytes(self._inference.bodies.model_len))
         if body.return_token_strs and len(token_ids) > MAX_TOKEN_STRS:
@@ -146,7 +151,7 @@ class TokenizationHttp:
                 "as strings",
                 "return_token_strs",
             )
-        return json_response(
+        return msgspec.json.encode(
             {
                 "count": len(token_ids),
                 "max_model_len": limits.max_model_len if limits else None,
@@ -162,14 +167,25 @@ class TokenizationHttp:
                 request, DetokenizeBody, self._inference.bodies, lambda body: self._verified(body, client)
             )
             limits = self._inference.limits()
-            return await self._aside(request, client, lambda: self._detokenized(body, limits))
+        num_bytes = _DETOKENIZED_BYTES * len(body.tokens)
+        return self._answer(request, client, num_bytes, lambda: self._detokenized(body, limits))
 
-    def _detokenized(self, body: DetokenizeBody, limits: Limits | None) -> Response:
+    def _detokenized(self, body: DetokenizeBody, limits: Limits | None) -> bytes:
         tokenizer = self._inference.tokenizer
         verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
-        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return msgspec.json.encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    async def _aside(self, request: Request, client: Client, answer: Callable[[], Response]) -> Response:
+    def _answer(self, request: Request, client: Client, num_bytes: int, answer: Callable[[], bytes]) -> Response:
+        """The response with the result of `answer`, for which there is room before it is made. num_bytes: of all that it takes."""
+
+        async def load() -> bytes:
+            with self._inference.telemetry.count_rejections():
+                return await self._aside(request, client, answer)
+
+        bodies, timeout_s = self._inference.bodies, self._inference.settings.request_timeout_s
+        return StoredAnswer(bodies.unread, max(_LEAST_BYTES, num_bytes), timeout_s, load)
+
+    async def _aside(self, request: Request, client: Client, answer: Callable[[], bytes]) -> bytes:
         """Result of `answer`. Raises: exceptions of `answer`; Overloaded; DeadlineExceeded; Cancelled if the client
         disconnected."""
         timeout_s = self._inference.settings.request_timeout_s

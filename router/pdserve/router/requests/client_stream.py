@@ -150,14 +150,23 @@ class ClientStream:
             raise self.error
         return unread if len(unread) < 2 else merged(unread)
 
-    async def take_all(self) -> list[CompletionOutput]:
-        """Wait for the end of the request; one whole output per choice. Raises: PdServeError."""
+    async def until_whole(self) -> int:
+        """Wait until a whole answer has ended; `take_now` has it. Its approximate size, bytes. Raises: PdServeError."""
         while not self.ended:
             await self._wait()
         self._taken_at = time.monotonic()
         if self.error is not None:
             raise self.error
-        return merged(self._unread)
+        return self.num_bytes
+
+    def note_read(self) -> None:
+        """Note that the client has read a part of what was taken."""
+        self._taken_at = time.monotonic()
+
+    async def take_all(self) -> list[CompletionOutput]:
+        """Wait for the end of the request; one whole output per choice. Raises: PdServeError."""
+        await self.until_whole()
+        return self.take_now()
 
     async def _wait(self) -> None:
         self._reader = asyncio.get_running_loop().create_future()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from array import array
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -243,7 +245,7 @@ MAX_RUNNING = 128
 
 
 class Embedding(RequestScope[EmbeddingInput]):
-    """`results` once."""
+    """Enter `results` once."""
 
     def __init__(
         self,
@@ -259,8 +261,10 @@ class Embedding(RequestScope[EmbeddingInput]):
         self._all: asyncio.Future[list[None]] | None = None
         self._error: PdServeError | None = None
 
-    async def results(self) -> list[array[float]]:
-        """Compute a float32 vector per input, in their order. No run is left when this returns or raises.
+    @contextlib.asynccontextmanager
+    async def results(self) -> AsyncIterator[list[array[float]]]:
+        """Compute a float32 vector per input, in their order. No run is left inside the context; the request counts for its tenant
+        until its end, which is when the client has read its answer.
 
         Raises: PdServeError, of the first input that failed; Overloaded, Draining before any has begun.
         """
@@ -268,6 +272,12 @@ class Embedding(RequestScope[EmbeddingInput]):
             # the inputs have just been made, which is as long as all others should wait
             await asyncio.sleep(0)
         await self._enter()
+        try:
+            yield await self._computed()
+        finally:
+            self._leave()
+
+    async def _computed(self) -> list[array[float]]:
         began = time.monotonic()
         waiting = iter(enumerate(self._runs))
         vectors = [array("f")] * len(self._runs)
@@ -295,10 +305,7 @@ class Embedding(RequestScope[EmbeddingInput]):
         finally:
             for task in tasks:
                 task.cancel()
-            try:
-                await asyncio.gather(*tasks, return_exceptions=True)
-            finally:
-                self._leave()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def cancel(self, error: PdServeError | None = None) -> None:
         """End all runs, and their calls with them; `results` raises `error`."""
