@@ -94,7 +94,7 @@ class SlowReader:
 
 
 def _unchunked(body: bytes) -> bytes:
-    parts = []
+    parts: list[bytes] = []
     while True:
         size, _, body = body.partition(b"\r\n")
         if not (length := int(size, 16)):
@@ -251,7 +251,7 @@ async def test_over_grpc_a_tenant_has_no_more_unread_answers_than_sequences(
     ]
     metadata = (("authorization", f"Bearer {key_of('alice')}"),)
     async with grpc.aio.insecure_channel(cluster.addresses[1], options=options) as channel:
-        ask = channel.stream_stream(
+        ask: Any = channel.stream_stream(
             "/pdserve.v1.InferenceService/Embed", request_serializer=inference_pb2.EmbedRequest.SerializeToString
         )
 
