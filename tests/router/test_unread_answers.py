@@ -200,7 +200,7 @@ async def test_all_unread_answers_share_one_budget(
     init = AnswersInParts.__init__
 
     def noted(self: Any, app: Any, budget: Any) -> None:
-        budgets.append(budget)
+        budgets.append(budget())
         init(self, app, budget)
 
     monkeypatch.setattr(AnswersInParts, "__init__", noted)

@@ -48,8 +48,8 @@ def abandon(scope: Scope) -> None:
 class AnswersInParts:
     """Middleware. An answer that its application sends in parts by itself passes unchanged."""
 
-    def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
-        """budget: of all answers that are not read."""
+    def __init__(self, app: ASGIApp, budget: Callable[[], BodyBudget]) -> None:
+        """budget: gives that of all answers that are not read."""
         self._app = app
         self._budget = budget
 
@@ -75,7 +75,7 @@ class AnswersInParts:
                 await send(message)
                 return
             try:
-                async with self._budget.room(len(body)) as room:
+                async with self._budget().room(len(body)) as room:
                     await send(begin)
                     begin = None
                     await room.read(send_body(body, scope, send), None)

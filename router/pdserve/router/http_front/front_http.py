@@ -98,7 +98,7 @@ class HttpFront:
         self.app = Starlette(
             routes=routes,
             middleware=[
-                Middleware(AnswersInParts, budget=inference.bodies.unread),
+                Middleware(AnswersInParts, budget=lambda: inference.bodies.unread),
                 *_cors(inference.settings.cors_origins),
             ],
             exception_handlers={
