@@ -149,7 +149,7 @@ with grpc.insecure_channel(address) as channel:
 
 @pytest.mark.parametrize("worst", worst_bodies.LARGE, ids=names(worst_bodies.LARGE))
 async def test_no_large_message_stops_the_event_loop(cluster, worst):
-    """Where files may be large, what is no file costs no more than elsewhere."""
+    """A router that takes large files takes no more of anything else."""
     assert len(worst.body) <= worst_bodies.LARGE_LIMIT
     for role in ("prefill", "decode"):
         await cluster.worker(role).start()

@@ -25,7 +25,7 @@ _WIRE_TYPES = {
     FieldDescriptor.TYPE_BYTES: _BYTES,
     FieldDescriptor.TYPE_MESSAGE: _BYTES,
 }
-"""Of the other types: a varint."""
+"""The other types are varints."""
 _NUMBER_BYTES = {_FIXED_64: 8, _FIXED_32: 4}
 _COUNTED_AT_ONCE = 1 << 20
 _ENDS = bytes(range(128))
@@ -62,8 +62,7 @@ def verify_num_fields(
     while open_messages:
         at, end, kind, path = open_messages.pop()
         fields = _fields(kind)
-        depth = 0
-        """Groups that are open."""
+        depth = 0  # groups that are open
         while at < end:
             left -= 1
             if left < 0:
@@ -147,7 +146,7 @@ class _Field(NamedTuple):
     name: str
     full_name: str
     wire_type: int
-    """Of one value."""
+    """The wire type of one value."""
     is_list: bool
     """A list of numbers."""
     message: Descriptor | None
