@@ -199,7 +199,7 @@ def test_a_request_alone_is_placed_at_once_whatever_it_may_become(make_engine: M
 
 
 def test_several_wait_and_come_one_after_the_other(make_engine: MakeEngine) -> None:
-    """Those with a hit in the prefix cache need as much for their growth; small ones may pass."""
+    """A hit in the prefix cache changes nothing about the room to grow; small ones may pass."""
     engine = make_engine(num_blocks=7, max_model_len=28)
     engine.ask([2] * 8, params={"max_tokens": 1})
     engine.add([1] * 5, "stream", params={"max_tokens": 12})

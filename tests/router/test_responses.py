@@ -168,7 +168,7 @@ REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": None}, "input", "expected `str | array`"),
     ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", "input has 4097 entries, at most 4096"),
     ({"input": "x" * 300}, "input", "input has 302 tokens; the model's length is 256"),
-    ({"model": "other"}, None, "model 'other' is not served here"),
+    ({"model": "other"}, "model", "model 'other' is not served here"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, not 0"),
     ({"max_output_tokens": 999}, "max_output_tokens", "max_output_tokens is 999 and input has"),
     ({"temperature": -1}, "temperature", "temperature must be"),

@@ -57,7 +57,7 @@ _PERMISSION = {
     "group": None,
     "is_blocking": False,
 }
-"""What clients may do with a model, in vLLM's shape."""
+"""Permissions of clients for a model, in the form of vLLM."""
 _HTTP_ERRORS = {
     404: ("there is no such path", "not_found"),
     405: ("the path does not take this method", "method_not_allowed"),
