@@ -1,4 +1,5 @@
-"""Mixed load of several tenants with kills, for as long as asked: nothing grows, nothing dies, no answer changes.
+"""Mixed load of several tenants with kills, and clients that read nothing, for as long as asked: nothing grows, nothing dies, no
+answer changes.
 
 `make soak MINUTES=60`. Each minute it prints memory, descriptors and threads of every process, the workers' blocks and
 the size of the router's index.
@@ -7,9 +8,11 @@ the size of the router's index.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +30,16 @@ from tests.support.cluster_processes import Cluster, Service, running_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.random_prompts import prompt_of
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.unread_client import (
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENING,
+    PING,
+    frame,
+    header_block,
+    unread,
+)
 
 from .chaos_load import FLAGS, Load
 from .prepared_worker import PREPARED_WORKER
@@ -126,6 +139,28 @@ async def _hurt(
             await load.answered()
 
 
+def _read_nothing(cluster: Cluster, over: threading.Event) -> int:
+    """In a thread: clients of every kind that read nothing, at the router's ports and the workers'; returns how often."""
+    num_rounds = 0
+    pings = OPENING + frame(PING, 0, 0, bytes(8)) * 10_000
+    path = "/pdserve.v1.InferenceService/Generate"
+    calls = OPENING + b"".join(
+        frame(HEADERS, END_HEADERS | END_STREAM, stream, header_block(path)) for stream in range(1, 201, 2)
+    )
+    requests = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 100
+    while not over.wait(1.0):
+        addresses = [cluster.services[name].address for name in KEPT]
+        for address, content in [
+            *((address, each) for address in addresses for each in (pings, calls)),
+            (cluster.router.http, requests),
+        ]:
+            # a suspended worker may accept nothing
+            with contextlib.suppress(OSError), unread(address, [content] * 3):
+                pass
+        num_rounds += 1
+    return num_rounds
+
+
 async def _report(cluster: Cluster, loads: list[Load], began: float) -> dict[str, Size]:
     sizes = {name: Size.of(service.process.pid) for name, service in cluster.services.items()}
     async with httpx.AsyncClient(trust_env=False) as http:
@@ -164,6 +199,8 @@ async def test_nothing_grows_and_nothing_dies(tiny_checkpoints: Callable[..., Pa
                 load.begin()
             began, over, whole = time.monotonic(), asyncio.Event(), asyncio.Lock()
             asking = asyncio.create_task(_ask_too_much(greedy, over))
+            readers_end = threading.Event()
+            reading_nothing = asyncio.create_task(asyncio.to_thread(_read_nothing, cluster, readers_end))
             disturbing = asyncio.create_task(_disturb(cluster, redis, loads, draw, began + SOAK_S, whole))
             warm: dict[str, Size] = {}
             while not disturbing.done():
@@ -174,11 +211,14 @@ async def test_nothing_grows_and_nothing_dies(tiny_checkpoints: Callable[..., Pa
                     warm = sizes
                 assert not asking.done(), asking.result()
             over.set()
+            readers_end.set()
             for load in loads:
                 await load.end()
-            num_faults, num_refused = await disturbing, await asking
+            num_faults, num_refused, num_unread = await disturbing, await asking, await reading_nothing
         done = await _report(cluster, loads, began)
-        print(f"{num_faults} faults, {num_refused} refusals of the greedy tenant")
+        print(
+            f"{num_faults} faults, {num_refused} refusals of the greedy tenant, {num_unread} rounds of unread clients"
+        )
         for name in KEPT:
             before, after = warm[name], done[name]
             assert after.rss_bytes < before.rss_bytes + MAY_GROW_BYTES, (name, before, after)
@@ -186,5 +226,6 @@ async def test_nothing_grows_and_nothing_dies(tiny_checkpoints: Callable[..., Pa
             assert after.num_threads <= before.num_threads + MORE_THREADS, (name, before, after)
         assert num_faults
         assert num_refused
+        assert num_unread
         assert all(load.num_answers > SOAK_S / 10 for load in loads)
         check_whole(cluster)

@@ -13,10 +13,12 @@ from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
 from pdserve.common.hub_name import is_hub_name
 from pdserve.common.net.connection_gate import ConnectionLimits
+from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.net.rpc import bind
 from pdserve.common.net.tls_renewal import TlsRenewal
 from pdserve.common.processes.large_blocks import return_large_blocks
+from pdserve.common.processes.memory_return import MemoryReturn
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls
@@ -137,6 +139,7 @@ async def serve_process(
                 background_task("api_keys", inference.keys.follow),
                 background_task("certificates", renewal.run),
                 background_task("loop_lag", inference.telemetry.loop_lag.run),
+                background_task("memory", MemoryReturn().run),
             }
             responses: ResponseStore
             if parent is not None and settings.redis is None:
@@ -199,6 +202,7 @@ async def _serve(
         http_server = HttpServer(HttpFront(inference, responses, views).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
         with signals:
             await grpc_front.start()
+            watching = background_task("connections", ConnectionWatch(grpc_port, limits.per_address).run)
             http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
             try:
                 # a server that is stopped before it has started would leave its socket open
@@ -216,6 +220,7 @@ async def _serve(
                 inference.admission.close()
                 inference.admission.expel()
                 http_server.stop()
+                watching.cancel()
                 await grpc_front.stop(_LAST_WORDS_S)
                 await http_task
 

@@ -19,8 +19,10 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import Draining
+from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
-from pdserve.common.net.rpc import abort_with, bind, make_server
+from pdserve.common.net.rpc import MAX_PEER_CONNECTIONS, MAX_STREAMS_PER_CONNECTION, abort_with, bind, make_server
+from pdserve.common.processes.memory_return import MemoryReturn
 from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, STEP_STREAM_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
@@ -56,6 +58,10 @@ STOP_GRACE_S = 1.0
 HEALTH_EVERY_S = 0.25
 TICK_STILL_S = 3.0
 """Seconds after which an engine whose loop makes no progress is stuck."""
+MAX_PEER_CONNECTIONS_PER_ADDRESS = MAX_PEER_CONNECTIONS // 4
+"""Routers and workers keep one each; several may share an address."""
+_OTHER_STREAMS = 36
+"""Streams of a connection beside one per session, or per sequence whose blocks another worker fetches."""
 LAST_WORDS_S = 0.5
 """Seconds in which streams that are cut off must report that to their routers."""
 
@@ -86,6 +92,9 @@ class Worker:
             max_received_bytes=MAX_MESSAGE_BYTES
             if settings.enable_prompt_embeds or info.engine.takes_media
             else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
+            max_streams=max(
+                MAX_STREAMS_PER_CONNECTION, max(settings.session_limit, settings.max_num_seqs) + _OTHER_STREAMS
+            ),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.reader = RequestReader(
@@ -106,7 +115,7 @@ class Worker:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
         self._publishing: asyncio.Task[None] | None = None
         self._reporting_health: asyncio.Task[None] | None = None
-        self._watching_loop: asyncio.Task[None] | None = None
+        self._watching_process: list[asyncio.Task[None]] = []
         peers = PeerRule(tls is not None, settings.insecure)
         self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
         self.lora_modules = LoraModules(host, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
@@ -179,7 +188,12 @@ class Worker:
         await self.metrics_server.start(host, self.settings.metrics_port)
         await self.server.start()
         self._reporting_health = background_task("health", self._report_health)
-        self._watching_loop = background_task("loop_lag", self.telemetry.loop_lag.run)
+        connections = ConnectionWatch(self.port, MAX_PEER_CONNECTIONS_PER_ADDRESS)
+        self._watching_process = [
+            background_task("loop_lag", self.telemetry.loop_lag.run),
+            background_task("connections", connections.run),
+            background_task("memory", MemoryReturn().run),
+        ]
         if self.publisher is not None:
             self._publishing = background_task("publisher", self.publisher.run)
         if self.lora_modules.watches:
@@ -248,7 +262,7 @@ class Worker:
                 self._publishing.cancel()
                 await asyncio.wait({self._publishing})
             await self.publisher.leave()
-        for task in (self._reporting_health, self._watching_loop, self._following_adapters):
+        for task in (self._reporting_health, self._following_adapters, *self._watching_process):
             if task is not None:
                 task.cancel()
         if self._step_streams is not None and not self.engine.died.is_set():

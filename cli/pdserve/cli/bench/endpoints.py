@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import httpx
 import msgspec
 
 from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.net.rpc import MAX_STREAMS_PER_CONNECTION
 from pdserve.common.security.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
@@ -182,15 +184,35 @@ class GrpcEndpoint:
     """`InferenceService.Generate` of a router."""
 
     def __init__(self, address: str, *, api_key: str | None, tls: ClientTls | None, sampling: dict[str, Any]) -> None:
-        self._channel = make_public_channel(address, tls)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._address = address
+        self._tls = tls
+        self._channels: dict[grpc.aio.Channel, int] = {}
+        """With the number of open calls: a router takes no more than `MAX_STREAMS_PER_CONNECTION` on each."""
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._sampling = sampling
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
+
+    @contextlib.contextmanager
+    def _channel(self) -> Iterator[grpc.aio.Channel]:
+        """A channel on which one more call can be open now."""
+        free = (channel for channel, num_open in self._channels.items() if num_open < MAX_STREAMS_PER_CONNECTION)
+        channel = next(free, None) or make_public_channel(self._address, self._tls)
+        self._channels[channel] = self._channels.get(channel, 0) + 1
+        try:
+            yield channel
+        finally:
+            self._channels[channel] -= 1
 
     async def stream(self, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
+        with self._channel() as channel:
+            async for chunk in self._stream_on(channel, prompt, output_tokens):
+                yield chunk
+
+    async def _stream_on(self, channel: grpc.aio.Channel, prompt: Prompt, output_tokens: int) -> AsyncIterator[Chunk]:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = inference_pb2.GenerateRequest(
             sampling=request_pb2.SamplingParams(max_tokens=output_tokens, **self._sampling), stream=True
         )
@@ -199,7 +221,7 @@ class GrpcEndpoint:
         else:
             request.text.text = "".join(prompt.texts)
         try:
-            async for message in self._stub.Generate(request, metadata=self._metadata):
+            async for message in stub.Generate(request, metadata=self._metadata):
                 usage = message.usage if message.HasField("usage") else None
                 yield Chunk(
                     message.text,

@@ -43,7 +43,11 @@ class OpenCalls:
             except (PdServeError, grpc.aio.AbortError) as error:
                 ended = await ended_with(context, error)
             del requests, context
-            raise ended
+            try:
+                raise ended
+            finally:
+                # its traceback leads to this frame
+                del ended
 
         return remade(handler, call, reads_stream=True)
 

@@ -16,12 +16,11 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, closed_at_end, generates, remade
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.open_calls import OpenCalls
-from pdserve.common.net.rpc import ErrorInterceptor
+from pdserve.common.net.rpc import ENDURED_PINGS, MAX_STREAMS_PER_CONNECTION, ErrorInterceptor
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls
 
 MAX_CONCURRENT_RPCS = 4096
-MAX_STREAMS_PER_CONNECTION = 1024
 _SERVICE = "/pdserve."
 _IDENTITY_ONLY = 1
 """A bit set of gRPC's compression algorithms."""
@@ -52,8 +51,7 @@ def _options(max_request_bytes: int, max_connections: int, *, shares_port: bool)
         ("grpc.max_connection_idle_ms", 60_000),
         # streams of an aged connection continue; new calls use a new connection
         ("grpc.max_connection_age_ms", 3_600_000),
-        ("grpc.http2.max_ping_strikes", 2),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        *ENDURED_PINGS,
         ("grpc.server_handshake_timeout_ms", 5000),
         ("grpc.so_reuseport", int(shares_port)),
     ]

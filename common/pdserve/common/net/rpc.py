@@ -30,6 +30,8 @@ ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
 """Metadata key of the field at fault of an `InvalidRequest`."""
 RETRY_AFTER_KEY = "pdserve-retry-after-s"
+_REFUSED_STREAM = "RST_STREAM with error code 7"
+"""Stands in the status of a call that the server's gRPC has refused unseen, above `MAX_STREAMS_PER_CONNECTION`."""
 _TOO_LARGE = "message larger than max"
 """Stands in the status with which gRPC itself refuses a message."""
 _MAX_DETAILS_BYTES = 2000
@@ -44,6 +46,13 @@ _KEEPALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+MAX_STREAMS_PER_CONNECTION = 100
+"""Calls that a peer may have open on one connection; gRPC refuses most of those beyond them. Each takes 15 to 20 KB here from its
+headers on, also the call of a stranger."""
+MAX_PEER_CONNECTIONS = 1024
+ENDURED_PINGS = [("grpc.http2.max_ping_strikes", 0)]
+"""Pings never close a connection. With a limit, each ping beyond it is kept, at 800 bytes, until the peer has read why its
+connection ends, and a peer may never read; without one, gRPC stops reading from a peer that has 10,000 answers unread."""
 _IDENTITY_ONLY = 1
 """A bit set of gRPC's compression algorithms: what is compressed would be inflated before its size is known."""
 _CHANNEL_OPTIONS = [
@@ -58,8 +67,8 @@ _CHANNEL_OPTIONS = [
 _SERVER_OPTIONS = [
     *_KEEPALIVE,
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
+    *ENDURED_PINGS,
+    ("grpc.max_allowed_incoming_connections", MAX_PEER_CONNECTIONS),
     ("grpc.so_reuseport", 0),
     ("grpc.server_handshake_timeout_ms", 5000),
 ]
@@ -92,13 +101,17 @@ def _secure_channel(address: str, tls: ClientTls, options: list[tuple[str, int]]
     return grpc.aio.secure_channel(grpc_target(address), credentials, options=[*options, *name])
 
 
-def make_server(*guards: grpc.aio.ServerInterceptor, max_received_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+def make_server(
+    *guards: grpc.aio.ServerInterceptor,
+    max_received_bytes: int = MAX_MESSAGE_BYTES,
+    max_streams: int = MAX_STREAMS_PER_CONNECTION,
+) -> grpc.aio.Server:
     """A server with the keepalive that leases rely on, whose handlers may raise `PdServeError`.
 
     guards: what each call passes before its handler, in this order. max_received_bytes: of one message; a larger one is
-    refused before it is received. Compressed messages are refused.
+    refused before it is received. max_streams: open calls of one connection. Compressed messages are refused.
     """
-    options = [*_SERVER_OPTIONS, *_limits(max_received_bytes)]
+    options = [*_SERVER_OPTIONS, *_limits(max_received_bytes), ("grpc.max_concurrent_streams", max_streams)]
     return grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=options)
 
 
@@ -138,11 +151,17 @@ def _credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def metadata_of(context: Context) -> dict[str, str]:
-    """The caller's metadata, names in lower case."""
-    return {
-        key.lower(): value if isinstance(value, str) else value.decode("ascii", "replace")
-        for key, value in context.invocation_metadata() or ()
-    }
+    """The caller's metadata, names in lower case; of a name that was sent several times, the last value."""
+    return {key.lower(): _as_text(value) for key, value in context.invocation_metadata() or ()}
+
+
+def metadata_values(context: Context, name: str) -> list[str]:
+    """Every value that the caller sent under this name, which is in lower case."""
+    return [_as_text(value) for key, value in context.invocation_metadata() or () if key.lower() == name]
+
+
+def _as_text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("ascii", "replace")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
@@ -155,6 +174,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PdServeError:
             rebuilt.by_peer = True
         return rebuilt
     match error.code():
+        case grpc.StatusCode.UNAVAILABLE if _REFUSED_STREAM in message:
+            return errors.Overloaded("the peer takes no more calls on this connection")
         case grpc.StatusCode.UNAVAILABLE:
             return errors.WorkerLost(message or "the peer is unreachable")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -259,7 +280,11 @@ def _translate_generator(
         else:
             return
         del request, context
-        raise ended
+        try:
+            raise ended
+        finally:
+            # its traceback leads to this frame
+            del ended
 
     return call
 
@@ -271,6 +296,10 @@ def _translate_coroutine(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Cal
         except Exception as error:
             ended = await ended_with(context, error)
         del request, context
-        raise ended
+        try:
+            raise ended
+        finally:
+            # its traceback leads to this frame
+            del ended
 
     return call

@@ -85,7 +85,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     max_connections: int | None = None
     """Connections of each front end at a time; default: half of the descriptors beyond 128, at most 8192."""
     max_connections_per_address: int | None = None
-    """HTTP connections from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
+    """Connections of each front end from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
     max_answer_bytes: int = 32 << 20
     """Bytes of a response that is not streamed: 256 per log-probability and 4 per token beside its text."""
     max_stored_responses_per_tenant: int = 1024

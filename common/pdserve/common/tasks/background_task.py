@@ -25,6 +25,8 @@ TaskName = Literal[
     "usage",
     "adapters",
     "processes",
+    "connections",
+    "memory",
 ]
 """The bounded set of names that logs and metrics show."""
 TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
