@@ -201,6 +201,37 @@ async def test_a_client_that_never_reads_is_cut_off(quick: None) -> None:
             await eventually(lambda: len(served.server.gate) == 0)
 
 
+@pytest.mark.parametrize("length", [b"Content-Length: 4", b"content-length: 0", b"CONTENT-LENGTH: 99999"])
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(length: bytes, first: bool) -> None:
+    """A proxy that reads the other one would take the rest for a request of another client."""
+    lines = [length, b"Transfer-Encoding: chunked"]
+    head = b"\r\n".join([b"POST /read HTTP/1.1", b"Host: x", *(lines if first else reversed(lines))])
+    async with serving() as served:
+        reader, writer = await served.connect()
+        writer.write(head + b"\r\n\r\n4\r\nabcd\r\n0\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await closed(reader)
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"connection: close" in answer
+        assert answer.endswith(b"both Content-Length and Transfer-Encoding, and one is allowed.")
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_what_clients_can_cause_is_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    http_connection.CLIENT_FAULTS.forget()
+    async with serving() as served:
+        for sent in [b"no request\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", upgrade] * 20:
+            reader, writer = await served.connect()
+            writer.write(sent)
+            assert await closed(reader)
+            writer.close()
+    assert [record.getMessage()[:27] for record in caplog.records] == [
+        "Invalid HTTP request receiv", "Unsupported upgrade request", "No supported WebSocket libr"
+    ]  # fmt: skip
+
+
 async def test_silent_connections_keep_nobody_out() -> None:
     async with serving(ConnectionLimits(total=20, per_address=10)) as served:
         silent = [await served.connect() for _ in range(60)]

@@ -242,6 +242,24 @@ async def test_both_front_ends_take_keys_of_the_file_and_follow_it(cluster, keys
     assert await status(BOB) == 200
 
 
+@pytest.mark.parametrize(
+    "keys", [(BOB, "wrong"), ("wrong", BOB), (BOB, BOB), (BOB, BOB, BOB)], ids=lambda keys: "+".join(keys)
+)
+@pytest.mark.parametrize("asks_for_keys", [True, False])
+async def test_several_authorization_headers_are_refused(cluster, keys, asks_for_keys):
+    """Front ends and proxies would take different ones for the client's."""
+    await cluster.start(prefill=0, decode=0, api_keys=(BOB,) if asks_for_keys else ())
+    headers = [("authorization", bearer(key)) for key in keys]
+    message = f"the request has {len(keys)} authorization headers, at most 1 is allowed"
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize")):
+        answer = await cluster.http.request(method, path, headers=headers, json={} if method == "POST" else None)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"], error["param"]) == (400, message, "authorization")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.grpc.GetModel(inference_pb2.GetModelRequest(), metadata=headers)
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
 async def test_a_router_that_anybody_may_ask_says_so_once(cluster, caplog):
     with caplog.at_level(logging.WARNING):
         await cluster.start(

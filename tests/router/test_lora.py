@@ -229,7 +229,9 @@ async def test_a_session_names_its_adapter_once(cluster):
 
 
 async def test_a_key_may_name_its_models_alone(cluster, tmp_path):
-    keys = keys_file(tmp_path, alice='models = ["sql"]', bob='models = ["fake-model", "fr"]', ops="")
+    keys = keys_file(
+        tmp_path, alice='models = ["sql"]', bob='models = ["fake-model", "fr"]', eve='models = ["gone"]', ops=""
+    )
     await fleet(cluster, ("decode", {"sql": ONE, "fr": OTHER}), api_keys_file=keys)
 
     async def asked(name, **fields):
@@ -243,6 +245,10 @@ async def test_a_key_may_name_its_models_alone(cluster, tmp_path):
     refused = "model 'fr' is not served here; this router serves adapters 'sql'"
     assert await asked("alice", model="fr") == (404, refused)
     assert await asked("alice") == (404, "model is missing, and this API key allows only adapters 'sql'")
+    none = "model is missing, and this API key allows none of the models that are served here"
+    assert await asked("eve") == (404, none)
+    refused = "model 'sql' is not served here; this router serves no model to this API key"
+    assert await asked("eve", model="sql") == (404, refused)
     assert await asked("bob") == await asked("bob", model="fr") == await asked("ops", model="sql") == 200
     assert (await asked("bob", model="sql"))[0] == 404
     for name, listed in (("alice", ["sql"]), ("bob", ["fake-model", "fr"]), ("ops", ["fake-model", "fr", "sql"])):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from typing import Any, cast
 
 import h11
@@ -22,6 +24,42 @@ LINGER_S = 5.0
 """Seconds for which the rest of a body is read and dropped after the response."""
 WRITE_STALL_S = 60.0
 """Seconds for which a client may read nothing of its response."""
+
+
+_AMBIGUOUS = {b"content-length", b"transfer-encoding"}
+"""Together they may hide a request from a proxy that reads only one of them (RFC 9112, section 6.1)."""
+_REFUSAL = b"Invalid HTTP request received: it has both Content-Length and Transfer-Encoding, and one is allowed."
+LOG_EVERY_S = 60.0
+
+
+class ClientFaults(logging.Filter):
+    """Lets one line per `LOG_EVERY_S` pass of each warning that any client can cause, with the number of those left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[str, tuple[float, int]] = {}
+        """Warnings by text, each uvicorn's own: when it passed, and how many were left out since."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING or record.args:
+            return True
+        text, now = str(record.msg), time.monotonic()
+        passed_at, num_left_out = self._passed.get(text, (-LOG_EVERY_S, 0))
+        if now - passed_at < LOG_EVERY_S:
+            self._passed[text] = passed_at, num_left_out + 1
+            return False
+        self._passed[text] = now, 0
+        if num_left_out:
+            record.msg = f"{text} ({num_left_out} more since the last such warning)"
+        return True
+
+    def forget(self) -> None:
+        """Let the next line of each warning pass."""
+        self._passed.clear()
+
+
+CLIENT_FAULTS = ClientFaults()
+logging.getLogger("uvicorn.error").addFilter(CLIENT_FAULTS)
 
 
 class GuardedConnection(H11Protocol):
@@ -48,6 +86,10 @@ class GuardedConnection(H11Protocol):
         self._unsent_since = 0.0
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        given = {name for name, _ in scope["headers"]}
+        if given >= _AMBIGUOUS:
+            await _refuse(send)
+            return
         ChunkWriter(self).offer(scope)
         await self._own_app(scope, receive, send)
 
@@ -109,3 +151,14 @@ class GuardedConnection(H11Protocol):
             self._unsent_since = now
         self._unsent = unsent
         return now - self._unsent_since > WRITE_STALL_S
+
+
+async def _refuse(send: Any) -> None:
+    """Answer a request that two readers may read differently, and end its connection."""
+    headers = [
+        (b"content-type", b"text/plain; charset=utf-8"),
+        (b"content-length", b"%d" % len(_REFUSAL)),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": _REFUSAL})

@@ -19,7 +19,7 @@ from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest, P
 from pdserve.common.method_handler import Context
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.public_server import make_public_server
-from pdserve.common.net.rpc import abort_with, metadata_of
+from pdserve.common.net.rpc import abort_with, metadata_values
 from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
 from pdserve.common.tasks.first_done import first_of
@@ -63,10 +63,13 @@ class InferenceServicer(PoolingServicer):
         self._hanging_up: set[asyncio.Task[None]] = set()
 
     async def authenticate(self, context: Context) -> None:
-        """Authenticate a call before its messages are read, in the task that serves it. Raises: Unauthenticated."""
+        """Authenticate a call before its messages are read, in the task that serves it.
+
+        Raises: Unauthenticated, InvalidRequest.
+        """
         with self.inference.telemetry.count_rejections():
-            authorization = metadata_of(context).get("authorization")
-            CALLER.set(await self.inference.keys.authenticate(authorization, peer_host(context.peer())))
+            authorizations = metadata_values(context, "authorization")
+            CALLER.set(await self.inference.keys.authenticate(authorizations, peer_host(context.peer())))
 
     async def decode(self, data: bytes, parse: Callable[[bytes], Any]) -> Any:
         """Decode a message for the server. Raises: InvalidRequest, BodyTooLarge."""

@@ -110,9 +110,9 @@ B = TypeVar("B", TokenizeBody, DetokenizeBody)
 
 
 async def authenticated(keys: ApiKeys, request: Request) -> Client:
-    """The client of the request's key. Raises: Unauthenticated."""
+    """The client of the request's key. Raises: Unauthenticated, InvalidRequest."""
     address = request.client.host if request.client is not None else ""
-    return await keys.authenticate(request.headers.get("authorization"), address)
+    return await keys.authenticate(request.headers.getlist("authorization"), address)
 
 
 class TokenizationHttp:

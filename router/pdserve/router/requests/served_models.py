@@ -53,7 +53,9 @@ class ServedModels:
         """
         if not model:
             if not self.base_names(client):
-                raise ModelNotFound(f"model is missing, and this API key allows only {self._served(client)}")
+                allowed = self.adapters(client)
+                only = f"only {self._served(client)}" if allowed else "none of the models that are served here"
+                raise ModelNotFound(f"model is missing, and this API key allows {only}")
             return ""
         if not client.may_ask(model):
             raise self.unknown(model, client)

@@ -6,10 +6,10 @@ import asyncio
 import datetime
 import hmac
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pdserve.common.errors import ConfigError, Unauthenticated
+from pdserve.common.errors import ConfigError, InvalidRequest, Unauthenticated
 from pdserve.common.settings.api_key_file import KeyEntry, key_hash, read_keys
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.tenants.client import ANYBODY, ASKING, Client
@@ -101,10 +101,18 @@ class ApiKeys:
             raise self._failed(f"the API key {entry.name} expired at {entry.expires.isoformat()}", address)
         return Client(key_name=entry.name, tenant=entry.tenant, role=entry.role, limits=entry.limits, address=address)
 
-    async def authenticate(self, authorization: str | None, address: str = "") -> Client:
-        """As `check`; a failure is raised after the delay for repeated failures of the address."""
+    async def authenticate(self, authorizations: Sequence[str], address: str = "") -> Client:
+        """As `check`; a failure is raised after the delay for repeated failures of the address.
+
+        authorizations: every such header of the request. Raises: InvalidRequest if there are several, whatever they are: a proxy
+        may have checked another one.
+        """
+        if len(authorizations) > 1:
+            raise InvalidRequest(
+                f"the request has {len(authorizations)} authorization headers, at most 1 is allowed", "authorization"
+            )
         try:
-            client = self.check(authorization, address)
+            client = self.check(authorizations[0] if authorizations else None, address)
             ASKING.set(client)
             return client
         except Unauthenticated as error:
