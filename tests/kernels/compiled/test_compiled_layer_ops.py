@@ -121,7 +121,7 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     # an argument that is 1 is a constant for the compiler
     "one row with top_p": lambda configs: sampled(1, configs, top_p=0.9),
 }
-NARROW = {"choose", "chain_sums"}
+NARROW = {"choose", "choose_again", "chain_sums"}
 """Kernels that read a few numbers per thread."""
 FAST = {("sm_90", "add and norm"), ("sm_90", "lora of 8b"), ("sm_90", "rotary with norm"), ("gfx942", "swiglu")}
 """The part of `make test`."""
@@ -136,6 +136,7 @@ SELECTED = {
         "many rows of experts",
         "rows with top_k and top_p",
         "greedy rows",
+        "rows with min_p",
     ),
     "sm_100": (
         *_FOR_ALL,

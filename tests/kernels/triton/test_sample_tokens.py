@@ -22,7 +22,7 @@ from pdserve.kernels.triton import kept_border
 from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs, launch_configs
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from pdserve.kernels.triton.noise import exact_gumbel, lead_words, noise_bits, rough_gumbel
-from pdserve.kernels.triton.sample_tokens import sample_tokens
+from pdserve.kernels.triton.sample_tokens import SamplingLaunches, sample_tokens
 from tests.support.compiled_kernels import recorded_launches
 from tests.support.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
 
@@ -94,9 +94,38 @@ def test_no_row_is_searched_whole_with_the_sizes_of_a_gpu(kind: str, monkeypatch
     sizes = {
         field.name: getattr(TABLE["sm_90"], field.name) for field in fields(LaunchConfigs) if "sample" in field.name
     }
-    logits = rows_of(kind, len(SAMPLING_FIELDS), 20_000)
-    check(logits, mixed(20_000), **sizes)
-    check(torch.from_numpy(logits).bfloat16().float().numpy(), mixed(20_000, 100), **sizes)
+    sizes["sample_pivot_tile"] = sizes["sample_tile"]  # which changes no pivot, and takes the interpreter less time
+    logits = rows_of(kind, len(SAMPLING_FIELDS), 12_000)
+    check(logits, mixed(12_000), **sizes)
+    check(torch.from_numpy(logits).bfloat16().float().numpy(), mixed(12_000, 100), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("spread", "given", "vocab_size", "seed"),
+    [
+        pytest.param(4.0, {}, 65_536, 0, id="random"),
+        pytest.param(1.0, {"min_p": 0.02}, 65_536, 0, id="min_p"),
+        pytest.param(1.0, {"top_p": 0.9}, 128_256, 77, id="top_p of flat logits"),
+        pytest.param(4.0, {"top_k": 50, "top_p": 0.9}, 128_256, 31, id="top_k and top_p of peaked logits"),
+    ],
+)
+def test_lists_hold_what_rows_of_many_tokens_need(
+    spread: float, given: dict[str, Any], vocab_size: int, seed: int
+) -> None:
+    """One row, so each part is one tile that knows nothing of the others, and borders near a pivot, and far from each other."""
+    logits = (np.random.default_rng(seed).normal(size=(1, vocab_size)) * spread).astype(np.float32)
+    asked = metadata(1, vocab_size, **given)
+    configs = TABLE["sm_90"] if DEVICE.type == "cpu" else launch_configs(DEVICE)
+    if DEVICE.type == "cpu" and "top_p" in given:  # large tiles change no pivot and take the interpreter less time
+        configs = replace(configs, sample_tile=8192, sample_pivot_tile=8192)
+    stages = SamplingStages.of(asked, vocab_size)
+    rows = PackedRows(torch.from_numpy(packed(asked)).to(DEVICE), stages)
+    launches = SamplingLaunches(torch.from_numpy(logits).to(DEVICE), rows, configs)
+    token_ids = launches.run()[0].cpu().numpy()
+    hits, between = launches.counts[:, 0].tolist()
+    assert hits <= configs.sample_hits // 2
+    assert between <= configs.sample_list // 2
+    np.testing.assert_array_equal(token_ids, Sampler()(torch.from_numpy(logits), asked).sampled_token_ids)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps its constants")
@@ -130,8 +159,8 @@ def test_the_lowest_logit_is_the_last_whose_y_is_not_too_low(scale: float) -> No
         ({"temperature": 0.0}, ["scan_rows", "choose"]),
         ({}, ["scan_rows", "choose"]),
         ({"min_p": 0.1}, ["scan_rows", "list_kept", "choose"]),
-        ({"top_k": 9}, ["scan_rows", "weigh_pivots", "weigh_pivots", "list_kept", "choose"]),
-        ({"top_p": 0.9}, ["scan_rows", "weigh_pivots", "weigh_pivots", "list_kept", "choose"]),
+        ({"top_k": 9}, ["scan_rows", *["weigh_pivots"] * 3, "list_kept", "choose"]),
+        ({"top_p": 0.9}, ["scan_rows", *["weigh_pivots"] * 3, "list_kept", "choose", "weigh_exactly", "choose_again"]),
     ],
     ids=str,
 )
@@ -144,7 +173,8 @@ def test_launches(given: dict[str, Any], kernels: list[str]) -> None:
             sample_tokens(torch.empty(count, 500, device="meta"), PackedRows(parameters, stages), TABLE["interpreter"])
     assert [launch.kernel.__name__ for launch in launches] == kernels * 2
     grids = [[launch.grid for launch in launches[first : first + len(kernels)]] for first in (0, len(kernels))]
-    assert grids == [[(1, 2)] * (len(kernels) - 1) + [(1,)], [(3, 2)] * (len(kernels) - 1) + [(3,)]]
+    for rows, found in zip((1, 3), grids, strict=True):
+        assert found == [(rows,) if "choose" in name else (rows, 2) for name in kernels]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ class LaunchConfigs:
     `sample_tile`."""
     sample_hits: int = 4096
     """Quads of tokens per row that are listed because one may win; where more may, noise is computed for the whole row."""
-    sample_list: int = 4096
+    sample_list: int = 2048
     """Tokens per row that are listed between two pivots, a power of two; a border among more is searched in the whole row."""
     sample_draws: int = 512
     """Listed quads of which one token each is weighed at once."""

@@ -1,15 +1,17 @@
 """Greedy and random sampling on a device, by the rules of `engine/sampling/kept_tokens.py` and `token_draw.py`. Nothing is sorted.
 
-Programs divide each row into parts, and no program waits for another. N rows, S parts; the first four launches are one pass over
-the logits each, of the rows that need them:
+Programs divide each row into parts, and no program waits for another. N rows, S parts; all launches but `choose` and `choose_again`
+are passes over the logits of the rows that need them:
 
     scan_rows       highest logit, and its lowest id, of each part; lists tokens that may win    grid (N, S)   all rows
-    weigh_pivots    number and mass of the tokens above each of 15 pivots; two launches          grid (N, S)   top_k, top_p
+    weigh_pivots    number and mass of the tokens above each of 15 pivots; three launches        grid (N, S)   top_k, top_p
     list_kept       lists kept tokens that may win, and the tokens between two pivots            grid (N, S)   top_k, top_p, min_p
     choose          the border between the pivots, the noise of what is listed, the token        grid (N,)     all rows
+    weigh_exactly   masses as integers, of rows whose token is that near to the border           grid (N, S)   top_p
+    choose_again    the token of these rows                                                      grid (N,)     top_p
 
-A token may win if its lead, the first byte of its noise, is 0, which one in 256 is, or if its y is so much above the best of those
-that its lead does not matter (`list_hits`): the noise of all others is not computed. So a random row without limits is one pass.
+A token may win if its lead, the first byte of its noise, is 0, which one in 256 is, or if its y is so high that its lead does not
+exclude it (`list_hits`): the noise of all others is not computed. So a random row without limits is one pass.
 
 Equality with the processor: noise, order, ties and y are the same bits. Two results are rounded elsewhere: `exp` of a mass (some
 units in the last place of float32: the border of top_p may lie one token further), and the noise, which is computed in float64 with
@@ -25,10 +27,12 @@ from torch import Tensor
 
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows
 from pdserve.kernels.triton.kept_border import (
+    DIVISIONS,
     PIVOTS,
     exact_border,
     find_border,
     interval,
+    masses,
     refined_border,
     weigh_pivots,
 )
@@ -50,37 +54,42 @@ _SLACK = tl.constexpr(1e-3)
 """Sums of rough noise this near to the highest are computed exactly."""
 _LEAD_SLACK = tl.constexpr(0.006)
 """0.004 log2(e): the noise of a lead of 0 and the bound of other leads are 0.002 apart, and sums of y and noise are rounded."""
+_LEAST_OF_LEAD = tl.constexpr(5.5433)
+"""ln(255.5), rounded up: the least noise of a lead of 0."""
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3e38)
 
 
 @triton.jit
 def list_hits(
-    values, is_candidate, is_kept, best_lead, rate, first, seed, index, position, count, hits_row,
+    values, is_candidate, is_kept, bound, is_first, rate, first, seed, index, position, count, hits_row,
     LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Lists the candidates of a tile that may win; returns the highest logit so far of kept tokens with lead 0.
+    """Lists the candidates of a tile that may win; returns `bound`: some kept token is as good as one with this logit and lead 0.
 
-    values `[TILE / 4, 4]`, first: id of the first. Noise is at most `-ln(lead / 256)`, so a token loses against that best one
-    if its lead exceeds `exp(difference of y)`. rate: log2(e) / temperature. An entry is the number of a quad of tokens, and 4
+    values `[TILE / 4, 4]`, first: id of the first. Noise is at most `-ln(lead / 256)`, so a token loses against such a one if its
+    lead exceeds `exp(difference of y)`. Tokens with lead 0 raise the bound in every tile; of the first tile, whose hits would be
+    many where the bound is low, any token does. rate: log2(e) / temperature. An entry is the number of a quad of tokens, and 4
     bits that name tokens of it; `count` counts entries beyond LIMIT too.
     """
     lanes = tl.arange(0, 4)[None, :]
     words = lead_words(first, seed, index, position, TILE // 4)
-    leads = (words[:, None] >> (lanes * 8).to(tl.uint32)) & 0xFF
+    leads = ((words[:, None] >> (lanes * 8).to(tl.uint32)) & 0xFF).to(tl.int32)
     best = tl.max(tl.where(is_kept & (leads == 0), values, _LOWEST), 1)
-    best_lead = tl.maximum(best_lead, tl.max(best, 0))
+    bound = tl.maximum(bound, tl.max(best, 0))
+    if is_first | (bound == _LOWEST):
+        # noise is at least ln((255 - lead) / (lead + 1)); log2(255.5) is rounded up, too
+        least = tl.log2(tl.maximum(255 - leads, 0.5) / (leads + 1).to(tl.float32)) - 7.998
+        bound = tl.maximum(bound, tl.max(tl.max(tl.where(is_kept, values + least / rate, _LOWEST), 1), 0))
     # as much lower as the noise of a lead of 0 and the bound of other leads are apart, and as sums are rounded
-    compared = best_lead - (_LEAD_SLACK / rate + tl.abs(best_lead) * 1.2e-7)
-    is_hit = is_candidate & (leads.to(tl.int32).to(tl.float32) <= tl.exp2((values - compared) * rate))
+    compared = bound - (_LEAD_SLACK / rate + tl.abs(bound) * 1.2e-7)
+    is_hit = is_candidate & (leads.to(tl.float32) <= tl.exp2((values - compared) * rate))
     names = tl.sum(is_hit.to(tl.int32) << lanes, 1)
-    has_hit = (names > 0).to(tl.int32)
-    number = tl.sum(has_hit, 0)
-    if number > 0:
-        place = tl.atomic_add(count, number, sem="relaxed") + tl.cumsum(has_hit, 0) - 1
-        quads = first // 4 + tl.arange(0, TILE // 4)
-        tl.store(hits_row + place, (quads << 4) | names, mask=(names > 0) & (place < LIMIT))
-    return best_lead
+    quads = first // 4 + tl.arange(0, TILE // 4)
+    # few are hit: an addition of each costs less than a sum of the tile
+    place = tl.atomic_add(count + quads * 0, 1, mask=names > 0, sem="relaxed")
+    tl.store(hits_row + place, (quads << 4) | names, mask=(names > 0) & (place < LIMIT))
+    return bound
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -102,7 +111,7 @@ def scan_rows(
         rate = _LOG2_E / tl.where(temperature > 0, temperature, 1.0)
         seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
         position = row_parameter(parameters, 2, row, N)
-        best_lead = tl.full((), _LOWEST, tl.float32)
+        bound = tl.full((), _LOWEST, tl.float32)
     for first in range(begin, end, TILE):
         at = first + offsets
         values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
@@ -115,8 +124,8 @@ def scan_rows(
         if RANDOM:  # noqa: SIM102
             if is_listed:
                 is_possible = values > float("-inf")
-                best_lead = list_hits(
-                    values, is_possible, is_possible, best_lead, rate, first, seed, index, position,
+                bound = list_hits(
+                    values, is_possible, is_possible, bound, first == begin, rate, first, seed, index, position,
                     counts + row, hits + row * HITS, HITS, TILE,
                 )  # fmt: skip
     top = tl.max(best, 0)
@@ -131,7 +140,7 @@ def scan_rows(
 
 @triton.jit(do_not_specialize=["N"])
 def list_kept(
-    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, N, V, stride, part,
+    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, carried, counts, hits, listed, N, V, stride, part,
     TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Lists the hits of rows with limits, and (CUT) the tokens between `low` and `high`.
@@ -140,20 +149,22 @@ def list_kept(
     """
     row, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     turn = parts - 1 - tl.program_id(1)
-    top, _top_id = top_of_row(highest, highest_id, row, parts, PARTS)
+    top, top_id = top_of_row(highest, highest_id, row, parts, PARTS)
     temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
     if is_drawn(top, temperature) & is_limited(parameters, row, N, V):
         low = lowest_logit(top, temperature, floor)
         high = low
         if CUT:  # noqa: SIM102
             if is_cut(parameters, row, N, V):
-                low, high, _number_above, _mass_above, _number, _mass = interval(
-                    pivots, pivot_numbers, pivot_sums, parameters, row, N, V, parts, PARTS
+                low, high, _number_above, _mass_above, _least, _number, _mass = interval(
+                    pivots, pivot_numbers, pivot_sums, carried, parameters, row, N, V, parts, PARTS
                 )
         seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
         position = row_parameter(parameters, 2, row, N)
         rate = _LOG2_E / temperature
-        best_lead = tl.full((), _LOWEST, tl.float32)
+        # the most likely token is kept
+        noise = rough_gumbel(noise_bits(tl.full((1,), 0, tl.int32) + top_id, seed, index, position))
+        bound = top + (tl.max(noise, 0) - _SLACK - _LEAST_OF_LEAD) * temperature
         begin = turn * part
         end = tl.minimum(begin + part, V)
         offsets = tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -161,8 +172,8 @@ def list_kept(
             at = first + offsets
             values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
             is_kept, is_candidate = values >= high, values >= low
-            best_lead = list_hits(
-                values, is_candidate, is_kept, best_lead, rate, first, seed, index, position,
+            bound = list_hits(
+                values, is_candidate, is_kept, bound, first == begin, rate, first, seed, index, position,
                 counts + row, hits + row * HITS, HITS, TILE,
             )  # fmt: skip
             if CUT:
@@ -229,14 +240,18 @@ def draw(
 
 @triton.jit(do_not_specialize=["N", "parts"])
 def choose(
-    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, counts, hits, listed, chosen,
-    N, V, stride, parts,
+    logits, parameters, highest, highest_id, pivots, pivot_numbers, pivot_sums, carried, counts, hits, listed,
+    undecided, chosen, N, V, stride, parts,
     TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr, RANDOM: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """`chosen[0, n]`: the row's token; `chosen[1, n]`: the bits of its highest logit."""
+    """`chosen[0, n]`: the row's token; `chosen[1, n]`: the bits of its highest logit.
+
+    `undecided[n]`: whether the token may lie behind the border of top_p; the borders of `find_border`.
+    """
     row = tl.program_id(0).to(tl.int64)
     top, token = top_of_row(highest, highest_id, row, parts, PARTS)
+    is_unsure = tl.full((), False, tl.int1)
     if RANDOM:
         temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
         if is_drawn(top, temperature):
@@ -250,31 +265,86 @@ def choose(
                 if is_cut(parameters, row, N, V):
                     if count <= LIMIT:
                         of_top_k, border, sure = find_border(
-                            logits_row, listed_row, count, pivots, pivot_numbers, pivot_sums, parameters, row, N, V,
+                            logits_row, listed_row, count, pivots, pivot_numbers, pivot_sums, carried, parameters, row, N, V,
                             top, temperature, parts, PARTS, LIMIT, TOP_K, TOP_P,
                         )  # fmt: skip
                     else:
                         border = exact_border(
-                            logits_row, border, parameters, row, N, V, top, temperature, floor, TOP_K, TOP_P
-                        )
+                            logits_row, pivots, pivot_numbers, pivot_sums, carried, parameters, row, N, V, top, temperature,
+                            floor, parts, PARTS, TOP_K, TOP_P,
+                        )  # fmt: skip
             seed, index = row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N)
             position = row_parameter(parameters, 2, row, N)
             token = draw(
                 logits_row, hits + row * HITS, num_hits, is_listed, border, top, temperature, floor, seed, index, position,
                 V, TILE,
             )  # fmt: skip
-            if TOP_P:  # noqa: SIM102
-                if ordered(tl.load(logits_row + token), token) < sure:
-                    border = refined_border(
-                        logits_row, listed_row, count, of_top_k, border, sure, parameters, row, N, V, top, temperature,
-                        floor, LIMIT,
-                    )  # fmt: skip
-                    token = draw(
-                        logits_row, hits + row * HITS, num_hits, is_listed, border, top, temperature, floor, seed, index,
-                        position, V, TILE,
-                    )  # fmt: skip
+            if TOP_P:
+                is_unsure = ordered(tl.load(logits_row + token), token) < sure
+                tl.store(undecided + row * 4 + 1, of_top_k.to(tl.int64, bitcast=True))
+                tl.store(undecided + row * 4 + 2, border.to(tl.int64, bitcast=True))
+                tl.store(undecided + row * 4 + 3, sure.to(tl.int64, bitcast=True))
+    if TOP_P:
+        tl.store(undecided + row * 4, is_unsure.to(tl.int64))
     tl.store(chosen + row, token.to(tl.int64))
     tl.store(chosen + N + row, top.to(tl.int32, bitcast=True).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["N"])
+def weigh_exactly(
+    logits, parameters, chosen, undecided, exact, N, V, stride, part, TILE: tl.constexpr
+):  # fmt: skip
+    """Of undecided rows, per part: the masses that top_k leaves, and of the tokens that top_p surely keeps, `[N, S, 2]`."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(undecided + row * 4) != 0:
+        top = tl.load(chosen + N + row).to(tl.int32).to(tl.float32, bitcast=True)
+        temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
+        of_top_k = tl.load(undecided + row * 4 + 1).to(tl.uint64, bitcast=True)
+        sure = tl.load(undecided + row * 4 + 3).to(tl.uint64, bitcast=True)
+        left, kept = tl.zeros((TILE,), tl.int64), tl.zeros((TILE,), tl.int64)
+        begin = tl.program_id(1) * part
+        end = tl.minimum(begin + part, V)
+        for first in range(begin, end, TILE):
+            at = first + tl.arange(0, TILE)
+            values = tl.load(logits + row * stride + at, mask=at < end, other=float("-inf"))
+            y, numbers = scaled_logits(values, top, temperature), ordered(values, at)
+            is_left = (y >= floor) & (numbers >= of_top_k)
+            weights = tl.where(is_left, masses(tl.where(is_left, y, 0.0)), 0)
+            left += weights
+            kept += tl.where(numbers >= sure, weights, 0)
+        place = exact + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+        tl.store(place, tl.sum(left, 0))
+        tl.store(place + 1, tl.sum(kept, 0))
+
+
+@triton.jit(do_not_specialize=["N", "parts"])
+def choose_again(
+    logits, parameters, counts, hits, listed, undecided, exact, chosen, N, V, stride, parts,
+    TILE: tl.constexpr, PARTS: tl.constexpr, HITS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The token of undecided rows."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(undecided + row * 4) != 0:
+        top = tl.load(chosen + N + row).to(tl.int32).to(tl.float32, bitcast=True)
+        temperature, floor = float_parameter(parameters, 4, row, N), float_parameter(parameters, 5, row, N)
+        share = row_parameter(parameters, 6, row, N).to(tl.float64, bitcast=True)
+        part = tl.arange(0, PARTS)
+        place, mask = exact + (row * parts + part) * 2, part < parts
+        left = tl.sum(tl.load(place, mask=mask, other=0), 0)
+        above = tl.sum(tl.load(place + 1, mask=mask, other=0), 0)
+        border = refined_border(
+            logits + row * stride, listed + row * LIMIT, tl.load(counts + N + row),
+            tl.load(undecided + row * 4 + 2).to(tl.uint64, bitcast=True),
+            tl.load(undecided + row * 4 + 3).to(tl.uint64, bitcast=True),
+            share * left.to(tl.float64), above, top, temperature, LIMIT,
+        )  # fmt: skip
+        num_hits = tl.load(counts + row)
+        token = draw(
+            logits + row * stride, hits + row * HITS, num_hits, num_hits <= HITS, border, top, temperature, floor,
+            row_parameter(parameters, 0, row, N), row_parameter(parameters, 1, row, N), row_parameter(parameters, 2, row, N),
+            V, TILE,
+        )  # fmt: skip
+        tl.store(chosen + row, token.to(tl.int64))
 
 
 def sample_tokens(logits: Tensor, rows: PackedRows, configs: LaunchConfigs) -> Tensor:
@@ -301,6 +371,8 @@ class SamplingLaunches:
         # of one row, so that steps of other numbers of rows compile nothing
         self._most_parts = triton.next_power_of_2(min(triton.cdiv(self._vocab_size, tile), configs.sample_programs))
         self._parameters = rows.parameters.contiguous()
+        # numbers of hits, and of the tokens between
+        self.counts = self._empty(torch.int32, 2, self._num_rows)
 
     def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._logits.device)
@@ -318,8 +390,7 @@ class SamplingLaunches:
         highest, lowest = self._empty(torch.float32, 2, *self._grid)
         ids = self._empty(torch.int32, *self._grid)
         hits = self._empty(torch.int32, num_rows, limits["HITS"])
-        # numbers of hits, and of the tokens between
-        counts = self._empty(torch.int32, 2, num_rows)
+        counts = self.counts
         if stages.is_random:
             counts.zero_()
         rows = (self._logits, self._parameters, highest, ids)
@@ -328,39 +399,49 @@ class SamplingLaunches:
             TILE=configs.sample_tile, **limits, RANDOM=stages.is_random, CUT=is_cut, **constants,
         )  # fmt: skip
         limits["LIMIT"] = configs.sample_list if is_cut else 1
-        found = tuple(self._weighed(highest, ids, lowest)) if is_cut else (lowest, ids, lowest)
+        found = tuple(self._weighed(highest, ids, lowest)) if is_cut else (lowest, ids, lowest, lowest)
         listed = self._empty(torch.int32, num_rows, limits["LIMIT"])
+        registers = register_limit(configs.max_registers)
         if is_cut or stages.has_min_p:
             list_kept[self._grid](
                 *rows, *found, counts, hits, listed, *sizes, self._part,
-                TILE=configs.sample_tile, **parts, **limits, CUT=is_cut, **constants,
-                **register_limit(configs.max_registers),
+                TILE=configs.sample_tile, **parts, **limits, CUT=is_cut, **constants, **registers,
             )  # fmt: skip
         chosen = self._empty(torch.int64, 2, num_rows)
+        undecided = self._empty(torch.int64, num_rows, 4) if stages.has_top_p else chosen
+        constants_of_draws = {**constants, "num_warps": configs.sample_draw_warps, **registers}
         choose[(num_rows,)](
-            *rows, *found, counts, hits, listed, chosen, *sizes, self._grid[1],
-            TILE=configs.sample_draws, **parts, **limits, RANDOM=stages.is_random, **cuts,
-            **{**constants, "num_warps": configs.sample_draw_warps}, **register_limit(configs.max_registers),
+            *rows, *found, counts, hits, listed, undecided, chosen, *sizes, self._grid[1],
+            TILE=configs.sample_draws, **parts, **limits, RANDOM=stages.is_random, **cuts, **constants_of_draws,
         )  # fmt: skip
+        if stages.has_top_p:
+            exact = self._empty(torch.int64, *self._grid, 2)
+            weigh_exactly[self._grid](
+                self._logits, self._parameters, chosen, undecided, exact, *sizes, self._part,
+                TILE=configs.sample_pivot_tile, **constants, **registers,
+            )  # fmt: skip
+            choose_again[(num_rows,)](
+                self._logits, self._parameters, counts, hits, listed, undecided, exact, chosen, *sizes, self._grid[1],
+                TILE=configs.sample_draws, **parts, **limits, **constants_of_draws,
+            )  # fmt: skip
         return chosen
 
-    def _weighed(self, highest: Tensor, ids: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pivots `[N, 16]` of the second division, and numbers and masses `[N, S, 16]`."""
+    def _weighed(self, highest: Tensor, ids: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pivots `[N, 16]` of the last division, numbers and masses `[N, S, 16]`, and what is known from those before."""
         configs, stages, num_rows = self._configs, self._stages, self._num_rows
         options = {
             "TILE": configs.sample_pivot_tile, "PARTS": self._most_parts,
             "TOP_K": stages.has_top_k, "TOP_P": stages.has_top_p,
             "num_warps": configs.sample_warps, "enable_fp_fusion": False,
         }  # fmt: skip
-        pivots, sums = (
-            self._empty(torch.float32, 2, num_rows, PIVOTS),
-            self._empty(torch.float32, 2, *self._grid, PIVOTS),
-        )
-        numbers = self._empty(torch.int32, 2, *self._grid, PIVOTS)
-        for turn in range(2):
+        pivots = self._empty(torch.float32, DIVISIONS, num_rows, PIVOTS)
+        sums = self._empty(torch.float32, DIVISIONS, *self._grid, PIVOTS)
+        numbers = self._empty(torch.int32, DIVISIONS, *self._grid, PIVOTS)
+        carried = self._empty(torch.float32, DIVISIONS, num_rows, 8)
+        found = list(zip(pivots, numbers, sums, carried, strict=True))
+        for turn in range(DIVISIONS):
             weigh_pivots[self._grid](
-                self._logits, highest, ids, lowest, self._parameters, pivots[0], numbers[0], sums[0],
-                pivots[turn], numbers[turn], sums[turn],
-                num_rows, self._vocab_size, self._logits.stride(0), self._part, FIRST=turn == 0, **options,
+                self._logits, highest, ids, lowest, self._parameters, *found[max(0, turn - 1)], *found[turn],
+                num_rows, self._vocab_size, self._logits.stride(0), self._part, TURN=turn, **options,
             )  # fmt: skip
-        return pivots[1], numbers[1], sums[1]
+        return found[-1]
