@@ -72,9 +72,9 @@ def list_hits(
     many where the bound is low, any token does. rate: log2(e) / temperature. An entry is the number of a quad of tokens, and 4
     bits that name tokens of it; `count` counts entries beyond LIMIT too.
     """
-    lanes = tl.arange(0, 4)[None, :]
+    places_in_word = tl.arange(0, 4)[None, :]
     words = lead_words(first, seed, index, position, TILE // 4)
-    leads = ((words[:, None] >> (lanes * 8).to(tl.uint32)) & 0xFF).to(tl.int32)
+    leads = ((words[:, None] >> (places_in_word * 8).to(tl.uint32)) & 0xFF).to(tl.int32)
     best = tl.max(tl.where(is_kept & (leads == 0), values, _LOWEST), 1)
     bound = tl.maximum(bound, tl.max(best, 0))
     if is_first | (bound == _LOWEST):
@@ -84,7 +84,7 @@ def list_hits(
     # as much lower as the noise of a lead of 0 and the bound of other leads are apart, and as sums are rounded
     compared = bound - (_LEAD_SLACK / rate + tl.abs(bound) * 1.2e-7)
     is_hit = is_candidate & (leads.to(tl.float32) <= tl.exp2((values - compared) * rate))
-    names = tl.sum(is_hit.to(tl.int32) << lanes, 1)
+    names = tl.sum(is_hit.to(tl.int32) << places_in_word, 1)
     quads = first // 4 + tl.arange(0, TILE // 4)
     # few are hit: an addition of each costs less than a sum of the tile
     place = tl.atomic_add(count + quads * 0, 1, mask=names > 0, sem="relaxed")
@@ -216,8 +216,10 @@ def draw(
         quads = tl.where(is_listed, entries >> 4, i)
         names = tl.where(i < num_entries, tl.where(is_listed, entries & 15, 15), 0)
         while tl.max(names, 0) > 0:
-            lane = tl.where((names & 3) != 0, ((names & 1) == 0).to(tl.int32), tl.where((names & 4) != 0, 2, 3))
-            at = quads * 4 + lane
+            place_in_word = tl.where(
+                (names & 3) != 0, ((names & 1) == 0).to(tl.int32), tl.where((names & 4) != 0, 2, 3)
+            )
+            at = quads * 4 + place_in_word
             is_token = (names > 0) & (at < V)
             names = names & (names - 1)
             values = tl.load(logits_row + at, mask=is_token, other=float("-inf"))
