@@ -20,8 +20,9 @@ def packed_batch(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     block_tables: Sequence[Sequence[int]],
+    device: torch.device | None = None,
 ) -> AttentionBatch:
-    """A batch on the processor; shorter block tables are padded with 0."""
+    """A batch on a device, by default the CPU; shorter block tables are padded with 0."""
     width = max(map(len, block_tables), default=0)
     return AttentionBatch.from_arrays(
         positions=np.array(positions, np.int64),
@@ -29,7 +30,7 @@ def packed_batch(
         query_lens=np.array(query_lens, np.int64),
         seq_lens=np.array(seq_lens, np.int64),
         block_tables=np.array([[*table, *[0] * (width - len(table))] for table in block_tables], np.int64),
-        device=torch.device("cpu"),
+        device=device or torch.device("cpu"),
     )
 
 
@@ -42,5 +43,5 @@ def model_inputs(
     inputs_embeds: Tensor | None = None,
 ) -> ModelInputs:
     plans = {spec: attention.plan(batch, spec) for specs in decoder.attention_specs for spec in specs}
-    ids = None if token_ids is None else torch.tensor(token_ids)
+    ids = None if token_ids is None else torch.tensor(token_ids, device=batch.positions.device)
     return ModelInputs(batch, plans, ids, inputs_embeds, before_layer)

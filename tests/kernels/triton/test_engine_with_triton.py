@@ -107,8 +107,9 @@ def test_bfloat16_is_near_transformers_in_float32(
     with torch.inference_mode():
         for start, stop in ((0, 21), (21, 33), (33, 34)):
             batch = packed_batch(
-                range(start, stop), [16 + i for i in range(start, stop)], [stop - start], [stop], [[1, 2, 3]]
-            )
+                range(start, stop), [16 + i for i in range(start, stop)], [stop - start], [stop], [[1, 2, 3]],
+                torch.device(DEVICE),
+            )  # fmt: skip
             inputs = model_inputs(decoder, backend, batch, tokens[start:stop])
             found.append(decoder.compute_logits(decoder.forward(replace(inputs, ops=ops))))
     errors = torch.cat(found).cpu() - Oracle(folder).logits(tokens)
