@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import grpc.aio
 import pytest
 
 from pdserve.v1 import step_stream_pb2
+from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.router.test_lying_workers import DOCUMENTED, TIMEOUT_S, look_at_log
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S, eventually
-from tests.support.wrong_fields import LIE, Wrong, wrong_messages
+from tests.support.wrong_fields import FEW, LIE, Wrong, one_of_each, wrong_messages
 
 
 class LyingStream(grpc.aio.ServerInterceptor):
@@ -79,8 +81,25 @@ def huge_steps() -> Iterator[Wrong]:
     yield Wrong("16 MiB of tokens", [step_stream_pb2.StepOutputs(token_ids=[1] * (15 << 20)).SerializeToString()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [lambda: wrong_messages(STEP), huge_steps], ids=["fields", "sizes"])
 async def test_a_wrong_step_ends_that_stream_alone(cluster, caplog, made):
+    await deceive(cluster, caplog, made(), is_final=made is not huge_steps)
+
+
+async def test_one_wrong_value_of_each_field_ends_its_stream_alone(cluster, caplog):
+    await deceive(cluster, caplog, one_of_each(wrong_messages(STEP, many=FEW)), is_final=True)
+
+
+async def test_some_huge_steps_end_their_stream_alone(cluster, caplog):
+    await deceive(cluster, caplog, itertools.islice(huge_steps(), 0, None, 4), is_final=False)
+
+
+async def deceive(cluster: Cluster, caplog: pytest.LogCaptureFixture, lies: Iterable[Wrong], *, is_final: bool) -> None:
+    """Ask the cluster for completions while the stream of one of its workers has each of the lies.
+
+    is_final: a lie may be believed, as the end of a call.
+    """
     caplog.set_level(logging.INFO)
     for number in range(2):
         worker = cluster.worker("decode")
@@ -91,7 +110,7 @@ async def test_a_wrong_step_ends_that_stream_alone(cluster, caplog, made):
         await worker.start()
     await cluster.start(prefill=0, decode=0, policy="round_robin", request_timeout_s=TIMEOUT_S)
     told = 0
-    for case in made():
+    for case in lies:
         liar.lie = case
         with LoopWatch() as watch:
             answers = await asyncio.gather(*(cluster.complete(max_tokens=4) for _ in range(4)))
@@ -100,7 +119,7 @@ async def test_a_wrong_step_ends_that_stream_alone(cluster, caplog, made):
         # the lie may be an output, or the end, that a call waits for
         codes = {answer.json()["error"]["code"] for answer in answers if answer.status_code != 200}
         assert codes <= DOCUMENTED, (case.name, codes)
-        if made is huge_steps:
+        if not is_final:
             assert not codes, case.name
         assert [answer for answer in answers if answer.status_code == 200], case.name
         assert not any(LIE in answer.text for answer in answers), case.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc.aio
@@ -18,7 +18,7 @@ from tests.router.conftest import Cluster
 from tests.router.fake_worker import Call, FakeWorker, Script, said, tokens
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
-from tests.support.wrong_fields import LIE, Wrong, wrong_messages
+from tests.support.wrong_fields import FEW, LIE, MANY, Wrong, one_of_each, wrong_messages
 
 TIMEOUT_S = 1.0
 """Limit of a request: a worker may leave out what would end it."""
@@ -120,15 +120,15 @@ def test_every_event_is_in_the_table():
     """Events that only some requests have are made from the descriptor in `extra_events`."""
     for kind, known in (
         (prefill_pb2.PrefillEvent, {"prompt_logprobs"}),
-        (decode_pb2.DecodeEvent, {"prompt_logprobs", "needs_prefill", "prefilling_locally"}),
+        (decode_pb2.DecodeEvent, {"prompt_logprobs", "needs_prefill", "prefilling_locally", "receiving"}),
         (worker_pb2.WatchEvent, {"identity"}),
     ):
         missing = {f"{kind.DESCRIPTOR.name}.{field.name}" for field in kind.DESCRIPTOR.fields} - set(EVENTS)
         assert missing == {f"{kind.DESCRIPTOR.name}.{name}" for name in known}
 
 
-def cases(event: str) -> Iterator[Wrong]:
-    yield from wrong_messages(EVENTS[event])
+def cases(event: str, many: int = MANY) -> Iterator[Wrong]:
+    yield from wrong_messages(EVENTS[event], many=many)
     # another event in its place, each once
     for other, message in EVENTS.items():
         if other.partition(".")[0] == event.partition(".")[0] and other != event:
@@ -151,18 +151,36 @@ async def start(cluster: Cluster, *, steps: bool = True, **settings: Any) -> lis
     return [worker for worker in cluster.workers if isinstance(worker, LyingWorker)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", CALLS)
-@pytest.mark.parametrize("steps", STREAMS)
+@pytest.mark.parametrize("steps", [True, False], ids=["step stream", "own stream"])
 async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog, event, steps):
+    await deceive(cluster, caplog, steps, [event], cases)
+
+
+@pytest.mark.parametrize("steps", STREAMS)
+async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog, steps):
+    await deceive(cluster, caplog, steps, CALLS, lambda event: one_of_each(cases(event, FEW)))
+
+
+async def deceive(
+    cluster: Cluster,
+    caplog: pytest.LogCaptureFixture,
+    steps: bool,
+    events: list[str],
+    lies: Callable[[str], Iterator[Wrong]],
+) -> None:
+    """Ask the cluster for completions while one of its workers says each of the lies in place of an event."""
     caplog.set_level(logging.INFO)
     liars = await start(cluster, steps=steps)
-    liar = next(worker for worker in liars if (worker.role == "decode") == event.startswith("DecodeEvent"))
-    liar.event = event
     problems = []
-    for case in cases(event):
-        problem = await told(cluster, liar, event, case)
-        if problem:
-            problems.append(f"{case.name}: {problem}")
+    for event in events:
+        liar = next(worker for worker in liars if (worker.role == "decode") == event.startswith("DecodeEvent"))
+        liar.event = event
+        for case in lies(event):
+            problem = await told(cluster, liar, event, case)
+            if problem:
+                problems.append(f"{event}: {case.name}: {problem}")
     assert not problems, problems
     look_at_log(caplog)
     await cluster.idle()
@@ -227,10 +245,13 @@ def sends(code: str) -> Script:
     return script
 
 
+SOME = {"digest_mismatch", "draining", "internal_error", "invalid_request", "overloaded", "transfer_failed"}
+"""Codes of different treatment."""
+CODES = [pytest.param(code, marks=() if code in SOME else pytest.mark.slow) for code in sorted(BY_CODE)]
 FINAL = {"prefill": {"digest_mismatch"}, "decode": {"digest_mismatch", "internal_error"}}
 
 
-@pytest.mark.parametrize("code", sorted(BY_CODE))
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("steps", STREAMS)
 async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, steps):
@@ -248,7 +269,7 @@ async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, step
     assert liar.calls
 
 
-@pytest.mark.parametrize("code", sorted(BY_CODE))
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkeypatch, code, path):
     for task in ("prompt_task", "embedding_task"):
@@ -297,14 +318,32 @@ async def test_what_a_request_can_cause_is_its_own_error(cluster, role, given, a
 # ---- the watch
 
 
-@pytest.mark.parametrize("event", sorted(name for name in EVENTS if name.startswith("WatchEvent")))
-async def test_a_wrong_field_of_a_watch_is_that_workers_fault(cluster, caplog, monkeypatch, event):
+WATCHED = sorted(name for name in EVENTS if name.startswith("WatchEvent"))
+
+
+@pytest.fixture
+def reconnects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.router.workers.worker_watcher.RECONNECT_S", 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reconnects_at_once")
+@pytest.mark.parametrize("event", WATCHED)
+async def test_a_wrong_field_of_a_watch_is_that_workers_fault(cluster, caplog, event):
+    await misreport(cluster, caplog, [(event, case) for case in cases(event)])
+
+
+@pytest.mark.usefixtures("reconnects_at_once")
+async def test_one_wrong_value_of_each_field_of_a_watch_is_that_workers_fault(cluster, caplog):
+    await misreport(cluster, caplog, [(event, case) for event in WATCHED for case in one_of_each(cases(event, FEW))])
+
+
+async def misreport(cluster: Cluster, caplog: pytest.LogCaptureFixture, lies: list[tuple[str, Wrong]]) -> None:
+    """Ask the cluster for completions while a worker says each of the lies in its watch."""
     liars = await start(cluster)
     liar = next(worker for worker in liars if worker.role == "decode")
-    liar.event = event
-    for case in cases(event):
-        liar.lie = case
+    for event, case in lies:
+        liar.event, liar.lie = event, case
         if event == "WatchEvent.blocks":
             liar.tell_blocks(1, stored=bytes(8))
         elif event == "WatchEvent.load":

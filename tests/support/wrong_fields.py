@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +29,8 @@ _TEXTS = ("", LIE, LIE + "\n\x00", LIE * 1000, "../" + LIE)
 _BYTES = (b"", b"\x00", b"\xff" * 16, b"\xff" * 17, b"\x00" * 5000)
 NOT_UTF8 = b"\xff\xfe" + LIE.encode()
 _MAX_DEPTH = 4
+FEW = 5000
+"""Entries of a list where one case of each field is tried."""
 
 
 class Wrong(NamedTuple):
@@ -38,6 +40,17 @@ class Wrong(NamedTuple):
     """`field.field: how`"""
     messages: list[bytes]
     """Serialized: usually one, none where the message is left out."""
+
+
+def one_of_each(cases: Iterable[Wrong]) -> Iterator[Wrong]:
+    """One case per field, and one that concerns the whole message. Fields take turns in the ways of being wrong, so that a table of
+    several fields has most of them."""
+    fields: dict[str, list[Wrong]] = {}
+    for case in cases:
+        field, separator, _ = case.name.partition(": ")
+        fields.setdefault(field if separator else "", []).append(case)
+    for number, made in enumerate(fields.values()):
+        yield made[number * 5 % len(made)]
 
 
 def wrong_messages(message: Message, *, many: int = MANY) -> Iterator[Wrong]:

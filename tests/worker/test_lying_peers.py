@@ -38,7 +38,7 @@ from pdserve.worker.worker import Worker
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
 from tests.support.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, prepared, running_pair
-from tests.support.wrong_fields import Wrong, wrong_messages, wrong_structs
+from tests.support.wrong_fields import FEW, Wrong, one_of_each, wrong_messages, wrong_structs
 
 AT_A_TIME = 12
 WATCH: Method[Any, Any] = Method("/pdserve.v1.WorkerService/Watch", worker_pb2.WatchRequest, worker_pb2.WatchEvent)
@@ -80,7 +80,10 @@ def receiver_of(pair: Pair) -> prefill_pb2.Receiver:
     return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
 
 
-def messages(pair: Pair) -> dict[str, tuple[Worker, Method[Any, Any], list[Message]]]:
+Table = dict[str, tuple[Worker, Method[Any, Any], list[Message]]]
+
+
+def messages(pair: Pair) -> Table:
     """Name -> (worker, method, good messages of a call). The case is made of the last."""
     p, d = pair.p, pair.d
     of_p, of_d = (prepared(worker, sampling_params=sampling()) for worker in (p, d))
@@ -113,7 +116,7 @@ def messages(pair: Pair) -> dict[str, tuple[Worker, Method[Any, Any], list[Messa
         "alive": kv_source_pb2.AttachRequest(alive=kv_source_pb2.Alive(engine_tick=1)),
         "release": kv_source_pb2.AttachRequest(release=kv_source_pb2.Release()),
     }
-    table: dict[str, tuple[Worker, Method[Any, Any], list[Message]]] = {
+    table: Table = {
         "prefill": (p, PREFILL, [prefill]),
         "embed": (p, EMBED, [prefill_pb2.PoolingRequest(request=pooled, attempt=request_pb2.Attempt())]),
         "decode": (d, GENERATE, [decode]),
@@ -175,19 +178,21 @@ async def call(pair: Pair, worker: Worker, method: Method[Any, Any], raws: list[
     return await made.code(), ""
 
 
-async def attack(
-    pair: Pair, caplog: pytest.LogCaptureFixture, cases: Iterable[tuple[Worker, Method[Any, Any], str, list[bytes]]]
-) -> None:
+Sent = tuple[Worker, Method[Any, Any], Wrong]
+"""A call: to whom, by which method, and all of its messages."""
+
+
+async def attack(pair: Pair, caplog: pytest.LogCaptureFixture, cases: Iterable[Sent]) -> None:
     caplog.set_level(logging.INFO)
     right = await ask(pair, PROMPT)
     limit, problems = asyncio.Semaphore(AT_A_TIME), []
 
-    async def one(worker: Worker, method: Method[Any, Any], name: str, raws: list[bytes]) -> None:
+    async def one(worker: Worker, method: Method[Any, Any], case: Wrong) -> None:
         async with limit:
-            status, words = await call(pair, worker, method, raws)
+            status, words = await call(pair, worker, method, case.messages)
         bug = status in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL) and not words.endswith(WROTE_TOO_LATE)
         if bug or (status is grpc.StatusCode.DEADLINE_EXCEEDED and words.startswith("None")):
-            problems.append(f"{name}: {status.name} {words[:300]}")
+            problems.append(f"{method.path} {case.name}: {status.name} {words[:300]}")
 
     with LoopWatch() as watch:
         async with asyncio.TaskGroup() as group:
@@ -209,34 +214,49 @@ async def attack(
         assert len(record.getMessage()) < 4096
 
 
-@pytest.mark.parametrize("name", NAMES)
-async def test_a_wrong_field_ends_that_call_alone(pair: Pair, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    worker, method, good = messages(pair)[name]
+def wrong_calls(table: Table, name: str, many: int = MANY) -> Iterator[Sent]:
+    """Calls whose last message is wrong."""
+    worker, method, good = table[name]
     *before, last = good
     prefix = [message.SerializeToString() for message in before]
-    await attack(
-        pair,
-        caplog,
-        ((worker, method, case.name, [*prefix, *case.messages]) for case in wrong_messages(last, many=MANY)),
-    )
+    for case in wrong_messages(last, many=many):
+        yield worker, method, Wrong(case.name, [*prefix, *case.messages])
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "session"])
+ROLES: dict[str, tuple[Method[Any, Any], Any]] = {
+    "prefill": (PREFILL, prefill_pb2.PrefillRequest),
+    "decode": (GENERATE, decode_pb2.DecodeRequest),
+    "session": (SESSION, decode_pb2.DecodeTurn),
+}
+
+
+def wrong_requests(pair: Pair, role: str) -> Iterator[Sent]:
+    """Calls with a wrong struct, which travels since protocol version 4."""
+    worker = pair.p if role == "prefill" else pair.d
+    method, message = ROLES[role]
+    good = encode_request(generation_request(worker, sampling_params=sampling()))
+    for case in wrong_structs(good, GenerationRequest, "sampling_params"):
+        raw = message(generation_request=case.messages[0]).SerializeToString()
+        yield worker, method, Wrong(case.name, [raw])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_wrong_field_ends_that_call_alone(pair: Pair, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    await attack(pair, caplog, wrong_calls(messages(pair), name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
 async def test_a_wrong_field_of_a_request_ends_that_call_alone(
     pair: Pair, caplog: pytest.LogCaptureFixture, role: str
 ) -> None:
-    """The struct that travels since protocol version 4."""
-    worker = pair.p if role == "prefill" else pair.d
-    methods: dict[str, Method[Any, Any]] = {"prefill": PREFILL, "decode": GENERATE, "session": SESSION}
-    method = methods[role]
+    await attack(pair, caplog, wrong_requests(pair, role))
 
-    def cases() -> Iterator[tuple[Worker, Method[Any, Any], str, list[bytes]]]:
-        good = encode_request(generation_request(worker, sampling_params=sampling()))
-        made: Iterator[Wrong] = wrong_structs(good, GenerationRequest, "sampling_params")
-        for case in made:
-            message = {
-                "prefill": prefill_pb2.PrefillRequest, "decode": decode_pb2.DecodeRequest, "session": decode_pb2.DecodeTurn
-            }[role](generation_request=case.messages[0])  # fmt: skip
-            yield worker, method, case.name, [message.SerializeToString()]
 
-    await attack(pair, caplog, cases())
+async def test_one_wrong_value_of_each_field_ends_its_call_alone(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    table = messages(pair)
+    calls = [wrong_calls(table, name, FEW) for name in NAMES] + [wrong_requests(pair, role) for role in ROLES]
+    sent = [list(one) for one in calls]
+    few = [(*one[0][:2], case) for one in sent for case in one_of_each(case for _, _, case in one)]
+    await attack(pair, caplog, few)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, request_pb2
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.transfer_fakes import DIGEST, FakeConnector
-from tests.support.wrong_fields import Wrong, wrong_messages
+from tests.support.wrong_fields import FEW, Wrong, one_of_each, wrong_messages
 
 from .conftest import HearingCauses
 
@@ -50,7 +50,7 @@ def test_every_event_is_in_the_table() -> None:
 
 def cases(event: str) -> Iterator[Wrong]:
     # of more fields none is decoded: `tests/worker/test_peer_messages.py`
-    yield from wrong_messages(EVENTS[event], many=5000)
+    yield from wrong_messages(EVENTS[event], many=FEW)
     for other, message in EVENTS.items():
         if other != event:
             yield Wrong(f"{other} in its place", [message.SerializeToString()])
@@ -76,13 +76,26 @@ def parsed(raw: bytes) -> kv_source_pb2.AttachEvent:
         return kv_source_pb2.AttachEvent()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", EVENTS)
 async def test_a_wrong_message_ends_its_transfer_alone(
     rig: Any, until: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
-    caplog.set_level(logging.INFO)
     monkeypatch.setattr(attach_client, "TICK_STALLED_S", 0.2)
-    case = Wrong("", [])
+    await deceive(rig, until, caplog, ((event, case) for case in cases(event)))
+
+
+async def test_one_wrong_value_of_each_field_ends_its_transfer_alone(
+    rig: Any, until: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach_client, "TICK_STALLED_S", 0.2)
+    await deceive(rig, until, caplog, ((event, case) for event in EVENTS for case in one_of_each(cases(event))))
+
+
+async def deceive(rig: Any, until: Any, caplog: Any, lies: Iterable[tuple[str, Wrong]]) -> None:
+    """Begin a transfer for each, from a source that says it in place of its event of that name."""
+    caplog.set_level(logging.INFO)
+    event, case = "", Wrong("", [])
 
     async def source(number: int, requests: Any) -> AsyncIterator[Any]:
         say = {name: [parsed(message.SerializeToString())] for name, message in EVENTS.items()}
@@ -100,7 +113,7 @@ async def test_a_wrong_message_ends_its_transfer_alone(
             pass
 
     await rig.play(source)
-    for case in cases(event):
+    for event, case in lies:  # noqa: B007
         connector, rig.owner = Reading(), HearingCauses()
         transfer = rig.receive(
             connector_set=ConnectorSet([connector]), connectors=("fake",), attach_timeout_s=0.1, grace_s=0.0
