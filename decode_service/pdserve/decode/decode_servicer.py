@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -29,6 +28,7 @@ from pdserve.common.request.decode_wire import (
     needs_prefill_event,
     output_events,
     prefilling_locally_event,
+    receiving_event,
 )
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import verify_request_id
@@ -278,13 +278,21 @@ async def _events(
     block_bytes: int,
     names: Mapping[str, tuple[str, ...]],
 ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-    """Yield `Landed` or `PrefillingLocally`, once, as soon as it is known, and all outputs."""
+    """Yield `Receiving` while that goes on, `Landed` or `PrefillingLocally`, once, as soon as it is known, and all outputs."""
     outputs = aiter(stream)
     if landed is not None:
         first = asyncio.ensure_future(anext(outputs))
-        waiters: set[asyncio.Future[Any]] = {first, landed}
+        reports: asyncio.Queue[bool] = asyncio.Queue()
+        stream.on_receiving = reports.put_nowait
         try:
-            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+            while not (first.done() or landed.done()):
+                report = asyncio.ensure_future(reports.get())
+                try:
+                    await asyncio.wait((first, landed, report), return_when=asyncio.FIRST_COMPLETED)
+                    if report.done():
+                        yield receiving_event(report.result())
+                finally:
+                    report.cancel()
             if landed.done() and not landed.cancelled():
                 num_blocks, connector = landed.result()
                 yield landed_event(num_blocks, block_bytes, connector)

@@ -13,6 +13,7 @@ from pdserve.common.request.decode_wire import (
     needs_prefill_event,
     output_events,
     prefilling_locally_event,
+    receiving_event,
 )
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.decode.decode_moments import LOCAL_MOMENTS, REMOTE_MOMENTS
@@ -59,6 +60,7 @@ class PushedDecode:
         moment = timeline.PREFILL_QUEUED if source is None else timeline.DECODE_QUEUED
         self._call.event(admitted_event(moment, self._request.arrival_time))
         if source is not None:
+            self._stream.on_receiving = self._receiving
             self._stream.landed.add_done_callback(self._landed)
         for output in self._early:
             self._take(output)
@@ -99,6 +101,10 @@ class PushedDecode:
             self._num_open -= 1
             if self._num_open <= 0:
                 self._end(None)
+
+    def _receiving(self, awaits_source: bool) -> None:
+        if not self._has_ended:
+            self._call.event(receiving_event(awaits_source))
 
     def _landed(self, landed: asyncio.Future[Landing]) -> None:
         if not landed.cancelled():

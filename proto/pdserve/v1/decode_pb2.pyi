@@ -220,6 +220,7 @@ class DecodeEvent(google.protobuf.message.Message):
     PREFILLING_LOCALLY_FIELD_NUMBER: builtins.int
     LANDED_FIELD_NUMBER: builtins.int
     OUTPUTS_FIELD_NUMBER: builtins.int
+    RECEIVING_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     @property
     def admitted(self) -> pdserve.v1.prefill_pb2.Admitted: ...
@@ -236,6 +237,8 @@ class DecodeEvent(google.protobuf.message.Message):
     @property
     def outputs(self) -> pdserve.v1.request_pb2.Outputs: ...
     @property
+    def receiving(self) -> Global___Receiving: ...
+    @property
     def prompt_logprobs(self) -> pdserve.v1.request_pb2.PromptLogprobs:
         """before the first outputs, if this worker computes the prompt and they are requested"""
 
@@ -247,13 +250,14 @@ class DecodeEvent(google.protobuf.message.Message):
         prefilling_locally: Global___PrefillingLocally | None = ...,
         landed: Global___Landed | None = ...,
         outputs: pdserve.v1.request_pb2.Outputs | None = ...,
+        receiving: Global___Receiving | None = ...,
         prompt_logprobs: pdserve.v1.request_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs", "receiving", b"receiving"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "event", b"event", "landed", b"landed", "needs_prefill", b"needs_prefill", "outputs", b"outputs", "prefilling_locally", b"prefilling_locally", "prompt_logprobs", b"prompt_logprobs", "receiving", b"receiving"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "needs_prefill", "prefilling_locally", "landed", "outputs", "prompt_logprobs"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["admitted", "needs_prefill", "prefilling_locally", "landed", "outputs", "receiving", "prompt_logprobs"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -288,6 +292,27 @@ class PrefillingLocally(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___PrefillingLocally: typing_extensions.TypeAlias = PrefillingLocally
+
+@typing.final
+class Receiving(google.protobuf.message.Message):
+    """The transfer takes longer than RECEIVING_EVERY_S (worker/engine_host/transfer_progress.py): sent then, and after each such period
+    in which the source has published blocks or the field has changed.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AWAITS_SOURCE_FIELD_NUMBER: builtins.int
+    awaits_source: builtins.bool
+    """blocks were asked for that the source has not published"""
+    def __init__(
+        self,
+        *,
+        awaits_source: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["awaits_source", b"awaits_source"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Receiving: typing_extensions.TypeAlias = Receiving
 
 @typing.final
 class Landed(google.protobuf.message.Message):

@@ -395,13 +395,17 @@ class Alive(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENGINE_TICK_FIELD_NUMBER: builtins.int
+    RECOMPUTES_FIELD_NUMBER: builtins.int
     engine_tick: builtins.int
+    recomputes: builtins.bool
+    """of a source: the prompt is computed again, since Want came after its blocks were reused"""
     def __init__(
         self,
         *,
         engine_tick: builtins.int = ...,
+        recomputes: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["engine_tick", b"engine_tick"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["engine_tick", b"engine_tick", "recomputes", b"recomputes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Alive: typing_extensions.TypeAlias = Alive

@@ -70,6 +70,8 @@ class RequestStream(OutputStream):
     ) -> None:
         super().__init__(request.request_id, observer, num_sequences=request.n, interval=interval, on_output=on_output)
         loop = asyncio.get_running_loop()
+        self.on_receiving: Callable[[bool], None] | None = None
+        """Called while a transfer to this worker takes long; True: it waits for its source."""
         self.landed: asyncio.Future[Landing] = loop.create_future()
         """Done when all blocks of a transfer to this worker have landed."""
         self.source_ended: asyncio.Future[SourceEnd] = loop.create_future()
@@ -267,6 +269,11 @@ class EngineClient:
         self._taken.difference_update(self._sequence_ids.pop(request_id, ()))
         if (on_ended := self._leaving.pop(request_id, None)) is not None:
             on_ended(end)
+
+    def receiving(self, request_id: str, awaits_source: bool) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.on_receiving is not None:
+            stream.on_receiving(awaits_source)
 
     def blocks_landed(self, request_id: str, num_blocks: int, connector: str) -> None:
         if (stream := self._streams.get(request_id)) is not None and not stream.landed.done():

@@ -252,6 +252,7 @@ class KvTransferManager:
         Prompt log-probabilities and grammar are left out: the first run has served them.
         """
         if source.wanted_from is not None and not source.transfer.has_ended and source.rerun_id is None:
+            source.transfer.recomputes = True
             source.rerun_id = f"{source.request.request_id}+"
             self._reruns[source.rerun_id] = source
             request = msgspec.structs.replace(

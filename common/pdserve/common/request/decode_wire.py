@@ -14,6 +14,10 @@ def admitted_event(moment: str, arrival_time: float) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(admitted=prefill_pb2.Admitted(moments=moments_to_wire({moment: arrival_time})))
 
 
+def receiving_event(awaits_source: bool) -> decode_pb2.DecodeEvent:
+    return decode_pb2.DecodeEvent(receiving=decode_pb2.Receiving(awaits_source=awaits_source))
+
+
 def landed_event(num_blocks: int, block_bytes: int, connector: str) -> decode_pb2.DecodeEvent:
     """block_bytes: of one block."""
     landed = decode_pb2.Landed(num_blocks=num_blocks, transfer_bytes=num_blocks * block_bytes, connector=connector)

@@ -233,6 +233,7 @@ async def _one_stream(
                     _finish(transfer, event.finished)
                 case "alive":
                     ticks.saw(event.alive.engine_tick)
+                    transfer.source_recomputes = event.alive.recomputes
                 case "revoked":
                     cause = event.revoked.cause[:MAX_CAUSE_CHARS]
                     transfer.fail(TransferFailed(f"the source gave the transfer up: {cause}"))

@@ -214,7 +214,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             yield failed_event(error)
             return
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
-        heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](self._alive)
+        heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](lambda: self._alive(transfer))
         try:
             yield self._accepted(transfer, connector)
             while True:
@@ -286,8 +286,9 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             transfer.detach(stream, "it wants another digest algorithm")
             raise TransferFailed(f"the transfer's digests are {transfer.digest.name}, which this stream did not offer")
 
-    def _alive(self) -> kv_source_pb2.AttachEvent:
-        return kv_source_pb2.AttachEvent(alive=kv_source_pb2.Alive(engine_tick=self._engine_tick()))
+    def _alive(self, transfer: SourceTransfer) -> kv_source_pb2.AttachEvent:
+        alive = kv_source_pb2.Alive(engine_tick=self._engine_tick(), recomputes=transfer.recomputes)
+        return kv_source_pb2.AttachEvent(alive=alive)
 
     def _accepted(self, transfer: SourceTransfer, connector: BlockConnector) -> kv_source_pb2.AttachEvent:
         transfer.connector_name = connector.name

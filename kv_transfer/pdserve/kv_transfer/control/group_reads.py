@@ -53,6 +53,11 @@ class GroupReads:
         """Blocks of which reads may still write a part."""
         return sum(asked and missing > 0 for asked, missing in zip(self._asked, self._missing, strict=True))
 
+    @property
+    def num_begun(self) -> int:
+        """Blocks that were asked for, landed ones among them."""
+        return sum(self._asked)
+
     def reserve(self, first_index: int, local_blocks: Sequence[int], unused: DeviceEvent | None) -> None:
         """Set the blocks to read into. unused: as in `BlockConnector.read`."""
         self._first_index, self._local_blocks, self._unused = first_index, tuple(local_blocks), unused

@@ -84,6 +84,8 @@ class ReceiverTransfer:
         self.cause: PdServeError | None = None
         """The error with which it failed."""
         self.began_at = time.monotonic()
+        self.source_recomputes = False
+        """True while the source computes the prompt again, since its blocks had been reused when they were asked for."""
         self._falls_back = False
         self._connectors = connectors
         self._events = events
@@ -139,6 +141,18 @@ class ReceiverTransfer:
     def wanted_end(self) -> int | None:
         """Index of the prompt's block after the last wanted one; None until blocks are wanted."""
         return None if self._local_blocks is None else self._first_index + len(self._local_blocks)
+
+    @property
+    def num_published(self) -> int:
+        """Number of wanted blocks that the source has published."""
+        return self._reads.num_begun
+
+    @property
+    def awaits_source(self) -> bool:
+        """True if blocks were asked for over a control stream that is open, and the source is to publish them, or to finish."""
+        asked = self._stream is not None and self._local_blocks is not None and not self._falls_back
+        missing = self.num_published < self.num_blocks or not self._source_finished
+        return asked and missing and not self.source_recomputes and not self.is_ending
 
     @property
     def num_quarantined(self) -> int:

@@ -120,6 +120,8 @@ class SourceTransfer:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.over: asyncio.Future[SourceState] = asyncio.get_running_loop().create_future()
         self.num_landed = 0
+        self.recomputes = False
+        """True while the prompt is computed again for the receiver, which asked for its blocks after they were reused."""
         self.connector_name = ""
         """The connector of the last `Accepted`."""
         self.digest: BlockDigest | None = None
@@ -241,6 +243,7 @@ class SourceTransfer:
         if not self.groups:
             self._grant.publish(first_index, block_ids)
         self._published.append(blocks)
+        self.recomputes = False
         if self._stream is not None:
             self._stream.published(blocks)
         self._complete_if_done()

@@ -36,6 +36,7 @@ from pdserve.router.attempts.call_events import (
     PrefillCallEvent,
     PrefillingLocally,
     PromptLogprobs,
+    Receiving,
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import DecodeCall, PrefillCall
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 TRANSFER_ID_BYTES = 16
 LANDED_WITHIN_S = 5.0
 """Seconds within which the receiver says that all blocks have landed, once the source says so."""
+PUBLISHED_WITHIN_S = 10.0
+"""Seconds within which a source that has computed the prompt publishes further blocks of those that it was asked for."""
 SOURCE_ANSWER_S = 0.25
 """Seconds from the end of a transfer at the receiver to that of the source's call, which may have the cause."""
 
@@ -82,6 +85,8 @@ class Attempt:
         """Bytes that have landed at the decode worker, by its report."""
         self._computed = False
         self._landed = False
+        self._awaits_source = False
+        """True if the decode worker waits for blocks that the source has not published."""
         self._early: list[Outputs] = []
         """Outputs of the decode call from before the first token was known."""
         self._ended_sequences: set[int] = set()
@@ -279,6 +284,8 @@ class Attempt:
         for outputs in computed.first_outputs:
             self._take(outputs)
         self._take_early()
+        if self._awaits_source and not self._landed:
+            self._limit_publishing()
         if not self._remote and not self._over:
             raise PeerError(f"prefill worker {self.placement.prefill} did not end a request of one token")
 
@@ -300,11 +307,29 @@ class Attempt:
                 self._landed = True
                 self.transfer_bytes = event.transfer_bytes
                 self._timeline.merge(event.moments)
+            case Receiving(awaits_source):
+                if self._landed or self._prefill_call is None or self._over:
+                    return
+                self._awaits_source = awaits_source
+                self._go_on()
+                if awaits_source and self._computed:
+                    self._limit_publishing()
             case PrefillingLocally():
                 self._go_on()
                 self._drop_prefill()
             case NeedsPrefill(uncached_tokens):
                 self._end(PrefillNeeded(uncached_tokens))
+
+    def _limit_publishing(self) -> None:
+        """The source has computed the prompt, and is to publish what it was asked for; each report of the receiver begins anew."""
+        if not self._over:
+            self._end_later(
+                PUBLISHED_WITHIN_S,
+                TransferFailed(
+                    f"prefill worker {self.placement.prefill} computed the prompt and published no blocks for "
+                    f"{PUBLISHED_WITHIN_S:g} s"
+                ),
+            )
 
     def _take(self, outputs: Outputs) -> None:
         if self._over:
@@ -369,6 +394,7 @@ class Attempt:
             if self._prefill_call is None or self._computed or not may_fail_by_itself(self.request):
                 self._end(AttemptFailed(error, self.placement.prefill, in_transfer=True))
             else:
+                self._awaits_source = False
                 # the source may have refused the request for what is in it, which its own call says
                 self._end_later(SOURCE_ANSWER_S, error)
         elif isinstance(error, DeadlineExceeded):

@@ -80,6 +80,13 @@ class PrefillingLocally(msgspec.Struct, gc=False):
     pass
 
 
+class Receiving(msgspec.Struct, gc=False):
+    """A transfer takes long. Without blocks to wait for, or after them, nothing of it is sent."""
+
+    awaits_source: bool
+    """True if the decode worker has asked for blocks that the source has not published."""
+
+
 class Landed(msgspec.Struct, gc=False):
     num_blocks: int
     transfer_bytes: int
@@ -92,7 +99,9 @@ class UnknownEvent(msgspec.Struct, gc=False):
 
 
 PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
-DecodeCallEvent = Admitted | NeedsPrefill | PrefillingLocally | Landed | PromptLogprobs | Outputs | UnknownEvent
+DecodeCallEvent = (
+    Admitted | NeedsPrefill | PrefillingLocally | Receiving | Landed | PromptLogprobs | Outputs | UnknownEvent
+)
 E = TypeVar("E")
 M = TypeVar("M", bound=Message)
 
@@ -261,6 +270,8 @@ class DecodeReader(CallReader[decode_pb2.DecodeEvent, DecodeCallEvent]):
                 return NeedsPrefill(message.needs_prefill.uncached_tokens)
             case "prefilling_locally":
                 return PrefillingLocally()
+            case "receiving":
+                return Receiving(message.receiving.awaits_source)
             case "landed":
                 landed = message.landed
                 return Landed(

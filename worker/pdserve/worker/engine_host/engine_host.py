@@ -116,6 +116,9 @@ class EngineEvents(Protocol):
     def outputs(self, outputs: EngineCoreOutputs) -> None:
         """The results of a step."""
 
+    def receiving(self, request_id: str, awaits_source: bool) -> None:
+        """The transfer of a request's blocks goes on, or waits for its source: `TransferProgress`."""
+
     def blocks_landed(self, request_id: str, num_blocks: int, connector: str) -> None:
         """All blocks of a request's transfer are here, and the transfer has ended."""
 

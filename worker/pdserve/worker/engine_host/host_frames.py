@@ -165,6 +165,11 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag=True):
     outputs: EngineCoreOutputs
 
 
+class Receiving(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    request_id: str
+    awaits_source: bool
+
+
 class BlocksLanded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_id: str
     num_blocks: int
@@ -237,6 +242,7 @@ FromHost = (
     | HostFailed
     | EngineStarted
     | StepOutputs
+    | Receiving
     | BlocksLanded
     | SourceEnded
     | Released

@@ -65,6 +65,7 @@ from pdserve.worker.engine_host.host_frames import (
     LoraAdded,
     MeetPeer,
     OpenAttach,
+    Receiving,
     Released,
     ReleaseRequest,
     RemoveLora,
@@ -206,6 +207,9 @@ class HostProcess:
     def outputs(self, outputs: EngineCoreOutputs) -> None:
         for payload in output_messages(outputs, StepOutputs):
             self._socket.send(payload)
+
+    def receiving(self, request_id: str, awaits_source: bool) -> None:
+        self._send(Receiving(request_id, awaits_source))
 
     def blocks_landed(self, request_id: str, num_blocks: int, connector: str) -> None:
         self._send(BlocksLanded(request_id, num_blocks, connector))

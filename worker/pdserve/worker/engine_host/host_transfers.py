@@ -16,6 +16,7 @@ from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, Sour
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId, SourceTransfer
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.worker.engine_host.engine_host import EngineEvents, ReceivedBlocks, TransferCounts
+from pdserve.worker.engine_host.transfer_progress import TransferProgress
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
 
@@ -88,6 +89,8 @@ class HostTransfers:
         landed = self.manager.receive(request_id, source)
         if (transfer := self.manager.transfer(request_id)) is not None:
             self._receivers[request_id] = transfer
+            progress = TransferProgress(transfer, lambda awaits: self.events().receiving(request_id, awaits))
+            landed.add_done_callback(lambda _: progress.close())
         landed.add_done_callback(lambda landed: self._landed(request_id, landed))
 
     def _landed(self, request_id: str, landed: asyncio.Future[ReceiverTransfer]) -> None:

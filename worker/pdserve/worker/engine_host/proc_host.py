@@ -56,6 +56,7 @@ from pdserve.worker.engine_host.host_frames import (
     LoadHost,
     LoraAdded,
     MeetPeer,
+    Receiving,
     Released,
     ReleaseRequest,
     RemoveLora,
@@ -314,6 +315,8 @@ class ProcHost:
                 self.tick, self.ticked_at, self.counts = tick, ticked_at, counts
             case Released(request_id, end):
                 self.subscriber.released(request_id, end)
+            case Receiving(request_id, awaits_source):
+                self.subscriber.receiving(request_id, awaits_source)
             case BlocksLanded(request_id, num_blocks, connector):
                 self.subscriber.blocks_landed(request_id, num_blocks, connector)
             case SourceEnded(request_id, state, cause):
