@@ -15,6 +15,7 @@ METADATA_VERSION = 1
 MAX_METADATA_BYTES = 64 << 10
 MAX_BLOCKS = 1 << 24
 HELLO_BYTES = 16
+MAX_DEVICES = 1 << 10
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _ADDRESS_LIMIT = 1 << 63
@@ -92,14 +93,19 @@ class NixlAddress(msgspec.Struct, frozen=True):
         try:
             address = msgspec.msgpack.decode(metadata, type=NixlAddress, strict=True)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise TransferFailed(f"the source's NIXL metadata cannot be read: {error}") from error
+            raise TransferFailed(f"the source's NIXL metadata cannot be read: {str(error)[:200]}") from error
         if address.version != METADATA_VERSION:
             raise TransferFailed(f"the source has version {address.version} of the NIXL connector's metadata")
         if not _NAME.fullmatch(address.agent) or len(address.hello) != HELLO_BYTES:
             raise TransferFailed(f"the source's NIXL metadata names no agent: {address.agent[:128]!r}")
+        if not 0 <= address.device_id < MAX_DEVICES or not address.agent_metadata:
+            raise TransferFailed(
+                f"the source's NIXL metadata names the device {address.device_id}, below {MAX_DEVICES} are possible, and "
+                f"{len(address.agent_metadata)} bytes of its agent"
+            )
         for region in (address.pool, address.hello_region):
             end = region.address + region.num_bytes
-            if not 0 < region.address < end <= _ADDRESS_LIMIT or region.count > MAX_BLOCKS or region.device_id < 0:
+            if not 0 < region.address < end <= _ADDRESS_LIMIT or region.count > MAX_BLOCKS:
                 raise TransferFailed(
                     f"the source's NIXL metadata names no memory: {region.count} blocks at {region.address:#x}"
                 )
