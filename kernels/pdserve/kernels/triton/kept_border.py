@@ -25,7 +25,7 @@ from pdserve.kernels.triton.sampled_row import (
 
 PIVOTS = 16
 DIVISIONS = 3
-"""Of normal logits, 2 leave thousands of tokens, and 3 hundreds."""
+"""Passes that divide the tokens by pivots: among normal logits 2 leave thousands of tokens, and 3 hundreds."""
 _PIVOTS = tl.constexpr(PIVOTS)
 _STEPS = tl.constexpr(PIVOTS - 2)
 """Intervals between pivots; the last pivot is the lowest logit that may be drawn."""

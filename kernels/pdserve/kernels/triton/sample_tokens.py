@@ -296,7 +296,7 @@ def choose(
 def weigh_exactly(
     logits, parameters, chosen, undecided, exact, N, V, stride, part, TILE: tl.constexpr
 ):  # fmt: skip
-    """Of undecided rows, per part: the masses that top_k leaves, and of the tokens that top_p surely keeps, `[N, S, 2]`."""
+    """Masses per part of undecided rows, `[N, S, 2]`: what top_k leaves, and what top_p surely keeps."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(undecided + row * 4) != 0:
         top = tl.load(chosen + N + row).to(tl.int32).to(tl.float32, bitcast=True)
