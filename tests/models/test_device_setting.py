@@ -15,15 +15,26 @@ from pdserve.engine.runner.loaded_model import load_model
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("gpu", "device is 'gpu', which torch does not know; it must be cpu, cuda or cuda:N"),
-        ("cuda:x", "device is 'cuda:x', which torch does not know"),
+        ("gpu", "device is 'gpu', it must be cpu, cuda or cuda:N"),
+        ("cuda:x", "device is 'cuda:x', it must be cpu, cuda or cuda:N"),
+        ("cuda:", "device is 'cuda:', it must be cpu, cuda or cuda:N"),
+        ("cuda:-1", "device is 'cuda:-1', it must be cpu, cuda or cuda:N"),
+        ("cuda:300", "device is 'cuda:300', it must be cpu, cuda or cuda:N"),
+        ("CPU", "device is 'CPU', it must be cpu, cuda or cuda:N"),
+        ("", "device is '', it must be cpu, cuda or cuda:N"),
         ("meta", "device is 'meta', it must be cpu, cuda or cuda:N"),
-        ("cuda:99", rf"device is 'cuda:99', but torch {torch.__version__} sees \d CUDA devices here"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused_by_name(tmp_path: Path, device: str, message: str) -> None:
+def test_another_name_is_refused_without_torch(device: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DecodeSettings(device=device).verify()
+
+
+def test_a_device_that_is_not_here_is_refused_by_name(tmp_path: Path) -> None:
+    message = rf"device is 'cuda:99', but torch {torch.__version__} sees \d CUDA devices here"
+    DecodeSettings(device="cuda:99").verify()
     with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
-        load_model(tmp_path, DecodeSettings(device=device))
+        load_model(tmp_path, DecodeSettings(device="cuda:99"))
 
 
 def test_a_processor_alone_says_that_it_has_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

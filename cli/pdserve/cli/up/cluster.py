@@ -23,6 +23,7 @@ from pdserve.cli.ray_cluster.ray_directory import RayDirectory
 from pdserve.cli.up.child_report import LoadReport
 from pdserve.cli.up.cluster_plan import ClusterPlan
 from pdserve.cli.up.reserved_ports import reserved_ports
+from pdserve.cli.up.startup_check import check_workers
 from pdserve.cli.up.worker_child import WorkerChild
 from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.address.host_address import host_and_port, loopback_of
@@ -92,8 +93,8 @@ class RayCluster:
 def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady, on_ray: RayCluster | None = None) -> None:
     """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain; a second signal ends everything at once.
 
-    on_ray: for a plan with workers on a Ray cluster. Raises: ConfigError, before anything is loaded if a port is in use, the
-    model is not found, or Ray has no place for the workers.
+    on_ray: for a plan with workers on a Ray cluster. Raises: ConfigError, before a worker is started if a port is in use, the
+    model is not found or cannot be served, a GPU is not here, or Ray has no place for the workers.
     """
     raise_descriptor_limit()
     with reserved_ports(plan.ports()) as (port, grpc_port, metrics_port, *ports_of_workers):
@@ -103,6 +104,7 @@ def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady, on_r
             with ray_workers(on_ray.address, on_ray.timeout_s, plan.children, verbose=on_ray.verbose) as placed:
                 uvloop.run(_run(router, folder, placed, console, when_ready, RayDirectory(placed)))
             return
+        check_workers(plan, folder)
         workers = [
             WorkerChild(child, folder, number) for child, number in zip(plan.children, ports_of_workers, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Literal
 
 from pdserve.common.address.host_address import is_wildcard, own_address
@@ -22,6 +23,9 @@ MAX_STREAM_INTERVAL = 1024
 MAX_LORA_RANK = 512
 CPU_KV_CACHE_MIB = 256
 """Size of the KV pool in main memory, if no setting says another."""
+
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
+"""torch counts devices in eight bits."""
 
 ModelImpl = Literal["auto", "native", "transformers"]
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
@@ -250,6 +254,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"data_parallel_rank is {self.data_parallel_rank}, 0 to {MAX_DATA_PARALLEL_RANK} is needed"
             )
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device is {self.device[:200]!r}, it must be cpu, cuda or cuda:N")
         self._verify_ports("port", "data_port")
         self._verify_least(
             1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"

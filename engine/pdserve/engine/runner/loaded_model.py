@@ -186,12 +186,10 @@ def load_model(
     when a rank ended meanwhile.
     """
     request_huge_pages()
+    verify_worker(folder, settings)
     size = settings.tensor_parallel_size
-    for rank in range(size):
-        _check_device(rank_device(settings.device, rank, size))
     if size == 1:
         return _load(folder, settings, None, progress)
-    read_model_config(folder, settings.dtype, settings.model_impl).verify_sharding(size, folder)
     ranks = RankProcesses(folder, settings, torch.device(rank_device(settings.device, 0, size)), transfer_program)
     try:
         loaded = ranks.attempt(lambda: _load(folder, settings, ranks.group, progress))
@@ -202,24 +200,33 @@ def load_model(
     return replace(loaded, ranks=ranks)
 
 
+def verify_worker(folder: Path, settings: WorkerSettings) -> None:
+    """Check what needs no weights: the devices, config.json, and settings that the model may not have.
+
+    Raises: ConfigError, UnsupportedModel.
+    """
+    size = settings.tensor_parallel_size
+    for rank in range(size):
+        _check_device(rank_device(settings.device, rank, size))
+    config = _verified_config(folder, settings)
+    if size > 1:
+        config.verify_sharding(size, folder)
+
+
 def load_rank(folder: Path, settings: WorkerSettings, group: RankGroup) -> LoadedModel:
     """A rank's part of the weights, and its pool. Raises: as `load_model`; RuntimeError when another rank ended."""
     return _load(folder, settings, group, None)
 
 
 def rank_device(device: str, rank: int, size: int) -> str:
-    """Each rank has a GPU of its own, from the given one on. device: a name that torch may not know."""
-    if size == 1 or not device.startswith("cuda"):
+    """Each rank has a GPU of its own, from the given one on. device: as `WorkerSettings` verifies it."""
+    if size == 1 or device == "cpu":
         return device
-    first = device.removeprefix("cuda").removeprefix(":") or "0"
-    return f"cuda:{int(first) + rank}" if first.isdecimal() else device
+    return f"cuda:{int(device.removeprefix('cuda').removeprefix(':') or '0') + rank}"
 
 
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
-    config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
-    verify_classifier(settings, folder, config)
-    verify_encoder_decoder(settings, config)
-    config.verify_options(settings.quantization, settings.enable_lora)
+    config = _verified_config(folder, settings)
     draft_folder = DraftModelFolder.of(settings, folder, config)
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
     device = rank_device(settings.device, shard.rank, shard.size)
@@ -294,6 +301,15 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     )
 
 
+def _verified_config(folder: Path, settings: WorkerSettings) -> ModelConfig:
+    """Raises: ConfigError, UnsupportedModel."""
+    config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
+    verify_classifier(settings, folder, config)
+    verify_encoder_decoder(settings, config)
+    config.verify_options(settings.quantization, settings.enable_lora)
+    return config
+
+
 def verify_classifier(settings: WorkerSettings, folder: Path, model: ModelConfig) -> None:
     """Raises: ConfigError for a model with a classification head where text is to be generated."""
     if model.classifier is None:
@@ -357,13 +373,8 @@ def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> 
 
 
 def _check_device(name: str) -> None:
-    """Raises: ConfigError for a device name that torch does not know, or a device that does not exist."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}, which torch does not know; it must be cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}, it must be cpu, cuda or cuda:N")
+    """Raises: ConfigError for a device that does not exist."""
+    device = torch.device(name)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {num_gpus} CUDA devices here")
