@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import WorkerLost
+from pdserve.common.errors import DeadlineExceeded, WorkerLost
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.common.tasks.background_task import RESTARTS
@@ -211,6 +211,55 @@ async def test_draining_workers_get_nothing_new(cluster):
         await cluster.text()
     assert not leaving.calls
     assert len(staying.calls) == 3
+
+
+async def test_a_drain_is_logged_as_a_drain_and_a_death_as_a_loss(cluster, caplog):
+    caplog.set_level(logging.INFO)
+    await cluster.start(prefill=0, decode=2)
+    leaving, dying = cluster.workers
+    leaving.report(draining=True)
+    await cluster.live(decode=1)
+    for worker in (leaving, dying):
+        await worker.kill()
+    await cluster.live(decode=0)
+    await eventually(lambda: any(" is lost" in message for message in caplog.messages))
+    told = {record.levelname: record.message for record in caplog.records if "its watch stream" in record.message}
+    assert set(told) == {"INFO", "WARNING"}
+    assert leaving.worker_id in told["INFO"]
+    assert " has drained and left: " in told["INFO"]
+    assert dying.worker_id in told["WARNING"]
+    assert " is lost: " in told["WARNING"]
+
+
+async def test_a_worker_that_stalls_in_its_drain_is_lost(cluster, monkeypatch, caplog):
+    monkeypatch.setattr("pdserve.router.workers.fleet.TICK_STILL_S", 1.2)
+    await cluster.start(prefill=0, decode=1)
+    [leaving] = cluster.workers
+    leaving.report(draining=True)
+    leaving.ticking = False
+    await eventually(lambda: any("engine_tick has not moved" in message for message in caplog.messages))
+    assert not any("has drained" in message for message in caplog.messages)
+
+
+async def test_a_slow_handshake_is_logged_as_one(cluster, caplog):
+    await cluster.start(prefill=0, decode=1)
+    [worker] = cluster.workers
+
+    async def late(requests, context):
+        raise DeadlineExceeded("the proof of the deployment key did not arrive within 5 s")
+        yield
+
+    await worker.kill()
+    worker.Watch = late
+    await worker.start()
+    await eventually(lambda: any("timed out" in message for message in caplog.messages))
+    [line] = [message for message in caplog.messages if "the handshake with" in message]
+    assert line.endswith("timed out: the proof of the deployment key did not arrive within 5 s")
+    assert not any("refused" in message for message in caplog.messages)
+    await worker.kill()
+    del worker.Watch
+    await worker.start()
+    await cluster.live(decode=1)
 
 
 async def test_requests_spread_over_equal_workers_before_any_report(cluster):

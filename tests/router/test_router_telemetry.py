@@ -126,6 +126,7 @@ async def test_a_client_that_leaves(cluster, collector):
     await cluster.idle()
     values = await scrape(cluster)
     assert values["pdserve_requests_total", "cancelled"] == 1
+    assert ("pdserve_errors_total", "cancelled") not in values
     assert values["pdserve_requests_in_flight",] == 0
 
 

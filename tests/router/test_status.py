@@ -83,6 +83,9 @@ async def test_a_request_under_way_is_seen_with_its_age(cluster):
     asking.cancel()
     await cluster.idle()
     assert (await trace(cluster, request.request_id)).outcome == "cancelled"
+    view = await status(cluster)
+    assert (view.slowest, view.errors) == ([], {}), "its client chose how long it took"
+    assert (view.recent.num_requests, view.recent.failed_per_s, view.recent.duration_p50_s) == (1, 0, None)
 
 
 async def test_a_tenant_sees_only_its_own_requests_and_no_workers(cluster, tmp_path):

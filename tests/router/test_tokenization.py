@@ -211,9 +211,10 @@ async def test_nothing_is_done_for_who_has_left(quick, held):
     await until(lambda: held.asked == 2)
     leaving.cancel()
     async with asyncio.timeout(HANG_S):
-        told = 'pdserve_errors_total{code="cancelled"} 1.0'
+        told = 'pdserve_requests_total{outcome="cancelled"} 1.0'
         while told not in (await quick.http.get("/metrics")).text:  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.002)
+    assert 'code="cancelled"' not in (await quick.http.get("/metrics")).text
     held.go_on.set()
     assert ((await first).status_code, (await detokenize(quick, 3)).status_code) == (200, 200)
     assert held.served == [[1], [3]]

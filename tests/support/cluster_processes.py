@@ -21,6 +21,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.worker.worker_servicer import TOO_LATE
 from tests.support.forked_process import ForkedProcess
 from tests.support.reserved_port import reserved_port
 from tests.support.waiting import HANG_S, wait_until
@@ -28,7 +29,6 @@ from tests.support.waiting import HANG_S, wait_until
 KEY = "a key for tests, of no worth at all"
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ("-m", "pdserve.cli.main")
-_TOO_LATE = "the watch began without a proof of the deployment key"
 _METRICS = re.compile(r"metrics (http://\S+)/metrics")
 _ROUTER_READY = re.compile(r"ready: OpenAI https?://(\S+)/v1  gRPC (\S+)")
 
@@ -162,7 +162,7 @@ class Cluster:
                 requests.put(challenge.answer)
                 return next(event.load for event in watch if event.HasField("load"))
             except grpc.RpcError:
-                if watch.details() != _TOO_LATE:
+                if not (watch.details() or "").startswith(TOO_LATE):
                     raise
                 return None
             finally:

@@ -31,6 +31,7 @@ from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
+from pdserve.worker import worker_servicer
 from pdserve.worker.worker import Worker
 from tests.support.waiting import HANG_S
 from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair, transfers_of
@@ -144,6 +145,19 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
         assert (status, reason) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
         assert "used before" in words
     assert worker.engine.stats.num_computed_prompt_tokens == computed
+
+
+async def test_a_slow_handshake_says_nothing_about_the_key(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_servicer, "HANDSHAKE_S", 0.05)
+    watch: Any = pair.channel(pair.d).stream_stream("/pdserve.v1.WorkerService/Watch")
+    call = watch(timeout=HANG_S)
+    await call.write(WatchChallenge(OTHER, blocks=True).opening.SerializeToString())
+    assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await call.details() == "the proof of the deployment key did not arrive within 0.05 s"
+    [line] = [message for message in caplog.messages if "a watch from" in message]
+    assert line.endswith(" timed out: the proof of the deployment key did not arrive within 0.05 s")
 
 
 async def test_a_stranger_is_told_neither_load_nor_blocks_by_a_watch(pair: Pair) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 
 from pdserve.common.address.peer_address import peer_host, verify_worker_id
-from pdserve.common.errors import KeyMismatch, ProtocolMismatch
+from pdserve.common.errors import DeadlineExceeded, KeyMismatch, ProtocolMismatch
 from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
 HANDSHAKE_S = 5.0
+TOO_LATE = "the proof of the deployment key did not arrive"
+"""Begins the error of a handshake that took longer than `HANDSHAKE_S`."""
 """Seconds for a router to send each of the first two messages of a watch."""
 BLOCKS_EVERY_S = 0.02
 _ROLES: dict[WorkerRole | None, worker_pb2.Role.ValueType] = {
@@ -61,9 +63,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             answer = WatchAnswer(self._key, self._identity_message().SerializeToString(), opening)
             yield worker_pb2.WatchEvent(welcome=answer.welcome)
             answer.verify(await _next(request_iterator))
-        except (KeyMismatch, ProtocolMismatch) as error:
+        except (DeadlineExceeded, KeyMismatch, ProtocolMismatch) as error:
             host = peer_host(context.peer())
-            self._warnings.warning(host, "a watch from %s is refused: %s", host, error.message)
+            how = "timed out" if isinstance(error, DeadlineExceeded) else "is refused"
+            self._warnings.warning(host, "a watch from %s %s: %s", host, how, error.message)
             raise
         with contextlib.ExitStack() as stack:
             follower = self._engine.cached_blocks.follow() if opening.blocks else None
@@ -132,12 +135,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 
 async def _next(requests: AsyncIterator[worker_pb2.WatchRequest]) -> worker_pb2.WatchRequest:
-    """The next message of a handshake. Raises: KeyMismatch when none arrives in time."""
+    """The next message of a handshake. Raises: KeyMismatch if the stream ends first, DeadlineExceeded if it is too late."""
     try:
         async with asyncio.timeout(HANDSHAKE_S):
             return await anext(requests)
-    except (TimeoutError, StopAsyncIteration):
-        raise KeyMismatch("the watch began without a proof of the deployment key") from None
+    except StopAsyncIteration:
+        raise KeyMismatch("the watch ended without a proof of the deployment key") from None
+    except TimeoutError:
+        # a busy machine, or a slow network: nothing is known about the key
+        raise DeadlineExceeded(f"{TOO_LATE} within {HANDSHAKE_S:g} s") from None
 
 
 def _adapters_message(adapters: KnownAdapters) -> worker_pb2.Adapters:

@@ -82,6 +82,11 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
         return (self.end_unix_ns - self.asked.arrived_unix_ns) / 1e9
 
     @property
+    def client_left(self) -> bool:
+        """True: the time to its end is the client's choice."""
+        return self.outcome == Cancelled.code
+
+    @property
     def has_failed(self) -> bool:
         return self.outcome not in ("stop", "length", Cancelled.code)
 
@@ -199,12 +204,12 @@ class RequestLog:
         )
 
     def slowest(self, client: Client) -> list[RequestView]:
-        """The slowest requests that the client may see, at most `MAX_SLOWEST`."""
+        """The slowest requests that the client may see, at most `MAX_SLOWEST`; without those that their clients left."""
         now = self._clock()
         # requests under way are in order of arrival, so the first ones are the slowest
         oldest = islice(self._seen_under_way(client), MAX_SLOWEST)
         requests = [LoggedRequest.of(asked, record.runs, now, has_ended=False) for record, asked in oldest]
-        requests += self._seen(client, KEPT_S)
+        requests += [each for each in self._seen(client, KEPT_S) if not each.client_left]
         return [each.view(client) for each in heapq.nlargest(MAX_SLOWEST, requests, key=lambda each: each.duration_s)]
 
     def recent(self, client: Client) -> RecentView:
@@ -231,7 +236,7 @@ class RequestLog:
             num_cached_tokens=sum(each.num_cached_tokens for each in seen),
             num_output_tokens=sum(each.num_output_tokens for each in seen),
             ttfts_s=[ttft for each in seen if each.timeline and (ttft := each.timeline.ttft_s) is not None],
-            durations_s=[each.duration_s for each in seen if not each.has_failed],
+            durations_s=[each.duration_s for each in seen if not each.has_failed and not each.client_left],
         )
 
     def _seen_under_way(self, client: Client) -> list[tuple[RequestTrace, AskedRequest]]:

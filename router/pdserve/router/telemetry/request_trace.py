@@ -241,7 +241,7 @@ class PromptTrace:
         if (ttft_s := self.timeline.ttft_s) is not None:
             metrics.ttft_seconds.observe(ttft_s)
         if cause is not None:
-            metrics.errors.labels(cause.code).inc()
+            metrics.failed(cause)
             return
         end = self.end_unix_ns(now)
         metrics.request_seconds.observe((end - self.timeline.moments_unix_ns[moments.ARRIVED]) / 1e9)

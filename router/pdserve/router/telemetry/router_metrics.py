@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.common.telemetry.loop_histogram import LoopHistogram
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
 from pdserve.router.workers.worker import Worker, WorkerState
@@ -76,6 +77,11 @@ class RouterMetrics:
             yield by_label(GaugeMetricFamily, "pdserve_workers", "Workers, by role and state.", labels, workers)
 
         registry.register(Families(states))
+
+    def failed(self, error: PdServeError) -> None:
+        """Count the error that ended a prompt or a request. A client that left is not one."""
+        if not isinstance(error, Cancelled):
+            self.errors.labels(error.code).inc()
 
     def error_counts(self) -> dict[str, int]:
         """Error's code -> requests since the start."""

@@ -126,7 +126,7 @@ class RouterTelemetry(ServiceTelemetry):
         except PdServeError as error:
             self._refused(error, time.monotonic() - started)
             self.metrics.requests.labels(error.code).inc()
-            self.metrics.errors.labels(error.code).inc()
+            self.metrics.failed(error)
             raise
 
     def _ended(self, record: RequestTrace, client: Client, request_id: str, operation: str, lora_name: str) -> None:

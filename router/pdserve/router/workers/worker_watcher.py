@@ -10,7 +10,14 @@ from collections.abc import Callable
 import grpc.aio
 import msgspec
 
-from pdserve.common.errors import InvalidRequest, KeyMismatch, PdServeError, ProtocolMismatch, WorkerLost
+from pdserve.common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KeyMismatch,
+    PdServeError,
+    ProtocolMismatch,
+    WorkerLost,
+)
 from pdserve.common.kv_events import KvCacheEvents, KvEventSink, apply_change
 from pdserve.common.net.rpc import failed_to_shake_hands, make_channel
 from pdserve.common.net.service_channel import ServiceChannel
@@ -20,7 +27,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.workers.watch import Adapters, watch
-from pdserve.router.workers.worker import Worker, WorkerLoad
+from pdserve.router.workers.worker import Worker, WorkerLoad, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +111,8 @@ class WorkerWatcher:
                 except PdServeError as error:
                     cause = f"its watch stream broke: {error.message}"
                     refusal = error.message if isinstance(error, _REFUSALS) else None
+                    if isinstance(error, DeadlineExceeded):
+                        self._warn(f"the handshake with the worker at {self.address} timed out: {error.message}")
                 else:
                     refusal = None
                 self._note_refusal(refusal, cause)
@@ -206,7 +215,10 @@ class WorkerWatcher:
         if self.worker is None:
             return
         worker, self.worker = self.worker, None
-        log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
+        if worker.state is WorkerState.DRAINING and not stalled:
+            log.info("%s worker %s has drained and left: %s", self.role.value, worker, cause)
+        else:
+            log.warning("%s worker %s is lost: %s", self.role.value, worker, cause)
         worker.mark_lost(cause, stalled=stalled)
         self._changed(self)
 
