@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pdserve.cli.app import app
 from pdserve.cli.development_certificates import write_certificates
-from pdserve.cli.main import app
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import TlsFile, load_client
 from pdserve.common.security.tls_roles import ServiceRole

@@ -96,12 +96,12 @@ def test_a_summary_without_times_counts_tokens_alone() -> None:
     assert summary(Delta("", None, 2, 1, 0)) == "2 prompt tokens (0 cached), 1 new"
 
 
-def test_a_router_that_is_away_is_one_line_with_status_1(
+def test_a_router_that_is_away_is_one_line_with_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with reserved_port() as port:
         monkeypatch.setattr("sys.argv", ["pdserve", "chat", "--url", f"127.0.0.1:{port}", "hello"])
         with pytest.raises(SystemExit) as ended:
             command_line.main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capsys.readouterr().err == f"pdserve: no router answers at 127.0.0.1:{port}: Connection refused\n"

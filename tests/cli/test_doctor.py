@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pdserve.cli.app import app
 from pdserve.cli.doctor.examination import examine
 from pdserve.cli.doctor.finding import Check, Examined, Finding, Verdict, failed, ok, warning
 from pdserve.cli.doctor.report import make_report, show, show_summary
-from pdserve.cli.main import app
 
 WITHOUT_NIXL = ["--set", "connector=tcp"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.cli.main import app
+from pdserve.cli.app import app
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.api_key_file import MIN_KEY_CHARS, read_keys
 from pdserve.common.settings.router_settings import RouterSettings

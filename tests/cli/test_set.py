@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.cli.main import app
+from pdserve.cli.app import app
 from pdserve.common.errors import ConfigError
 
 STARTS_NOT = ["--set", "drain_s=-1"]

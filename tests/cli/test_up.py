@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli import main as command_line
+from pdserve.cli.app import app
 from pdserve.cli.development_certificates import write_certificates
 from pdserve.cli.up.cluster import Addresses, addresses_of, route
 from pdserve.cli.up.cluster_plan import make_plan
@@ -56,7 +57,7 @@ def test_errors_are_one_line_with_status_2(
 
 
 def test_an_api_key_in_the_command_line_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(command_line.app, ["up", "--api-key", "s3cr3t-of-many-characters", "--port", "-1"])
+    result = CliRunner().invoke(app, ["up", "--api-key", "s3cr3t-of-many-characters", "--port", "-1"])
     assert "pdserve: api_keys is in the command line" in result.output
     assert "PDSERVE_API_KEYS" in result.output
     assert "port is -1" in str(result.exception)

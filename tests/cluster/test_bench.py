@@ -15,7 +15,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.cli.main import app
+from pdserve.cli.app import app
 from tests.support.cluster_processes import Cluster, pd_cluster
 from tests.support.waiting import HANG_S, wait_until
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import typer
 
-from pdserve.cli.main import app
+from pdserve.cli.app import app
 from pdserve.common.errors import BY_CODE
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings

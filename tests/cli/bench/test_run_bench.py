@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.cli.main import app
+from pdserve.cli.app import app
 from pdserve.common.errors import ConfigError
 
 NOBODY = "http://127.0.0.1:9"

@@ -26,6 +26,7 @@ from pdserve.cli.bench.report import as_html, as_json, plots, tables, write_plot
 from pdserve.cli.bench.run_load import LoadPlan, LoadRun, RequestRecord
 from pdserve.cli.bench.summary import Summary, parse_targets
 from pdserve.cli.bench.workload import BenchSession, DrawTokens, Shape, random_sessions, trace_sessions
+from pdserve.cli.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.tls import ClientTls
 from pdserve.models.model_folder import BUNDLED, model_folder
@@ -37,8 +38,6 @@ WARM_UP_SEED = 1 << 32
 """Added to the seed, so that no run repeats another's warm-up and finds it in a prefix cache."""
 MAX_DRAWN_TOKENS = 1 << 27
 """Limit of all prompts together, which are drawn before the run: about 1 GiB."""
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
-from pdserve.common.errors import WorkerLost
+from pdserve.cli.not_reached import NotReached
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.net.rpc import failed_to_shake_hands, from_rpc_error
 from pdserve.common.request.engine_types import FinishReason
@@ -15,6 +16,9 @@ from pdserve.common.request.wire import finish_reason_from_wire, moments_from_wi
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.timeline import Timeline
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
+
+_NO_CONNECTION = re.compile("failed to connect to all addresses|.*(DNS resolution failed|Domain name not found)")
+"""gRPC's text, since no status tells a connection that was not made from one that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class GrpcClient:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, sampling: dict[str, float | int | None]
     ) -> AsyncIterator[Delta]:
-        """Raises: the `PdServeError` of the router's answer."""
+        """Raises: the `PdServeError` of the router's answer; NotReached without one."""
         for name, value in sampling.items():
             if value is not None:
                 setattr(request.sampling, name, value)
@@ -78,9 +82,11 @@ class GrpcClient:
             received = from_rpc_error(error)
             if failed_to_shake_hands(received.message):
                 hint = "does the router speak TLS, with a certificate of the CA in --ca-file?"
-                raise WorkerLost(f"{received.message}; {hint}") from error
+                raise NotReached(f"{received.message}; {hint}") from error
             if received.message.endswith("Connection refused"):
-                raise WorkerLost(f"no router answers at {self._address}: Connection refused") from error
+                raise NotReached(f"no router answers at {self._address}: Connection refused") from error
+            if _NO_CONNECTION.match(received.message):
+                raise NotReached(f"no router answers at {self._address}: {received.message}") from error
             raise received from error
 
 

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from pdserve.cli.bench.endpoints import tls_options
+from pdserve.cli.not_reached import NotReached
 from pdserve.common.errors import ConfigError, NotFound, PeerError
 from pdserve.common.security.tls import ClientTls
 from pdserve.router.telemetry.status_view import RequestView, StatusView
@@ -48,11 +49,11 @@ class StatusClient:
         self._client.close()
 
     def status(self) -> StatusView:
-        """The router's status. Raises: PeerError without a usable answer."""
+        """The router's status. Raises: NotReached without an answer, PeerError without a usable one."""
         return self._get("/debug/status", StatusView)
 
     def request(self, request_id: str) -> RequestView:
-        """One request. Raises: NotFound for an unknown id; PeerError without a usable answer."""
+        """One request. Raises: NotFound for an unknown id; NotReached without an answer, PeerError without a usable one."""
         return self._get(f"/debug/requests/{quote(request_id, safe='')}", RequestView)
 
     def _get(self, path: str, kind: type[T]) -> T:
@@ -64,7 +65,7 @@ class StatusClient:
                     if len(body) > MAX_ANSWER_BYTES:
                         raise PeerError(f"the answer of {self._url} has more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise PeerError(f"no router answers at {self._url}: {str(error) or type(error).__name__}") from None
+            raise NotReached(f"no router answers at {self._url}: {str(error) or type(error).__name__}") from None
         if reply.status_code != httpx.codes.OK:
             self._refuse(reply.status_code, body)
         try:

@@ -31,7 +31,7 @@ _STATES = {"live": "green", "draining": "yellow"}
 def run_top(client: StatusClient, interval_s: float, *, once: bool) -> None:
     """Show frames until `q`, Ctrl-C or end of input; `once` prints one.
 
-    Raises: ConfigError for an interval out of range; PeerError if the router does not answer at the start; later a frame says so.
+    Raises: ConfigError for an interval out of range; NotReached if no router answers at the start; later a frame says so.
     """
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError(f"--interval is {interval_s:g}, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} s are allowed")

@@ -12,7 +12,7 @@ from pdserve.cli.status.status_text import outcome, seconds, waterfall
 
 
 def show_trace(client: StatusClient, request_id: str) -> None:
-    """Print a request and its phases. Raises: NotFound for an unknown id; PeerError if the router does not answer."""
+    """Print a request and its phases. Raises: NotFound for an unknown id; NotReached if no router answers."""
     request = client.request(request_id)
     console = Console(highlight=False)
     console.print(Text(f"{plain(request.request_id)}  ", style="bold") + outcome(request), soft_wrap=True)
