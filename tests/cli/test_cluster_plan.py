@@ -40,7 +40,11 @@ def test_each_service_is_given_the_settings_that_it_has() -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("stream_intervall", "no service has such a setting"), ("data_port", "chosen by `up`"), ("prefill", "chosen by")],
+    [
+        ("stream_intervall", "no service has such a setting, did you mean 'stream_interval'"),
+        ("data_port", "chosen by `up`"),
+        ("prefill", "chosen by"),
+    ],
 )
 def test_a_setting_that_up_cannot_give_is_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{why}"):

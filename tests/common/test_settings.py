@@ -20,8 +20,8 @@ SECRET = "a secret of many characters"
 API_KEY = "a-key-of-many-characters"
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "settings.toml"
+def write(folder: Path, text: str, name: str = "settings.toml") -> Path:
+    path = folder / name
     path.write_text(text)
     return path
 
@@ -62,6 +62,40 @@ def test_a_wrong_toml_file_is_refused_and_named(tmp_path: Path, text: str, messa
 def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml"):
         load_settings(PrefillSettings, toml=tmp_path / "absent.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ({"kv_cache_mb": 1}, "'kv_cache_mib'?"),
+        ({"MAX-NUM-SEQ": 1}, "'max_num_seqs'?"),
+        ({"speculative": 1}, "'speculative_config'?"),
+        ({"bogus": 1}, None),
+        ({"x": 1}, None),
+    ],
+)
+def test_a_misspelt_setting_names_the_nearest_one(tmp_path: Path, given: dict[str, Any], near: str | None) -> None:
+    [(name, value)] = given.items()
+    sources: list[dict[str, Any]] = [
+        {"flags": given, "environ": {}},
+        {"toml": write(tmp_path, f'"{name}" = {value}'), "environ": {}},
+        {"toml": write(tmp_path, f'[prefill]\n"{name}" = {value}', "own.toml"), "environ": {}},
+    ]
+    for source in sources:
+        with pytest.raises(ConfigError) as refused:
+            load_settings(PrefillSettings, **source)
+        assert refused.value.message.endswith(f", did you mean {near}" if near else "") or near is None
+        assert near is not None or "did you mean" not in refused.value.message
+    with pytest.raises(ConfigError) as refused:
+        load_settings(PrefillSettings, environ={f"PDSERVE_{name.upper()}": "1"})
+    assert near is None or refused.value.message.endswith(f", did you mean 'PDSERVE_{near[1:-2].upper()}'?")
+
+
+def test_a_setting_of_another_service_is_named_as_one() -> None:
+    with pytest.raises(ConfigError, match="'num_blocks' is no setting of router, but of prefill and decode"):
+        load_settings(RouterSettings, flags={"num_blocks": 1}, environ={})
+    with pytest.raises(ConfigError, match=r"unknown field `num_spec_tokens`, did you mean 'num_speculative_tokens'\?"):
+        load_settings(PrefillSettings, flags={"speculative_config": '{"num_spec_tokens": 1}'}, environ={})
 
 
 def test_unknown_variables_and_flags_are_refused() -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from pdserve.cli.doctor.port_check import Port, ports_of
 from pdserve.common.errors import ConfigError
+from pdserve.common.near_match import near_match
 from pdserve.common.security.deployment_key import new_deployment_key
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
@@ -190,7 +191,8 @@ def settings_by_role(given: Mapping[str, object]) -> dict[str, dict[str, object]
                 "`pdserve prefill`, `pdserve decode` and `pdserve router`"
             )
         if not any(name in kind.__struct_fields__ for kind in _SERVICES.values()):
-            raise ConfigError(f"{name}: no service has such a setting")
+            known = {one for kind in _SERVICES.values() for one in kind.__struct_fields__}
+            raise ConfigError(f"{name}: no service has such a setting{near_match(name, known)}")
     return {
         role: {name: value for name, value in given.items() if name in kind.__struct_fields__}
         for role, kind in _SERVICES.items()

@@ -17,9 +17,11 @@ import msgspec
 
 from pdserve.common.address.host_address import masked_url
 from pdserve.common.errors import ConfigError
+from pdserve.common.near_match import near_match
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
+from pdserve.common.settings.speculative_config import FIELD, SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 ENV_PREFIX = "PDSERVE_"
@@ -83,7 +85,9 @@ def load_settings(
     ):
         for name in values:
             if name not in kind.__struct_fields__:
-                raise ConfigError(f"settings from {source}: {name!r} is no setting of {kind.section or 'a service'}")
+                raise ConfigError(
+                    f"settings from {source}: {name!r} is no setting of {kind.section or 'a service'}{_hint(name, kind)}"
+                )
         try:
             msgspec.convert(values, kind, strict=False)
         except msgspec.ValidationError as error:
@@ -96,12 +100,21 @@ def load_settings(
     return settings
 
 
+def _hint(name: str, kind: type[ServiceSettings]) -> str:
+    """The services that have a setting which `kind` has not, or the setting of `kind` that the name resembles."""
+    if others := [service.section for service in SERVICES if name in service.__struct_fields__]:
+        return f", but of {' and '.join(others)}"
+    return near_match(name, kind.__struct_fields__)
+
+
 def _reason(error: msgspec.ValidationError, values: Mapping[str, Any], kind: type[ServiceSettings]) -> str:
     """The setting with its value, unless that may be a secret, and what was expected."""
     found = re.fullmatch(r"(.*) - at `\$\.(\w+).*`", str(error))
     if found is None:
         return str(error)
     what, name = found.groups()
+    if name == FIELD and (unknown := re.search(r"unknown field `(.*)`", what)) is not None:
+        what += near_match(unknown[1], SpeculativeConfig.__struct_fields__)
     if choices := _choices(kind, name):
         return f"{name} is {str(values[name])[:100]!r}, one of {', '.join(choices)} is needed"
     return (
@@ -148,11 +161,11 @@ def from_toml(kind: type[ServiceSettings], path: Path | None) -> dict[str, Any]:
     known = {name for service in SERVICES for name in service.__struct_fields__}
     for key, value in content.items():
         if key not in known and not (key in sections and isinstance(value, dict)):
-            raise ConfigError(f"{path}: unknown key {key!r}")
+            raise ConfigError(f"{path}: unknown key {key!r}{near_match(key, known | sections.keys())}")
         if key in sections and isinstance(value, dict):
             for name in value:
                 if name not in sections[key].__struct_fields__:
-                    raise ConfigError(f"{path}: unknown key {name!r} in [{key}]")
+                    raise ConfigError(f"{path}: unknown key {name!r} in [{key}]{_hint(name, sections[key])}")
     common = {
         key: value
         for key, value in content.items()
@@ -178,7 +191,8 @@ def _from_environ(kind: type[ServiceSettings], environ: Mapping[str, str]) -> di
         if name in CLIENT_VARIABLES:
             continue
         if name not in known:
-            raise ConfigError(f"environment: unknown setting {variable}")
+            near = near_match(variable, {f"{ENV_PREFIX}{one.upper()}" for one in known})
+            raise ConfigError(f"environment: unknown setting {variable}{near}")
         if name in kind.__struct_fields__:
             values[name] = _parsed(name, text)
         if name == "otlp" and f"{ENV_PREFIX}OTLP_IS_TRACES_URL" not in environ:
