@@ -25,6 +25,7 @@ PyPI. deploy/install.py installs from the files.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import subprocess
@@ -114,9 +115,9 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
     return {name: sorted(part) for name, part in parts.items()}
 
 
-def pins(files: Iterable[Path]) -> str:
-    """The versions that stand in the files, as constraints; none with `--upgrade`."""
-    text = "" if "--upgrade" in sys.argv[1:] else "\n".join(path.read_text() for path in files if path.exists())
+def pins(files: Iterable[Path], *, upgrade: bool) -> str:
+    """The versions that stand in the files, as constraints. upgrade: none."""
+    text = "" if upgrade else "\n".join(path.read_text() for path in files if path.exists())
     return "\n".join(re.findall(r"^[a-z0-9][\w.-]*==[\w.!]+(?= )", text, re.MULTILINE))
 
 
@@ -126,21 +127,26 @@ def write(lock: Path, entries: Iterable[str], environment: str) -> None:
     print(f"{lock}: {len(parts)} packages")
 
 
-def lock_apart(environment: str, before: Path) -> None:
-    """before: a file for constraints."""
+def lock_apart(environment: str, before: Path, *, upgrade: bool) -> None:
+    """before: a file for constraints. upgrade: as of `pins`."""
     for asked in sorted(path for folder in APART for path in folder.glob("*.in")):
         lock = asked.with_suffix(".txt")
-        before.write_text(pins([lock]))
+        before.write_text(pins([lock], upgrade=upgrade))
         write(lock, resolve([str(asked)], before, hashes=True).values(), environment)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--upgrade", action="store_true", help="move every version to the newest that pyproject.toml admits"
+    )
+    upgrade: bool = parser.parse_args().upgrade
     locks = Path("locks")
     ensure_uv(locks / "dev.txt")
     environment = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["uv"]["environments"][0]
     with tempfile.TemporaryDirectory() as folder:
         before, build = (Path(folder) / name for name in ("before.txt", "build.in"))
-        before.write_text(pins(sorted(locks.glob("*.txt"))))
+        before.write_text(pins(sorted(locks.glob("*.txt")), upgrade=upgrade))
         build.write_text("\n".join(BUILD))
         project = ["pyproject.toml"]
         full = resolve([*project, str(build), "--all-extras"], before, hashes=True)
@@ -150,7 +156,7 @@ def main() -> None:
             "runtime": set(resolve(project, before, hashes=False)),
             **{name: set(resolve([*project, "--extra", name], before, hashes=False)) for name in (*EXTRAS, "dev")},
         }
-        lock_apart(environment, before)
+        lock_apart(environment, before, upgrade=upgrade)
     version = re.match(r"torch==([\w.]+)", full["torch"])
     if version is None:
         sys.exit(f"torch cannot be read: {full['torch']}")

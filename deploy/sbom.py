@@ -1,10 +1,11 @@
 """`make sbom`: write a CycloneDX bill of materials of everything in `locks/`, as JSON.
 
-`python deploy/sbom.py FILE`; what stands behind the file are options of `cyclonedx-py requirements`.
+`python deploy/sbom.py FILE`; what follows the file are options of `cyclonedx-py requirements`.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    target, *options = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("file")
+    arguments, options = parser.parse_known_args()
+    target: str = arguments.file
     packages: dict[str, str] = {}
     for lock in sorted(Path("locks").glob("*.txt")):
         for entry in re.findall(r"^[a-z0-9].*(?:\n .*)*\n", lock.read_text(), re.MULTILINE):

@@ -7,6 +7,7 @@ that also run in two seconds without a request are counted apart. It imports not
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -88,6 +89,9 @@ def recorded(folder: Path, name: str, during: float | tuple[str, str]) -> dict[s
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--list", action="store_true", help="print the files, too")
+    shows_files: bool = parser.parse_args().list
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(RECORDER)
@@ -116,7 +120,7 @@ def main() -> None:
         )
     every, polling = set().union(*busy.values()), set().union(*idle.values())
     print(f"together {len(every):4d} files, of which {len(every & polling)} also run without a request")
-    if "--list" in sys.argv[1:]:
+    if shows_files:
         print("\n".join(sorted(every)))
 
 

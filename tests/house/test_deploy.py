@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from pdserve.cli.app import app
 from pdserve.cli.development_certificates import write_certificates
-from pdserve.cli.main import app
 from pdserve.common.errors import PdServeError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
@@ -64,15 +64,6 @@ def test_every_service_starts_with_its_environment(name: str, tmp_path: Path) ->
         # the grammar compiler's part, the pool and what a worker needs by itself
         needs_mib = settings.grammar_memory_mib + (settings.pool_mib or 0) + 1024
         assert needs_mib < int(interpolated(service["mem_limit"]).removesuffix("g")) << 10
-
-
-@pytest.mark.parametrize("word", ["--help", "-h", "--no-such-option"])
-def test_an_option_is_no_file_of_secrets(tmp_path: Path, word: str) -> None:
-    command = [sys.executable, str(ROOT / "deploy/make_secrets.py"), word]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == (word != "--no-such-option"), done.stderr
-    assert "usage: make_secrets.py" in done.stdout + done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_secret_is_demanded_and_made_by_one_command(tmp_path: Path) -> None:

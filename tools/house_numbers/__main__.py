@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,14 +50,18 @@ def table(before: Shape, after: Shape) -> Iterator[str]:
 
 
 def main() -> None:
-    names = [argument for argument in sys.argv[1:] if argument != "--write"]
-    base, last = [*names, *["2a1289e", "HEAD"][len(names) :]]
+    parser = argparse.ArgumentParser(prog="python -m house_numbers", description="Tables of two revisions, by git.")
+    parser.add_argument("base", nargs="?", default="2a1289e", help="default: %(default)s")
+    parser.add_argument("last", nargs="?", default="HEAD", help="default: %(default)s; `.` is the folder as it is")
+    parser.add_argument("--write", action="store_true", help=f"replace the tables of {PAGE.name}")
+    arguments = parser.parse_args()
+    base, last = arguments.base, arguments.last
     with checkout(base) as old, checkout(last) as new:
         before, after = shape_of(old), shape_of(new)
     lines = sum(room.lines for room in before.rooms.values())
     history = lines_by_feature(ROOT, base, "HEAD" if last == "." else last, lines)
     text = "\n".join([*table(before, after), "\n## Lines by feature\n", *history, ""])
-    if "--write" in sys.argv[1:]:
+    if arguments.write:
         PAGE.write_text(PAGE.read_text().partition(MARK)[0] + f"{MARK}\n{text}")
     else:
         print(text, end="")
