@@ -250,6 +250,27 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
     return PlainLinear(weight, bias)
 
 
+def products_by(dtype: torch.dtype) -> str:
+    """What multiplies matrices of this dtype in main memory here, by number of rows, for people."""
+    linear = make_linear(torch.zeros(1024, _PACKED_FLOAT32_NUMEL // 1024, dtype=dtype))
+    library = built_library()
+    in_cpp = "" if library is None else f"C++ ({library.levels[0]})"
+    match linear:
+        case BlockedLinear():
+            return f"{in_cpp} up to {linear.native_rows} rows, then float32 parts"
+        case WidenedLinear():
+            return f"torch below {_WIDENED_ROWS} rows, then float32 parts"
+        case PackedLinear() if linear.native is None:
+            return "oneDNN"
+        case PackedLinear():
+            return (
+                in_cpp
+                if linear.native_rows == sys.maxsize
+                else f"{in_cpp} up to {linear.native_rows} rows, then oneDNN"
+            )
+    return "torch"
+
+
 def make_output_head(weight: Tensor, bias: Tensor | None = None) -> OutputHead:
     """A product whose results are float32 for weights of any dtype, and never rounded to that dtype.
 

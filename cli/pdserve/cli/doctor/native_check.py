@@ -1,4 +1,4 @@
-"""Kernels in C++ of processors: whether they are built, and for which instruction sets of this machine."""
+"""Kernels in C++ of processors: whether they are built, for which instruction sets of this machine, and what multiplies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ _BUILD = "run `python -m pdserve.kernels.native.build_library`"
 
 
 def check_native(settings: WorkerSettings) -> Iterator[Finding]:
-    """Load the library, as a worker does."""
+    """Load the library and make a product, as a worker does."""
+    yield from _library(settings)
+    if settings.device == "cpu":
+        from pdserve.kernels.linear import products_by
+        from pdserve.models.dtypes import TORCH_DTYPES
+
+        # `auto` is the checkpoint's, which nearly always is bfloat16
+        name = "bfloat16" if settings.dtype == "auto" else settings.dtype
+        yield ok(f"products of {name}: {products_by(TORCH_DTYPES[name])}")
+
+
+def _library(settings: WorkerSettings) -> Iterator[Finding]:
     from pdserve.kernels.native.build_library import BuildError, find_compiler
     from pdserve.kernels.native.native_library import NativeLibraryError, load_library  # imports torch
 
