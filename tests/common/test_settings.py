@@ -91,6 +91,28 @@ def test_a_misspelt_setting_names_the_nearest_one(tmp_path: Path, given: dict[st
     assert near is None or refused.value.message.endswith(f", did you mean 'PDSERVE_{near[1:-2].upper()}'?")
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("max_num_seqs", 65536),
+        ("max_num_batched_tokens", 4194304),
+        ("max_waiting", 16777216),
+        ("num_threads", 4096),
+        ("kv_ring_mib", 16777216),
+        ("grammar_memory_mib", 16777216),
+        ("tensor_parallel_size", 1024),
+        ("block_size", 65536),
+        ("max_cpu_loras", 65536),
+    ],
+)
+def test_what_no_machine_has_is_refused_with_the_limit(name: str, most: int) -> None:
+    load_settings(DecodeSettings, flags={name: most}, environ={})
+    for value in (most + 1, 10**18):
+        with pytest.raises(ConfigError) as refused:
+            load_settings(DecodeSettings, flags={name: value}, environ={})
+        assert refused.value.message == f"{name} is {value}, at most {most} is possible"
+
+
 def test_a_setting_of_another_service_is_named_as_one() -> None:
     with pytest.raises(ConfigError, match="'num_blocks' is no setting of router, but of prefill and decode"):
         load_settings(RouterSettings, flags={"num_blocks": 1}, environ={})

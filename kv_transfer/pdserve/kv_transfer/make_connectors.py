@@ -89,7 +89,15 @@ def device_pool(
 def with_ring(
     connector: BlockConnector, pool: DevicePool, ring_bytes: int, digest_blocks: DigestBlocks | None = None
 ) -> RingConnector:
-    """The connector with a ring that it can write: on the device for NIXL, in pinned memory of the host for others."""
-    ring = pool.new_ring(max(1, ring_bytes // pool.block_bytes), pinned=not isinstance(connector, NixlConnector))
+    """The connector with a ring that it can write: on the device for NIXL, in pinned memory of the host for others.
+
+    Raises: ConfigError if the memory is not there.
+    """
+    pinned = not isinstance(connector, NixlConnector)
+    try:
+        ring = pool.new_ring(max(1, ring_bytes // pool.block_bytes), pinned=pinned)
+    except (RuntimeError, MemoryError) as error:  # torch's and CUDA's are of the first kind
+        where = "pinned main memory" if pinned else "memory of the GPU"
+        raise ConfigError(f"kv_ring_mib {ring_bytes >> 20} needs more {where} than is free") from error
     landing: PoolMemory = host_pool(ring) if ring.is_cpu else device_pool(ring, digest_blocks, send_bytes=0)
     return RingConnector(connector, pool, ring, landing, SLOT_WAIT_S)

@@ -27,6 +27,14 @@ CPU_KV_CACHE_MIB = 256
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 """torch counts devices in eight bits."""
 
+_MOST = {
+    "block_size": 1 << 16, "max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 22, "max_waiting": 1 << 24,
+    "max_loras": 1 << 16, "max_cpu_loras": 1 << 16, "num_threads": 1 << 12, "tensor_parallel_size": 1 << 10,
+    "kv_ring_mib": 1 << 24, "grammar_memory_mib": 1 << 24,
+}  # fmt: skip
+"""Values beyond any machine's, for which memory or threads would be asked before anything is served. What pools take is compared
+with the machine's memory when they are made."""
+
 ModelImpl = Literal["auto", "native", "transformers"]
 KvDigestName = Literal["auto", "xxh3_64", "gmac"]
 
@@ -261,6 +269,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"
         )
         self._verify_least(1, "num_threads", "grammar_memory_mib", "max_loras", "tensor_parallel_size")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and value > most:
+                raise ConfigError(f"{name} is {value}, at most {most} is possible")
         self._verify_lora()
         self._verify_ranks()
         if self.num_blocks is not None and self.num_blocks < 2:
