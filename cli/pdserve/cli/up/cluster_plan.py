@@ -12,8 +12,8 @@ import msgspec
 
 from pdserve.cli.doctor.port_check import Port, ports_of
 from pdserve.common.errors import ConfigError
-from pdserve.common.near_match import near_match
 from pdserve.common.security.deployment_key import new_deployment_key
+from pdserve.common.settings.near_match import near_match
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.settings import ENV_PREFIX, load_settings, names_given

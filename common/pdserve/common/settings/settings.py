@@ -17,8 +17,8 @@ import msgspec
 
 from pdserve.common.address.host_address import masked_url
 from pdserve.common.errors import ConfigError
-from pdserve.common.near_match import near_match
 from pdserve.common.registry.redis_url import parse_redis_url
+from pdserve.common.settings.near_match import near_match
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.speculative_config import FIELD, SpeculativeConfig

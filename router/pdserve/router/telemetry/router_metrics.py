@@ -49,7 +49,9 @@ class RouterMetrics:
             "pdserve_request_phase_seconds", "Phases of the critical path; an answer's add up to its time.", "phase"
         )
         self.requests = count("pdserve_requests_total", "Prompts, by outcome.", "outcome")
-        self.errors = count("pdserve_errors_total", "Requests that failed, by cause.", "code")
+        self.errors = count(
+            "pdserve_errors_total", "Requests that failed, by cause; clients that left are none.", "code"
+        )
         self.attempts = count("pdserve_attempts_total", "Attempts, by outcome.", "outcome")
         self.placements = count("pdserve_placements_total", "Attempts placed.", "policy", "kind")
         self.resumes_with_other_sampler = count(
