@@ -186,8 +186,8 @@ class GenerationResponse(Response):
         if not outputs:
             return
         *others, last = outputs
-        ends = self._answer.last_chunk(last, generation.usage, generation.timeline)
-        body = events(others) + one_line_each(ends)
+        body = events(others)
+        body += one_line_each(self._answer.last_chunk(last, generation.usage, generation.timeline))
         if self._before_end is not None:
             await self._before_end()
         await send({"type": "http.response.body", "body": body, "more_body": False})
