@@ -153,6 +153,10 @@ async def test_first_token_that_ends_the_sequence_ends_both_calls(cluster):
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": None,
+        # as vLLM has them
+        "token_ids": None,
+        "prompt_token_ids": None,
+        "prompt_logprobs": None,
     }
     assert response.json()["usage"]["completion_tokens"] == 1
     for role in ("prefill", "decode"):
