@@ -55,6 +55,41 @@ async def test_who_comes_when_it_is_full_waits_in_turn(monkeypatch: pytest.Monke
     assert budget.used_bytes == 0
 
 
+async def test_a_room_grows_before_others_get_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, order = BodyBudget(100), list[str]()
+
+    async def enter() -> None:
+        async with budget.room(40):
+            order.append("entered")
+
+    async def grow(room: body_budget.BodyRoom) -> None:
+        await room.grow(60)
+        order.append("grown")
+
+    async with budget.room(30) as growing:
+        await growing.grow(20)
+        assert budget.used_bytes == 30
+        async with budget.room(45):
+            entering = asyncio.create_task(enter())
+            await asyncio.sleep(0)
+            growth = asyncio.create_task(grow(growing))
+            await asyncio.sleep(0)
+            assert order == []
+        await asyncio.gather(growth, entering)
+        assert order == ["grown", "entered"]
+        assert budget.used_bytes == 60
+        # more than the whole counts as the whole
+        await growing.grow(1000)
+        assert budget.used_bytes == 100
+    assert budget.used_bytes == 0
+    monkeypatch.setattr(body_budget, "MAX_WAIT_S", 0.05)
+    async with budget.room(50), budget.room(50) as growing:
+        with pytest.raises(Overloaded):
+            await growing.grow(51)
+        assert budget.used_bytes == 100
+    assert budget.used_bytes == 0
+
+
 async def test_who_gives_up_waiting_leaves_the_turn_to_the_next() -> None:
     budget = BodyBudget(100)
     async with budget.room(100):

@@ -285,6 +285,17 @@ def test_a_config_of_several_megabytes(tmp_path: Path) -> None:
     assert model_len_of(folder) == read_config(folder).max_position_embeddings
 
 
+def test_the_length_of_a_model_whose_config_cannot_be_read_is_a_guess(tmp_path: Path) -> None:
+    assert model_len_of(tmp_path) == 131_072
+    os.mkfifo(tmp_path / "config.json")
+    # a reader would wait for a writer
+    assert model_len_of(tmp_path) == 131_072
+    (tmp_path / "config.json").unlink()
+    for content in (b"[]", b"\xff", b'{"max_position_embeddings": 8' + b"0" * (17 << 20) + b"}"):
+        (tmp_path / "config.json").write_bytes(content)
+        assert model_len_of(tmp_path) == 131_072
+
+
 MODELOPT = [
     ({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, 'quantization: quant_algo is "NVFP4": .* ModelOpt'),
     ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, 'quantization: quant_algo is "FP8"'),

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.common.errors import NotFound, Overloaded
 from pdserve.common.net import body_budget
-from pdserve.common.net.body_budget import BodyBudget
+from pdserve.common.net.body_budget import BodyBudget, BodyRoom
 from pdserve.router.http_front.stored_answer import StoredAnswer
 from tests.support.waiting import HANG_S, eventually
 
@@ -36,8 +36,8 @@ class Reader:
             self.is_complete = not message["more_body"]
 
 
-def body_of(num_bytes: int) -> Callable[[], Awaitable[bytes]]:
-    async def load() -> bytes:
+def body_of(num_bytes: int) -> Callable[[BodyRoom], Awaitable[bytes]]:
+    async def load(_: BodyRoom) -> bytes:
         return b"x" * num_bytes
 
     return load
@@ -69,7 +69,7 @@ async def test_unread_answers_count_and_the_slowest_goes_when_others_wait(monkey
 
 
 async def test_an_error_and_a_full_budget_are_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def missing() -> bytes:
+    async def missing(_: BodyRoom) -> bytes:
         raise NotFound("no")
 
     budget, reader = BodyBudget(MOST), Reader()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdserve.common.net.body_budget import BodyRoom
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.router.http_front.tokenization_http import MAX_TOKENS
@@ -217,7 +218,7 @@ async def test_nothing_is_done_for_who_has_left(quick, held):
     assert 'code="cancelled"' not in (await quick.http.get("/metrics")).text
     held.go_on.set()
     assert ((await first).status_code, (await detokenize(quick, 3)).status_code) == (200, 200)
-    assert held.served == [[1], [3]]
+    assert [list(token_ids) for token_ids in held.served] == [[1], [3]]
 
 
 async def test_nothing_is_done_for_who_has_waited_too_long(cluster, held):
@@ -228,7 +229,7 @@ async def test_nothing_is_done_for_who_has_waited_too_long(cluster, held):
     held.go_on.set()
     assert (await detokenize(cluster, 3)).status_code == 200
     assert len(held.served) == 2
-    assert held.served[1] == [3]
+    assert list(held.served[1]) == [3]
 
 
 async def test_one_tenant_cannot_hold_the_thread_beside(cluster, held, monkeypatch, tmp_path):
@@ -251,3 +252,30 @@ async def test_one_tenant_cannot_hold_the_thread_beside(cluster, held, monkeypat
     held.go_on.set()
     assert (await quiet).status_code == 200
     assert sorted(task.status_code for task in await asyncio.gather(*greedy)) == [200] * 3 + [429] * 7
+
+
+async def test_a_text_longer_than_answers_may_be_is_refused(cluster):
+    """Its tokens are few bytes each, and their texts are not."""
+    await cluster.start(prefill=0, decode=0, max_answer_bytes=20_000)
+    text = SPECIAL[0] * 5000
+    response = await cluster.http.post("/detokenize", json={"tokens": [EOS] * 5000})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tokens")
+    assert error["message"].startswith(f"tokens has a text of {len(text)} bytes, at most 20000 are answered")
+    assert await ask(cluster, "/detokenize", tokens=tokens("a") * 20_000) == {"prompt": "a" * 20_000}
+
+
+async def test_a_long_text_has_room_before_it_is_made(cluster, monkeypatch):
+    """A body of known length says little about the texts of its tokens."""
+    rooms = []
+    grow = BodyRoom.grow
+
+    async def noted(room, num_bytes):
+        await grow(room, num_bytes)
+        rooms.append((num_bytes, room._budget.used_bytes))
+
+    monkeypatch.setattr(BodyRoom, "grow", noted)
+    await cluster.start(prefill=0, decode=0)
+    num_bytes = 3 * len(SPECIAL[0]) * 5000
+    assert await ask(cluster, "/detokenize", tokens=[EOS] * 5000) == {"prompt": SPECIAL[0] * 5000}
+    assert rooms == [(num_bytes, max(num_bytes, 40 * 5000))]

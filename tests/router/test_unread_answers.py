@@ -6,19 +6,28 @@ import asyncio
 import json
 import re
 import socket
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import httpx
 import pytest
 
 from pdserve.common.net import body_budget
+from pdserve.common.request.engine_types import LogprobsLists
+from pdserve.common.request.wire import prompt_logprobs_to_wire
 from pdserve.router.bodies import client_bodies
-from pdserve.router.http_front.answer_parts import PART_BYTES, AnswersInParts
+from pdserve.router.http_front.answer_parts import PART_BYTES
 from pdserve.router.requests import generation
-from pdserve.v1 import inference_pb2
-from tests.router.fake_worker import decode_outputs, embed_well, play, tokens
+from pdserve.v1 import decode_pb2, inference_pb2
+from tests.router.fake_worker import ADMITTED, decode_outputs, embed_well, play, tokens
+from tests.router.reader_process import SlowReaders
 from tests.router.test_tenants import key_of, keys_file
+from tests.support.loop_watch import watched
+from tests.support.tls_authority import Authority
 from tests.support.waiting import HANG_S, eventually
 
 NUM_TOKENS = 280_000
@@ -38,12 +47,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": TEXT[:100_000]},
 }
 
+NUM_READERS = 60
+MAX_GROWN_BYTES = 64 << 20
+
 
 class SlowReader:
     """A client whose system takes little that it has not read."""
 
-    def __init__(self, address: str, path: str, body: dict[str, Any], key: str = "alice") -> None:
+    def __init__(
+        self, address: str, path: str, body: dict[str, Any], key: str = "alice", tls: ssl.SSLContext | None = None
+    ) -> None:
         self._address = address
+        self._tls = tls
+        self._stream: asyncio.StreamReader | None = None
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key_of(key)}\r\ncontent-length: {len(content)}\r\n\r\n"
         self._request = head.encode() + content
@@ -57,14 +73,23 @@ class SlowReader:
         self.socket.setblocking(False)
         host, _, port = self._address.rpartition(":")
         await loop.sock_connect(self.socket, (host, int(port)))
-        await loop.sock_sendall(self.socket, self._request)
+        if self._tls is None:
+            await loop.sock_sendall(self.socket, self._request)
+            return self
+        self._stream, self._writer = await asyncio.open_connection(
+            sock=self.socket, ssl=self._tls, server_hostname="127.0.0.1", limit=4096
+        )
+        self._writer.write(self._request)
         return self
 
     async def read(self, num_bytes: int = 1 << 16) -> bytes:
         """Some more; empty at the end."""
         async with asyncio.timeout(HANG_S):
             try:
-                part = await asyncio.get_running_loop().sock_recv(self.socket, num_bytes)
+                if self._stream is not None:
+                    part = await self._stream.read(num_bytes)
+                else:
+                    part = await asyncio.get_running_loop().sock_recv(self.socket, num_bytes)
             except ConnectionError:
                 part = b""
         self.received += part
@@ -90,7 +115,10 @@ class SlowReader:
         raise AssertionError(f"closed after {len(self.received)} bytes")
 
     def close(self) -> None:
-        self.socket.close()
+        if self._stream is not None:
+            self._writer.transport.abort()
+        else:
+            self.socket.close()
 
 
 def _unchunked(body: bytes) -> bytes:
@@ -114,8 +142,10 @@ async def started(cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     cluster.of("prefill").script = embed_well
 
 
-async def reading(cluster: Any, count: int, path: str, body: dict[str, Any], key: str = "alice") -> list[SlowReader]:
-    readers = [SlowReader(cluster.addresses[0], path, body, key) for _ in range(count)]
+async def reading(
+    cluster: Any, count: int, path: str, body: dict[str, Any], key: str = "alice", tls: ssl.SSLContext | None = None
+) -> list[SlowReader]:
+    readers = [SlowReader(cluster.addresses[0], path, body, key, tls) for _ in range(count)]
     return [await reader.ask() for reader in readers]
 
 
@@ -143,6 +173,54 @@ async def test_a_tenant_has_no_more_unread_answers_than_sequences(
     [again] = await reading(cluster, 1, path, body)
     assert await again.status() == 200
     for reader in (other, again, *unread):
+        reader.close()
+    await cluster.idle()
+
+
+PROMPT_LEN, NUM_TOP = 4000, 20
+"""A short request with a large answer."""
+
+
+async def with_prompt_logprobs(worker: Any, call: Any) -> AsyncIterator[object]:
+    num = PROMPT_LEN - 1
+    ids, logprobs = list(range(NUM_TOP + 1)), [-1.5] * (NUM_TOP + 1)
+    yield ADMITTED
+    for piece in prompt_logprobs_to_wire(LogprobsLists([ids] * num, [logprobs] * num, [1] * num), 1):
+        yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
+    yield decode_outputs(0, "a", "length")
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "TLS"])
+async def test_short_requests_with_large_answers_count_for_their_tenant(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, authority: Authority, *, has_tls: bool
+) -> None:
+    tls = files = None
+    if has_tls:
+        issued = authority.issue()
+        files = {"front_tls_cert_file": str(issued.cert), "front_tls_key_file": str(issued.key)}
+        tls = ssl.create_default_context(cafile=str(authority.ca_file))
+    await started(cluster, monkeypatch, tmp_path, wait=not has_tls, **(files or {}))
+    if has_tls:
+        await cluster.http.aclose()
+        cluster.http = httpx.AsyncClient(
+            base_url=f"https://{cluster.addresses[0]}", timeout=HANG_S, trust_env=False, verify=tls
+        )
+        await cluster.live(prefill=1, decode=1)
+    cluster.of("decode").script = with_prompt_logprobs
+    body = {"prompt": "a" * PROMPT_LEN, "max_tokens": 1, "prompt_logprobs": NUM_TOP}
+    path = "/v1/completions"
+    unread = await reading(cluster, 2, path, body, tls=tls)
+    assert [await reader.status() for reader in unread] == [200, 200]
+    for _ in range(10):
+        [refused] = await reading(cluster, 1, path, body, tls=tls)
+        assert await refused.status() == 429
+        refused.close()
+    answer = await unread[0].whole()
+    assert len(answer["choices"][0]["prompt_logprobs"]) == PROMPT_LEN
+    assert len(unread[0].received) > 4 << 20
+    [again] = await reading(cluster, 1, path, body, tls=tls)
+    assert await again.status() == 200
+    for reader in (again, *unread):
         reader.close()
     await cluster.idle()
 
@@ -193,17 +271,17 @@ async def test_a_client_that_reads_slowly_gets_everything(
 async def test_all_unread_answers_share_one_budget(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
 ) -> None:
-    """With room for one, the one that has read for longest goes when others wait."""
+    """With room for one, the one that has read for longest goes when others wait. What needs no worker has a budget of its own."""
     monkeypatch.setattr(client_bodies, "_MIN_BUDGET_BYTES", 1 << 18)
     monkeypatch.setattr(body_budget, "FAIR_SHARE_S", 0.2)
     budgets: list[Any] = []
-    init = AnswersInParts.__init__
+    init = client_bodies.ClientBodies.__init__
 
-    def noted(self: Any, app: Any, budget: Any) -> None:
-        budgets.append(budget())
-        init(self, app, budget)
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        budgets.append(self.aside if path in OTHERS else self.unread)
 
-    monkeypatch.setattr(AnswersInParts, "__init__", noted)
+    monkeypatch.setattr(client_bodies.ClientBodies, "__init__", noted)
     await started(cluster, monkeypatch, tmp_path, max_answer_bytes=6 << 20)
     body = (GENERATIONS | OTHERS | {EMBEDDINGS[0]: EMBEDDINGS[1]})[path]
     [first] = await reading(cluster, 1, path, body, key="bob")
@@ -224,9 +302,9 @@ async def test_all_unread_answers_share_one_budget(
 async def test_an_answer_without_room_is_refused(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
 ) -> None:
-    monkeypatch.setattr(client_bodies, "_MIN_BUDGET_BYTES", 1 << 18)
+    monkeypatch.setattr(client_bodies, "_ASIDE_BYTES", 1 << 18)
     monkeypatch.setattr(body_budget, "MAX_WAIT_S", 0.1)
-    await started(cluster, monkeypatch, tmp_path, max_answer_bytes=1 << 18)
+    await started(cluster, monkeypatch, tmp_path)
     [first, second] = await reading(cluster, 1, path, OTHERS[path]) + await reading(cluster, 1, path, OTHERS[path])
     assert await first.status() == 200
     assert await second.status() == 429
@@ -234,6 +312,26 @@ async def test_an_answer_without_room_is_refused(
     assert await first.whole()
     for reader in (first, second):
         reader.close()
+
+
+@pytest.mark.parametrize("path", OTHERS)
+async def test_what_waits_to_be_tokenized_is_bounded(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+) -> None:
+    """Parsed bodies are larger than bodies, and wait for a thread and for room."""
+    await started(cluster, monkeypatch, tmp_path)
+    ids = [1 + number % 90 for number in range(600_000)]
+    body = {"/detokenize": {"tokens": ids}, "/tokenize": {"prompt": "a b " * 160_000}}[path]
+    async with SlowReaders(cluster.addresses[0], 2, path, body, key_of("bob")) as readers:
+        assert await readers.statuses() == ["200", "200"]
+
+    async def ask_all() -> Counter[str]:
+        async with SlowReaders(cluster.addresses[0], NUM_READERS, path, body, key_of("bob")) as readers:
+            return Counter(await readers.statuses())
+
+    answers, watch = await watched(ask_all)
+    assert set(answers) <= {"200", "429"}, answers
+    assert watch.grown_bytes < MAX_GROWN_BYTES
 
 
 async def test_over_grpc_a_tenant_has_no_more_unread_answers_than_sequences(

@@ -299,6 +299,37 @@ LARGE = [
 ]  # fmt: skip
 """Messages as large as files make them, of something else."""
 
+
+def _ids_of(before: str, count: int, after: str) -> bytes:
+    """So many token ids, each of which is an object once it is parsed, and blanks."""
+    return f"{before}{','.join(['300'] * count)}{after}".encode().ljust(LARGE_LIMIT)
+
+
+_NUMBERS = {
+    COMPLETIONS: ('{"prompt":[', "]}"),
+    CHAT: ('{"messages":[{"role":"user","content":"a"}],"allowed_token_ids":[', "]}"),
+    RESPONSES: ('{"input":[{"role":"user","content":"a"}],"metadata":{"a":[', "]}}"),
+    EMBEDDINGS: ('{"input":[', "]}"),
+    CLASSIFY: ('{"input":[', "]}"),
+    SCORE: ('{"text_1":"a","text_2":[', "]}"),
+    RERANK: ('{"query":"a","documents":[', "]}"),
+    TOKENIZE: ('{"messages":[{"role":"user","content":[', "]}]}"),
+    DETOKENIZE: ('{"tokens":[', "]}"),
+}
+_MOST_NUMBERS = (1 << 20) + MODEL_LEN - 100
+"""Nearly as many as a body may have for any model of this length."""
+LARGE_HTTP = [
+    *(Worst("numbers", path, _ids_of(before, LARGE_LIMIT // 4 - 50, after)) for path, (before, after) in _NUMBERS.items()),
+    *(Worst("as many numbers as may be", path, _ids_of(before, _MOST_NUMBERS, after))
+      for path, (before, after) in _NUMBERS.items()),
+    Worst("prompt's log-probabilities", COMPLETIONS, _ids_of('{"prompt_logprobs":20,"prompt":[', _MOST_NUMBERS, "]}")),
+    Worst("prompts of token ids", COMPLETIONS,
+          f'{{"prompt":[{",".join(["[" + ",".join(["300"] * 9000) + "]"] * 128)}]}}'.encode().ljust(LARGE_LIMIT)),
+    Worst("inputs of token ids", EMBEDDINGS,
+          f'{{"input":[{",".join(["[" + ",".join(["300"] * 540) + "]"] * 2048)}]}}'.encode().ljust(LARGE_LIMIT)),
+]  # fmt: skip
+"""Bodies as large as files make them, of numbers."""
+
 _TEXTS = {
     "signs": "! " * (_ROOM // 2),
     "one word": "a" * _ROOM,

@@ -37,15 +37,18 @@ class BodyBudget:
     def _has(self, num_bytes: int) -> bool:
         return self.used_bytes + num_bytes <= self.max_bytes
 
-    async def _reserve(self, num_bytes: int) -> None:
-        """Raises: Overloaded."""
-        if self._has(num_bytes) and not self._waiting:
+    async def _reserve(self, num_bytes: int, *, is_first: bool = False) -> None:
+        """is_first: before all that wait. Raises: Overloaded."""
+        if self._has(num_bytes) and (is_first or not self._waiting):
             self.used_bytes += num_bytes
             return
         loop = asyncio.get_running_loop()
         gives_up_at = loop.time() + MAX_WAIT_S
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
+        if is_first:
+            self._waiting.appendleft(turn)
+        else:
+            self._waiting.append(turn)
         try:
             while self._waiting[0] is not turn or not self._has(num_bytes):
                 if loop.time() >= gives_up_at:
@@ -98,6 +101,13 @@ class BodyRoom:
         """Give back all but `num_bytes`, once the body's size is known."""
         if num_bytes < self._num_bytes:
             self._budget._release(self._num_bytes - num_bytes)
+            self._num_bytes = num_bytes
+
+    async def grow(self, num_bytes: int) -> None:
+        """Have room for `num_bytes`, before all who have none. Raises: Overloaded when as much does not get free in time."""
+        num_bytes = min(num_bytes, self._budget.max_bytes)
+        if num_bytes > self._num_bytes:
+            await self._budget._reserve(num_bytes - self._num_bytes, is_first=True)
             self._num_bytes = num_bytes
 
     async def read(self, body: Awaitable[T], timeout_s: float | None) -> T:

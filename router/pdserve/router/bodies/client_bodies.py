@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
-from pdserve.common.errors import BodyTooLarge, InvalidRequest
+from pdserve.common.errors import BodyTooLarge, ConfigError, InvalidRequest
+from pdserve.common.json_file import read_model_config
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.wire_size import MAX_FIELDS, LargeMessage, verify_num_fields
@@ -23,6 +22,7 @@ _TOKEN_BYTES = 8
 """Bytes of a token id with comma and blank, or of the text of about 1.5 tokens."""
 _UNKNOWN_MODEL_LEN = 131_072
 _MIN_BUDGET_BYTES = 64 << 20
+_ASIDE_BYTES = 32 << 20
 _FILES = frozenset(
     ("pdserve.v1.EmbedsPrompt.safetensors", "pdserve.v1.AudioPrompt.file", "pdserve.v1.ContentPart.image_url")
 )
@@ -54,6 +54,8 @@ class ClientBodies:
         )
         self.unread = BodyBudget(max(_MIN_BUDGET_BYTES, 2 * settings.max_answer_bytes))
         """Bytes of whole answers that their clients have not read."""
+        self.aside = BodyBudget(_ASIDE_BYTES)
+        """Bytes of all that `/tokenize` and `/detokenize` hold, from before a body is read until its answer is."""
         self.ignored = IgnoredFields() if settings.unknown_fields == "ignore" else None
         """Set if unknown fields are ignored; None: they are refused."""
         self._thread = BodyThread()
@@ -106,8 +108,8 @@ def _without_unknown(message: Any, ignored: IgnoredFields | None) -> Any:
 def model_len_of(model_folder: Path) -> int:
     """The model's length in tokens from its `config.json`; 131072 if there is none."""
     try:
-        config = msgspec.json.decode((model_folder / "config.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
+        config = read_model_config(model_folder)
+    except ConfigError:
         return _UNKNOWN_MODEL_LEN
     config = config.get("text_config") or config
     positions = None

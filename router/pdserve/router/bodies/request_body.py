@@ -65,13 +65,18 @@ async def body_bytes(request: Request, bodies: ClientBodies, media_type: MediaTy
     declared = request.headers.get("content-type", "")
     if declared and not media_type.pattern.fullmatch(declared.partition(";")[0].strip().lower()):
         raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only {media_type.name} is understood")
+    async with bodies.budget.room(most_bytes(request, bodies)) as room:
+        yield await room.read(_read(request, bodies.max_request_bytes), bodies.timeout_s)
+
+
+def most_bytes(request: Request, bodies: ClientBodies) -> int:
+    """Bytes of the body, at most, before it is read. Raises: BodyTooLarge."""
     max_bytes = bodies.max_request_bytes
     length = request.headers.get("content-length", "")
     num_bytes = int(length) if length.isascii() and length.isdigit() and len(length) < 19 else max_bytes
     if num_bytes > max_bytes:
         raise _too_large(max_bytes)
-    async with bodies.budget.room(num_bytes) as room:
-        yield await room.read(_read(request, max_bytes), bodies.timeout_s)
+    return num_bytes
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

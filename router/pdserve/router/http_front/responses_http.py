@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.net.body_budget import BodyRoom
 from pdserve.router.bodies.request_body import body_bytes, parse_body, shown, verify_num_values
 from pdserve.router.http_front.error_response import json_response
 from pdserve.router.http_front.generation_response import GenerationResponse, asks_for_timeline, call_fields
@@ -97,7 +98,7 @@ class ResponsesHttp:
         _verify_query(request, {"stream": ("false",)})
         client, response_id = await authenticated(self._keys, request), request.path_params["id"]
 
-        async def load() -> bytes:
+        async def load(_: BodyRoom) -> bytes:
             return (await self._stored(client, response_id)).response
 
         return self._answer(load)
@@ -124,13 +125,13 @@ class ResponsesHttp:
                 page_of_items(response_id, items, limit=int(limit), after=after, is_newest_first=is_newest_first)
             )
 
-        async def load() -> bytes:
+        async def load(_: BodyRoom) -> bytes:
             stored = await self._stored(client, response_id)
             return await self._inference.bodies.in_background_pool(len(stored.items), lambda: page(stored))
 
         return self._answer(load)
 
-    def _answer(self, load: Callable[[], Awaitable[bytes]]) -> StoredAnswer:
+    def _answer(self, load: Callable[[BodyRoom], Awaitable[bytes]]) -> StoredAnswer:
         settings = self._inference.settings
         return StoredAnswer(self._inference.bodies.unread, most_bytes(settings), settings.request_timeout_s, load)
 

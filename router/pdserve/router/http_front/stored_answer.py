@@ -1,4 +1,4 @@
-"""`StoredAnswer`: a stored response, or a part of it, sent within the budget of all whole answers."""
+"""`StoredAnswer`: an answer that is made and sent within the budget of all whole answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.common.errors import DeadlineExceeded, Overloaded
-from pdserve.common.net.body_budget import BodyBudget
+from pdserve.common.net.body_budget import BodyBudget, BodyRoom
 from pdserve.router.http_front.answer_parts import abandon, send_body
 from pdserve.router.http_front.error_response import JSON
 
@@ -20,9 +20,10 @@ class StoredAnswer(Response):
     """
 
     def __init__(
-        self, budget: BodyBudget, most_bytes: int, timeout_s: float, load: Callable[[], Awaitable[bytes]]
+        self, budget: BodyBudget, most_bytes: int, timeout_s: float, load: Callable[[BodyRoom], Awaitable[bytes]]
     ) -> None:
-        """most_bytes: of what `load` takes. timeout_s: for the client to read it. load: the body; its errors are the answer's."""
+        """most_bytes: of what `load` takes. timeout_s: for the client to read it. load: the body, from the room that it has; its
+        errors are the answer's."""
         super().__init__()
         self._budget = budget
         self._most_bytes = most_bytes
@@ -31,7 +32,7 @@ class StoredAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._budget.room(self._most_bytes) as room:
-            body = await self._load()
+            body = await self._load(room)
             room.shrink(len(body))
             headers = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})

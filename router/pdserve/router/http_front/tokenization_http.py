@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,9 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdserve.common.errors import Cancelled, DeadlineExceeded, InvalidRequest
+from pdserve.common.net.body_budget import BodyRoom
 from pdserve.common.request.sampling_params import verify_token_ids
 from pdserve.common.tasks.first_done import first_of
-from pdserve.router.bodies.request_body import read_body
+from pdserve.router.bodies.request_body import most_bytes, read_body
 from pdserve.router.http_front.generation_response import until_disconnect
 from pdserve.router.http_front.stored_answer import StoredAnswer
 from pdserve.router.requests.fields.chat_fields import ChatFields
@@ -29,8 +32,13 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_TOKENS = 5 << 17
 """Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""
-_DETOKENIZED_BYTES, _TOKENIZED_BYTES = 40, 16
-"""Memory per token, and per character, of a request and its answer."""
+_DETOKENIZED_BYTES, _TOKEN_BYTES = 10, 40
+"""Memory per byte, and per token, of a body of token ids and of the answer; more is known once the text's length is."""
+_TOKENIZED_BYTES = 16
+"""Memory per byte of a body with a text, and of its answer."""
+_TEXT_BYTES = 3
+"""Memory per byte of a text of tokens, which is there once more as JSON."""
+_FEW_TOKENS = 1 << 12
 _LEAST_BYTES = 1024
 MAX_TOKEN_STRS = 1 << 18
 """Most tokens for which strings are returned: a string takes more than 50 bytes of memory, a token's id 8."""
@@ -107,6 +115,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 B = TypeVar("B", TokenizeBody, DetokenizeBody)
+T = TypeVar("T")
 
 
 async def authenticated(keys: ApiKeys, request: Request) -> Client:
@@ -133,14 +142,17 @@ class TokenizationHttp:
         return body
 
     async def tokenize(self, request: Request) -> Response:
-        with self._inference.telemetry.count_rejections():
-            client = await authenticated(self._keys, request)
-            body = await read_body(
+        client = await self._client(request)
+
+        async def load(room: BodyRoom) -> bytes:
+            reading = read_body(
                 request, TokenizeBody, self._inference.bodies, lambda body: self._verified(body, client)
             )
+            body = await room.read(reading, None)
             limits = self._inference.limits()
-        num_bytes = _TOKENIZED_BYTES * len(body.prompt or "")
-        return self._answer(request, client, num_bytes, lambda: self._tokenized(body, limits))
+            return await self._aside(request, client, lambda: self._tokenized(body, limits))
+
+        return self._answer(request, client, _TOKENIZED_BYTES, load)
 
     def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> bytes:
         tokenizer = self._inference.tokenizer
@@ -161,31 +173,62 @@ class TokenizationHttp:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        with self._inference.telemetry.count_rejections():
-            client = await authenticated(self._keys, request)
-            body = await read_body(
-                request, DetokenizeBody, self._inference.bodies, lambda body: self._verified(body, client)
+        client = await self._client(request)
+
+        async def load(room: BodyRoom) -> bytes:
+            reading = read_body(
+                request, DetokenizeBody, self._inference.bodies, lambda body: self._token_ids(body, client)
             )
-            limits = self._inference.limits()
-        num_bytes = _DETOKENIZED_BYTES * len(body.tokens)
-        return self._answer(request, client, num_bytes, lambda: self._detokenized(body, limits))
+            token_ids = await room.read(reading, None)
+            room.shrink(_TOKEN_BYTES * len(token_ids))
+            if len(token_ids) > _FEW_TOKENS:
+                num_bytes = await self._aside(request, client, lambda: self._num_text_bytes(token_ids))
+                await room.grow(_TEXT_BYTES * num_bytes)
+            return await self._aside(request, client, lambda: self._detokenized(token_ids))
 
-    def _detokenized(self, body: DetokenizeBody, limits: Limits | None) -> bytes:
-        tokenizer = self._inference.tokenizer
-        verify_token_ids("tokens", body.tokens, limits.vocab_size if limits else tokenizer.vocab_size)
-        return msgspec.json.encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return self._answer(request, client, _DETOKENIZED_BYTES, load)
 
-    def _answer(self, request: Request, client: Client, num_bytes: int, answer: Callable[[], bytes]) -> Response:
-        """The response with the result of `answer`, for which there is room before it is made. num_bytes: of all that it takes."""
+    def _token_ids(self, body: DetokenizeBody, client: Client) -> array[int]:
+        """4 bytes each, while they wait: a list has ten times as many. Raises: as `_verified`."""
+        tokens = self._verified(body, client).tokens
+        limits = self._inference.limits()
+        verify_token_ids("tokens", tokens, limits.vocab_size if limits else self._inference.tokenizer.vocab_size)
+        return array("I", tokens)
 
-        async def load() -> bytes:
-            with self._inference.telemetry.count_rejections():
-                return await self._aside(request, client, answer)
+    def _num_text_bytes(self, token_ids: array[int]) -> int:
+        """Bytes of the text of all tokens. Raises: InvalidRequest for a longer one than any answer may have."""
+        piece = self._inference.tokenizer.token_piece
+        num_bytes = sum(count * len(piece(token_id)) for token_id, count in Counter(token_ids).items())
+        if num_bytes > (most := self._inference.settings.max_answer_bytes):
+            raise InvalidRequest(
+                f"tokens has a text of {num_bytes} bytes, at most {most} are answered (max_answer_bytes)", "tokens"
+            )
+        return num_bytes
 
-        bodies, timeout_s = self._inference.bodies, self._inference.settings.request_timeout_s
-        return StoredAnswer(bodies.unread, max(_LEAST_BYTES, num_bytes), timeout_s, load)
+    def _detokenized(self, token_ids: array[int]) -> bytes:
+        return msgspec.json.encode({"prompt": self._inference.tokenizer.decode(token_ids, skip_special_tokens=False)})
 
-    async def _aside(self, request: Request, client: Client, answer: Callable[[], bytes]) -> bytes:
+    async def _client(self, request: Request) -> Client:
+        """Raises: Unauthenticated."""
+        with self._inference.telemetry.count_rejections():
+            return await authenticated(self._keys, request)
+
+    def _answer(
+        self, request: Request, client: Client, bytes_each: int, load: Callable[[BodyRoom], Awaitable[bytes]]
+    ) -> Response:
+        """The response with the result of `load`, for which there is room before the body is read: what is parsed, and waits, is
+        larger than the body. bytes_each: of all that is held, for a byte of the body."""
+        bodies, counted = self._inference.bodies, self._inference.telemetry.count_rejections
+
+        async def counted_load(room: BodyRoom) -> bytes:
+            with counted(client):
+                return await load(room)
+
+        with counted(client):
+            num_bytes = bytes_each * most_bytes(request, bodies)
+        return StoredAnswer(bodies.aside, max(_LEAST_BYTES, num_bytes), bodies.timeout_s, counted_load)
+
+    async def _aside(self, request: Request, client: Client, answer: Callable[[], T]) -> T:
         """Result of `answer`. Raises: exceptions of `answer`; Overloaded; DeadlineExceeded; Cancelled if the client
         disconnected."""
         timeout_s = self._inference.settings.request_timeout_s

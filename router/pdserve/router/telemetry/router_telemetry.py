@@ -117,10 +117,10 @@ class RouterTelemetry(ServiceTelemetry):
         return bool(client.key_name) if self._trusts_strangers is None else self._trusts_strangers
 
     @contextlib.contextmanager
-    def count_rejections(self) -> Iterator[None]:
-        """Count the error of a request that is refused before it has a trace, in the task that serves it."""
+    def count_rejections(self, client: Client | None = None) -> Iterator[None]:
+        """Count the error of a request that is refused before it has a trace, in the task that serves it. client: if known."""
         started = time.monotonic()
-        ASKING.set(None)
+        ASKING.set(client)
         try:
             yield
         except PdServeError as error:
