@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pdserve.common.errors import Overloaded, PdServeError
-from pdserve.common.net.connection_watch import ConnectionWatch
+from pdserve.common.net.connection_watch import ConnectionWatch, close_connection
 from pdserve.common.net.rpc import bind, from_rpc_error, make_channel, make_server
 from tests.support.unread_client import OPENING
 from tests.support.waiting import HANG_S, eventually
@@ -137,3 +137,17 @@ async def test_a_call_beyond_the_streams_of_a_connection_is_no_loss_of_the_peer(
         await eventually(lambda: num_open == 0)
     assert most <= 4
     await server.stop(None)
+
+
+@pytest.mark.parametrize("name", ["ipv4:127.0.0.1:{}", "ipv6:[::ffff:127.0.0.1]:{}", "ipv6:%5B::ffff:127.0.0.1%5D:{}"])
+async def test_the_connection_of_one_call_is_closed(name: str) -> None:
+    async with serving("0.0.0.0") as (address, _):
+        with contextlib.ExitStack() as stack:
+            one, other = [await asyncio.to_thread(connect, stack, address) for _ in range(2)]
+            await close_connection(name.format(one.getsockname()[1]))
+            await eventually(lambda: not is_open(one))
+            assert is_open(other)
+            # which is no other's either
+            await close_connection(name.format(one.getsockname()[1]))
+            await close_connection("unix:")
+            assert is_open(other)

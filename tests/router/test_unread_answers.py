@@ -7,6 +7,8 @@ import json
 import re
 import socket
 import ssl
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from tests.router.fake_worker import ADMITTED, decode_outputs, embed_well, play,
 from tests.router.reader_process import SlowReaders
 from tests.router.test_tenants import key_of, keys_file
 from tests.support.loop_watch import watched
+from tests.support.process_memory import allocated_bytes
 from tests.support.tls_authority import Authority
 from tests.support.waiting import HANG_S, eventually
 
@@ -332,6 +335,57 @@ async def test_what_waits_to_be_tokenized_is_bounded(
     answers, watch = await watched(ask_all)
     assert set(answers) <= {"200", "429"}, answers
     assert watch.grown_bytes < MAX_GROWN_BYTES
+
+
+HOLDING_CLIENT = """
+import sys, grpc
+address, key, count, request = sys.argv[1], sys.argv[2], int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+with grpc.insecure_channel(address, options) as channel:
+    ask = channel.stream_stream("/pdserve.v1.InferenceService/Embed")
+    calls = [ask(iter([request]), metadata=(("authorization", f"Bearer {key}"),)) for _ in range(count)]
+    for call in calls:
+        call.initial_metadata()
+    print("begun", flush=True)
+    sys.stdin.readline()
+    print(*[call.code().name for call in calls], [call.details() for call in calls], flush=True)
+    sys.stdin.read()
+"""
+"""In a process of its own: a client holds what it has received."""
+
+
+async def test_over_grpc_the_memory_of_unread_answers_is_given_back(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A client that reads nothing loses its connection in time: without that gRPC keeps what it has not read."""
+    await started(cluster, monkeypatch, tmp_path)
+    monkeypatch.setattr(generation, "UNREAD_S", 1.0)
+    entry = inference_pb2.EmbedInput(text=inference_pb2.TextPrompt(text="a"))
+    request = inference_pb2.EmbedRequest(inputs=[entry] * 16).SerializeToString()
+
+    async def unread(count: int) -> int:
+        """Memory that is in use when so many calls were not read in time."""
+        command = (sys.executable, "-c", HOLDING_CLIENT, cluster.addresses[1], key_of("bob"), str(count), request.hex())
+        client = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert client.stdin is not None
+        assert client.stdout is not None
+        try:
+            async with asyncio.timeout(HANG_S):
+                assert await client.stdout.readline() == b"begun\n"
+                await cluster.idle()
+                for worker in cluster.workers:
+                    worker.calls.clear()
+                client.stdin.write(b"\n")
+                told = (await client.stdout.readline()).decode()
+                assert told.split()[:count] == ["UNAVAILABLE"] * count, told
+                return allocated_bytes()
+        finally:
+            client.kill()
+            await client.communicate()
+
+    before = await unread(1)
+    num_calls, num_bytes = 5, 16 * 50_000 * 4
+    assert await unread(num_calls) - before < num_calls * num_bytes // 4
 
 
 async def test_over_grpc_a_tenant_has_no_more_unread_answers_than_sequences(

@@ -1,4 +1,4 @@
-"""`ConnectionWatch`: bounds the connections of one address to a gRPC server.
+"""`ConnectionWatch`: bounds the connections of one address to a gRPC server. `close_connection`: closes that of one call.
 
 gRPC accepts connections itself, counts them in all only, and lets a server neither list nor close them. The watch finds them among
 this process's sockets and shuts down the newest of an address that has more than its share; gRPC then closes them.
@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.common.address.peer_address import network_of
+from pdserve.common.address.peer_address import network_of, peer_host
 
 LOOK_EVERY_S = 0.5
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -88,6 +88,32 @@ class ConnectionWatch:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == self._port:
                 return network_of(str(connection.getpeername()[0]))
         return None
+
+
+async def close_connection(peer: str) -> None:
+    """Shut down the connection of a call, and with it all calls on it: gRPC cannot reset one whose client does not read.
+
+    peer: as `ServicerContext.peer` gives it.
+    """
+    await asyncio.to_thread(_shut_down, peer)
+
+
+def _shut_down(peer: str) -> None:
+    host, port = peer_host(peer), peer.rpartition(":")[2]
+    for path in _DESCRIPTORS.iterdir():
+        with contextlib.suppress(OSError):
+            if not (target := str(path.readlink())).startswith("socket:"):
+                continue
+            with _borrowed(int(path.name), target) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                address = connection.getpeername()
+                if str(address[1]) == port and _same_host(str(address[0]), host):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one.partition("%")[0].removeprefix("::ffff:") == other.removeprefix("::ffff:")
 
 
 def _borrowed(descriptor: int, target: str) -> socket.socket:

@@ -11,6 +11,7 @@ import grpc.aio
 from pdserve.common.errors import Cancelled, DeadlineExceeded, Overloaded
 from pdserve.common.method_handler import Context
 from pdserve.common.net.body_budget import BodyBudget, BodyRoom
+from pdserve.common.net.connection_watch import close_connection
 from pdserve.router.requests import generation
 
 UNCOUNTED_BYTES = 64 << 10
@@ -25,8 +26,9 @@ def room_for(budget: BodyBudget, num_bytes: int) -> BodyRoom | nullcontext[None]
 async def write_whole(context: Context, response: Any, room: BodyRoom | None) -> None:
     """Write the answer; returns when gRPC has passed it on, as far as the client reads. room: of `room_for`.
 
-    Raises: Cancelled if the client has left; CancelledError, which ends the call without its reading, for one that reads nothing
-    for `UNREAD_S`, or too slowly while others wait for its room.
+    A client that reads nothing for `UNREAD_S`, or too slowly while others wait for its room, loses its connection: an answer that
+    is left to gRPC stays in memory for as long as the client likes. Raises: Cancelled if the client has left; CancelledError when
+    it has lost its connection.
     """
     try:
         if room is not None:
@@ -37,4 +39,5 @@ async def write_whole(context: Context, response: Any, room: BodyRoom | None) ->
     except grpc.aio.InternalError:
         raise Cancelled("the client left") from None
     except (DeadlineExceeded, Overloaded, TimeoutError):
+        await close_connection(context.peer())
         raise asyncio.CancelledError from None
