@@ -66,7 +66,7 @@ class SlowReaders:
         return self
 
     async def statuses(self) -> list[str]:
-        """Of all answers, once they have begun; `closed` for one that never did."""
+        """The status of each answer, once all have begun; `closed` for one that never did."""
         assert self._process.stdout is not None
         async with asyncio.timeout(2 * HANG_S):
             return [(await self._process.stdout.readline()).decode().strip() for _ in range(self._count)]

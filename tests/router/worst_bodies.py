@@ -301,7 +301,7 @@ LARGE = [
 
 
 def _ids_of(before: str, count: int, after: str) -> bytes:
-    """So many token ids, each of which is an object once it is parsed, and blanks."""
+    """A body of `count` token ids, larger ones than Python has ready, and of blanks up to the limit."""
     return f"{before}{','.join(['300'] * count)}{after}".encode().ljust(LARGE_LIMIT)
 
 
