@@ -206,7 +206,7 @@ async def test_short_requests_with_large_answers_count_for_their_tenant(
     if has_tls:
         await cluster.http.aclose()
         cluster.http = httpx.AsyncClient(
-            base_url=f"https://{cluster.addresses[0]}", timeout=HANG_S, trust_env=False, verify=tls
+            base_url=f"https://{cluster.addresses[0]}", timeout=HANG_S, trust_env=False, verify=tls or False
         )
         await cluster.live(prefill=1, decode=1)
     cluster.of("decode").script = with_prompt_logprobs
@@ -324,7 +324,8 @@ async def test_what_waits_to_be_tokenized_is_bounded(
     """Parsed bodies are larger than bodies, and wait for a thread and for room."""
     await started(cluster, monkeypatch, tmp_path)
     ids = [1 + number % 90 for number in range(600_000)]
-    body = {"/detokenize": {"tokens": ids}, "/tokenize": {"prompt": "a b " * 160_000}}[path]
+    bodies: dict[str, dict[str, Any]] = {"/detokenize": {"tokens": ids}, "/tokenize": {"prompt": "a b " * 160_000}}
+    body = bodies[path]
     async with SlowReaders(cluster.addresses[0], 2, path, body, key_of("bob")) as readers:
         assert await readers.statuses() == ["200", "200"]
 
