@@ -31,10 +31,20 @@ class Embedded(msgspec.Struct):
 
 
 async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embedded:
-    """Call a prefill worker for one vector; the call ends before this returns or raises. number: of the attempt.
+    """Call a prefill worker for one vector, in its turn; the call ends before this returns or raises. number: of the attempt.
 
     Raises: CallFailed, also for a vector of another length than requested.
     """
+    async with worker.pooling_room:
+        response = await _called(worker, request, number)
+    try:
+        return _embedded(worker, request, response)
+    except PeerError as error:
+        warn_of(f"worker {worker}", error)
+        raise CallFailed(error, died=False) from error
+
+
+async def _called(worker: Worker, request: GenerationRequest, number: int) -> prefill_pb2.PoolingResponse:
     message = prefill_pb2.PoolingRequest(
         **OutgoingRequest(request).fields(worker), attempt=request_pb2.Attempt(number=number)
     )
@@ -43,7 +53,7 @@ async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embe
     )
     unsubscribe = worker.subscribe_lost(lambda _: call.cancel())  # type: ignore[arg-type]
     try:
-        response = readable(await call)
+        return readable(await call)
     except grpc.aio.AioRpcError as error:
         raise believed(call_failed(error), request) from error
     except asyncio.CancelledError:
@@ -56,11 +66,6 @@ async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embe
     finally:
         unsubscribe()
         call.cancel()
-    try:
-        return _embedded(worker, request, response)
-    except PeerError as error:
-        warn_of(f"worker {worker}", error)
-        raise CallFailed(error, died=False) from error
 
 
 def _embedded(worker: Worker, request: GenerationRequest, response: prefill_pb2.PoolingResponse) -> Embedded:

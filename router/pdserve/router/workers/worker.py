@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import enum
 import math
@@ -14,6 +15,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from pdserve.common.kv_events import WorkerKey
+from pdserve.common.net.rpc import MAX_STREAMS_PER_CONNECTION
 from pdserve.common.net.service_channel import Method, ServiceChannel
 from pdserve.common.protocol import STEP_STREAM_VERSION
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
@@ -89,6 +91,11 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_POOLING_CALLS = MAX_STREAMS_PER_CONNECTION * 2 // 3
+"""Calls for embeddings, classes and scores that are open at a worker, at most: each is a stream of the connection, and the rest are for
+large requests and sessions. A worker refuses streams beyond its limit, and one request may have thousands of inputs."""
+
+
 class Worker:
     """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `Worker`."""
 
@@ -109,6 +116,8 @@ class Worker:
         serves_steps = step_streams and identity.step_stream_version == STEP_STREAM_VERSION
         self.step_stream = StepStream(channel, str(self), identity.max_model_len) if serves_steps else None
         """The stream of all calls; None if each call has a stream of its own."""
+        self.pooling_room = asyncio.Semaphore(_POOLING_CALLS)
+        """Taken by each call for an embedding while it is open; the others wait for it."""
         self.load = load or WorkerLoad()
         self.state = WorkerState.DRAINING if self.load.draining else WorkerState.LIVE
         self.cause_of_death = ""
