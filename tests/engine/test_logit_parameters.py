@@ -117,7 +117,11 @@ def test_i5_preemption_and_batch_mates_change_nothing(make_engine: MakeEngine, p
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_i1_delays_and_small_pools_change_nothing(make_engine: MakeEngine, seed: int) -> None:
+def test_i1_delays_and_small_pools_change_nothing(
+    make_engine: MakeEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # remote requests are placed although running ones will need their blocks
+    monkeypatch.setattr("pdserve.engine.scheduler.waiting.remote_kv_queue.GROWTH_TOKENS", 0)
     p = make_engine(num_blocks=24, max_model_len=64, max_num_batched_tokens=11)
     d = make_engine(num_blocks=30, max_model_len=64, max_num_batched_tokens=40)
     pair = Pair(p, d, seed=seed)

@@ -92,8 +92,8 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _POOLING_CALLS = MAX_STREAMS_PER_CONNECTION * 2 // 3
-"""Calls for embeddings, classes and scores that are open at a worker, at most: each is a stream of the connection, and the rest are for
-large requests and sessions. A worker refuses streams beyond its limit, and one request may have thousands of inputs."""
+"""Calls for embeddings, classes and scores that are open at a worker, at most: each is a stream of the connection, and the others
+are for large requests and sessions. A worker refuses streams beyond its limit, and a request may have thousands of inputs."""
 
 
 class Worker:
