@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ from tests.support.run_reaper import pytest_configure as pytest_configure
 if TYPE_CHECKING:
     from tests.support.fuzz_cases import Fuzzer
     from tests.support.tls_authority import Authority
+
+# a run in the background of a shell ignores it, and so would every process that a test interrupts
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore = ["clients"]  # `make clients` runs them, in other environments
 

@@ -175,11 +175,11 @@ def test_the_doctor_says_why_it_is_not_built(tmp_path: Path, monkeypatch: pytest
     native_library.load_library.cache_clear()
     try:
         monkeypatch.setenv("CXX", "no-such-compiler")
-        [found] = native_check.check_native(PrefillSettings())
+        [found, _] = native_check.check_native(PrefillSettings())
         assert (found.verdict.value, "looked for no-such-compiler" in found.what) == ("warning", True)
         assert found.advice.startswith("install a C++ compiler")
         monkeypatch.setattr(build_library, "find_compiler", lambda: ["/usr/bin/c++"])
-        [found] = native_check.check_native(PrefillSettings())
+        [found, _] = native_check.check_native(PrefillSettings())
         assert (found.verdict.value, "/usr/bin/c++ is here" in found.what) == ("warning", True)
         [found] = native_check.check_native(PrefillSettings(device="cuda"))
         assert found.verdict.value == "ok"
@@ -190,5 +190,5 @@ def test_the_doctor_says_why_it_is_not_built(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("built")
 def test_the_doctor_names_the_instruction_sets() -> None:
     native_library.load_library.cache_clear()
-    [found] = native_check.check_native(PrefillSettings())
+    [found, _] = native_check.check_native(PrefillSettings())
     assert (found.verdict.value, "baseline" in found.what) == ("ok", True)

@@ -140,7 +140,10 @@ NO_NUMBER = np.array([0.1, np.nan], np.float32)
         (prompt_of(np.zeros(0, np.float32)), "multi_modal_data.audio has no samples"),
         (prompt_of(NO_NUMBER), "multi_modal_data.audio: sample 1 is nan, numbers from -1e.06 to 1e.06 are read"),
         (prompt_of(np.zeros((2, 9))), r"multi_modal_data.audio is an array \[2, 9\], \[samples\] of one channel"),
-        (prompt_of((sound(), 10**9)), "multi_modal_data.audio has 1e.09 samples per second, 4000 to 192000 are read"),
+        (
+            prompt_of((sound(), 10**9)),
+            "multi_modal_data.audio has 1000000000 samples per second, 4000 to 192000 are read",
+        ),
         (prompt_of((sound(), 1)), "multi_modal_data.audio has 1 samples per second"),
         (prompt_of("boat.wav"), "multi_modal_data.audio is of type str; samples are needed"),
         (

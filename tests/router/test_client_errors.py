@@ -29,6 +29,7 @@ PASSED_ON = {
     "model_not_found",
     "unauthenticated",
     "overloaded",
+    "grammar_unavailable",
     "logits_processor_failed",
 }
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pdserve.cli.clients.grpc_client import GrpcClient
-from pdserve.common.errors import WorkerLost
+from pdserve.cli.not_reached import NotReached
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.tls import TlsFile, load_client
@@ -145,7 +145,7 @@ async def test_the_commands_say_why_they_reach_no_router(model_folder, authority
     front = await Front(authority.issue(), None).start(model_folder)
     tls = load_client(TlsFile("--ca-file", str(other_authority.ca_file))) if trusts == "another CA" else None
     async with GrpcClient(front.grpc, tls=tls) as client:
-        with pytest.raises(WorkerLost, match="with a certificate of the CA in --ca-file"):
+        with pytest.raises(NotReached, match="with a certificate of the CA in --ca-file"):
             await anext(client.generate("x"))
     await front.stop()
 

@@ -150,14 +150,13 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
 async def test_a_slow_handshake_says_nothing_about_the_key(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_servicer, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(worker_servicer, "HANDSHAKE_S", 0.5)
     watch: Any = pair.channel(pair.d).stream_stream("/pdserve.v1.WorkerService/Watch")
     call = watch(timeout=HANG_S)
     await call.write(WatchChallenge(OTHER, blocks=True).opening.SerializeToString())
     assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await call.details() == "the proof of the deployment key did not arrive within 0.05 s"
     [line] = [message for message in caplog.messages if "a watch from" in message]
-    assert line.endswith(" timed out: the proof of the deployment key did not arrive within 0.05 s")
+    assert line.endswith(" timed out: the proof of the deployment key did not arrive within 0.5 s")
 
 
 async def test_a_stranger_is_told_neither_load_nor_blocks_by_a_watch(pair: Pair) -> None:

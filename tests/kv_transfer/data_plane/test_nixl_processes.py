@@ -156,7 +156,7 @@ LIES: list[tuple[dict[str, object], str]] = [
     ({"agent": "x" * 1_000_000}, "has 1000"),
     ({"agent": "x" * 1000}, "names no agent"),
     ({"agent": "somebody"}, "belongs to another agent"),
-    ({"agent_metadata": b""}, "cannot be reached"),
+    ({"agent_metadata": b""}, "0 bytes of its agent"),
     ({"agent_metadata": b"nixlSerDes|Agent"}, "cannot be reached"),
     ({"hello": b"short"}, "names no agent"),
     ({"hello": b"h" * 16}, "another epoch"),
