@@ -174,6 +174,7 @@ async def test_no_large_message_stops_the_event_loop(cluster, worst):
     assert watch.grown_bytes < MAX_GROWN_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worst", worst_bodies.LARGE_HTTP, ids=names(worst_bodies.LARGE_HTTP))
 async def test_no_large_body_stops_the_event_loop(cluster, worst):
     assert len(worst.body) <= worst_bodies.LARGE_LIMIT
