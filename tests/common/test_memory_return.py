@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.common.processes import memory_return
 from pdserve.common.processes.memory_return import CHANGED_BYTES, MemoryReturn
-from tests.support.process_memory import resident_bytes
+from tests.support.process_memory import resident_bytes, settled_bytes
 from tests.support.waiting import eventually
 
 BLOCK_BYTES = 8 << 10
@@ -51,9 +51,10 @@ async def test_free_blocks_between_blocks_in_use_are_given_back(monkeypatch: pyt
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
+    # blocks that earlier tests have left free would be taken first
+    before = settled_bytes()
     running = asyncio.create_task(MemoryReturn().run())
     await asyncio.sleep(0)
-    before = resident_bytes()
     blocks = [libc.malloc(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
     for block in blocks:
         ctypes.memset(block, 1, BLOCK_BYTES)
