@@ -263,6 +263,8 @@ async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
         try:
             await abort_with(context, error)
         except grpc.aio.AbortError as aborted:
+            # who raised it may keep it, as `CallGuard`'s refusals do
+            error.__traceback__ = error.__context__ = None
             error = aborted
     error.__traceback__ = error.__context__ = None
     return error

@@ -1,0 +1,103 @@
+"""Calls that end with an error are freed at once: each holds memory of gRPC, which garbage collection does not count."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from pdserve.common.errors import InvalidRequest
+from pdserve.common.net.body_budget import BodyBudget
+from pdserve.common.net.public_server import make_public_server
+from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.security.call_guard import CallGuard
+from pdserve.common.security.call_proof import CallVerifier
+from pdserve.common.security.deployment_key import DeploymentKey
+from tests.support.waiting import HANG_S, eventually
+
+NUM_CALLS = 20
+REFUSED = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    # what gRPC's client says where the call ended during its write (see `hides_status`)
+    grpc.StatusCode.INTERNAL,
+)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def num_contexts() -> int:
+    return sum(type(one).__name__ == "_ServicerContext" for one in gc.get_objects())
+
+
+async def fail(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    raise InvalidRequest("no")
+
+
+async def fail_in_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+    raise InvalidRequest("no")
+    yield b""
+
+
+HANDLERS: Any = {
+    "UnaryUnary": grpc.unary_unary_rpc_method_handler(fail),
+    "UnaryStream": grpc.unary_stream_rpc_method_handler(fail_in_stream),
+    "StreamUnary": grpc.stream_unary_rpc_method_handler(fail),
+    "StreamStream": grpc.stream_stream_rpc_method_handler(fail_in_stream),
+}
+
+
+async def accept(context: Any) -> None:
+    pass
+
+
+async def refuse(context: Any) -> None:
+    raise InvalidRequest("no")
+
+
+async def decode(data: bytes, parse: Any) -> Any:
+    return data
+
+
+def public(authenticate: Any) -> grpc.aio.Server:
+    return make_public_server(
+        authenticate, decode, BodyBudget(1 << 20), max_request_bytes=1 << 16, max_connections=8, read_timeout_s=HANG_S
+    )
+
+
+SERVERS = {
+    "failed": make_server,
+    "without a proof": lambda: make_server(CallGuard(CallVerifier(DeploymentKey(b"k" * 32), lambda: ("w", 1)))),
+    "failed at the front end": lambda: public(accept),
+    "not authenticated": lambda: public(refuse),
+}
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+@pytest.mark.parametrize("method", HANDLERS)
+async def test_an_ended_call_is_freed_without_garbage_collection(uncollected: None, kind: str, method: str) -> None:
+    server = SERVERS[kind]()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdserve.v1.Test", HANDLERS),))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    before = num_contexts()
+    try:
+        async with make_channel(f"127.0.0.1:{port}") as channel:
+            ask: Any = channel.stream_stream(f"/pdserve.v1.Test/{method}")
+            for _ in range(NUM_CALLS):
+                call: Any = ask(iter([b"x"]), timeout=HANG_S)
+                assert await call.code() in REFUSED
+            await eventually(
+                lambda: num_contexts() == before, lambda: f"{num_contexts() - before} of {NUM_CALLS} are kept"
+            )
+    finally:
+        await server.stop(None)
