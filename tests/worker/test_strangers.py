@@ -154,7 +154,9 @@ async def test_a_slow_handshake_says_nothing_about_the_key(
     watch: Any = pair.channel(pair.d).stream_stream("/pdserve.v1.WorkerService/Watch")
     call = watch(timeout=HANG_S)
     await call.write(WatchChallenge(OTHER, blocks=True).opening.SerializeToString())
+    assert await call.read() is not grpc.aio.EOF  # the welcome; unread, the client's own deadline would end the call
     assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await call.details() == "the proof of the deployment key did not arrive within 0.5 s"
     [line] = [message for message in caplog.messages if "a watch from" in message]
     assert line.endswith(" timed out: the proof of the deployment key did not arrive within 0.5 s")
 
