@@ -105,10 +105,10 @@ def _drop(record: logging.LogRecord) -> bool:
 @pytest.fixture
 def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     """Fuzzer of a test marked `fuzz`, for its part of the time; its results are printed at the end of the run."""
+    from pdserve.common.processes.allocator import return_large_blocks
     from tests.support.fuzz_cases import Fuzzer, seconds_of
-    from tests.support.process_memory import return_large_blocks
 
-    return_large_blocks()
+    return_large_blocks(128 << 10)
     # pytest keeps every log record until the test ends: after tens of thousands of cases they are most of its memory
     plugin: Any = request.config.pluginmanager.get_plugin("logging-plugin")
     kept_records: logging.Handler = plugin.report_handler

@@ -8,7 +8,6 @@ process has run before: bounds near 100 MiB hold for memory in RAM only in a you
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 import sys
@@ -16,56 +15,24 @@ import tracemalloc
 from pathlib import Path
 from types import TracebackType
 
-_PAGE_BYTES = 4096
-_M_MMAP_THRESHOLD = -3
-"""malloc.h"""
-_LIBC = ctypes.CDLL(None)
+from pdserve.common.processes import allocator
+from pdserve.common.processes.allocator import resident_bytes as resident_bytes
+
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-
-
-def return_large_blocks() -> None:
-    """Have the allocator give what is freed of 128 KiB or more back at once, from now on: what it keeps of them comes and goes
-    by tens of MiB."""
-    _LIBC.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
-
-
 def settled_bytes() -> int:
-    """The same, once everything that nobody uses is freed and the allocator has kept nothing of it."""
+    """Memory of this process that is in RAM, once everything that nobody uses is freed and the allocator has kept nothing of it."""
     gc.collect()
-    _LIBC.malloc_trim(0)
+    allocator.trim()
     return resident_bytes()
-
-
-class _MallocInfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h."""
-
-    _fields_ = (
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
-    )
 
 
 def allocated_bytes() -> int:
     """Memory that was allocated with malloc, in every arena and mapped blocks, and is not freed. Python's objects of more than
     512 bytes are among it."""
     gc.collect()
-    mallinfo2 = _LIBC.mallinfo2
-    mallinfo2.restype = _MallocInfo
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    return allocator.bytes_in_use() + allocator.bytes_mapped()
 
 
 def in_use_bytes() -> int:

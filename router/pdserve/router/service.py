@@ -17,7 +17,7 @@ from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.net.rpc import bind
 from pdserve.common.net.tls_renewal import TlsRenewal
-from pdserve.common.processes.large_blocks import return_large_blocks
+from pdserve.common.processes.allocator import return_large_blocks
 from pdserve.common.processes.memory_return import MemoryReturn
 from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.security.deployment_key import is_loopback

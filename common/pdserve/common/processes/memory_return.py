@@ -7,49 +7,31 @@ each other, so that after a burst of calls hundreds of MiB may be free and resid
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import resource
-from pathlib import Path
+
+from pdserve.common.processes import allocator
 
 LOOK_EVERY_S = 1.0
 CHANGED_BYTES = 4 << 20
 """Memory from which a return is worth its time, some milliseconds of a thread without the interpreter's lock."""
-_PAGE_BYTES = resource.getpagesize()
 _STEADY_BYTES = 1 << 20
-
-
-class _Allocations(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
-        )
-    )  # fmt: skip
 
 
 class MemoryReturn:
     """One per process; `run` it."""
 
     def __init__(self) -> None:
-        libc = ctypes.CDLL(None)
-        self._trim = getattr(libc, "malloc_trim", None)
-        self._mallinfo = getattr(libc, "mallinfo2", None)
-        if self._mallinfo is not None:
-            self._mallinfo.restype = _Allocations
         self._last = self._least_resident = self._most_in_use = 0
 
     async def run(self) -> None:
         """Run until cancelled; ends at once with a C library other than glibc 2.33 or later."""
-        if self._trim is None or self._mallinfo is None:
+        if not allocator.is_known():
             return
-        self.returned(*self._sizes())
+        self.returned(*_sizes())
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self.is_due(*self._sizes()):
-                await asyncio.to_thread(self._trim, 0)
-                self.returned(*self._sizes())
+            if self.is_due(*_sizes()):
+                await asyncio.to_thread(allocator.trim)
+                self.returned(*_sizes())
 
     def is_due(self, resident: int, in_use: int) -> bool:
         """True if memory that nobody uses has come about since the last return, and no more is taken now.
@@ -69,9 +51,6 @@ class MemoryReturn:
         self._last = self._least_resident = resident
         self._most_in_use = in_use
 
-    def _sizes(self) -> tuple[int, int]:
-        return _resident_bytes(), int(self._mallinfo().uordblks) if self._mallinfo is not None else 0
 
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+def _sizes() -> tuple[int, int]:
+    return allocator.resident_bytes(), allocator.bytes_in_use()
