@@ -22,7 +22,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.engine import request
 from pdserve.kv_transfer.control import transfer_state
 from pdserve.kv_transfer.pull import read_queue
-from pdserve.router.attempts import attempt
+from pdserve.router.attempts import attempt_state
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
@@ -207,7 +207,7 @@ def moves_of(table: Mapping[enum.Enum, Collection[enum.Enum]]) -> dict[str, set[
         ("RequestStatus", request.LEGAL_MOVES),
         ("SourceState", transfer_state.SOURCE_MOVES),
         ("ReceiverState", transfer_state.RECEIVER_MOVES),
-        ("AttemptState", attempt.EDGES),
+        ("AttemptState", attempt_state.EDGES),
         ("ReadState", read_queue.LEGAL_MOVES),
     ],
 )

@@ -24,8 +24,9 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts import attempt as attempt_module
-from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState, IllegalMove, moved
+from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import backoff_s
+from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
 from pdserve.router.attempts.call_events import Admitted
 from pdserve.router.placement.placement import Placement
 from tests.router import candidates

@@ -14,8 +14,9 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.attempts import attempt as attempt_module
-from pdserve.router.attempts.attempt import EDGES, Attempt, AttemptState
+from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed
+from pdserve.router.attempts.attempt_state import EDGES, AttemptState
 from pdserve.router.attempts.call_events import Admitted, Computed, Ended, Landed, Outputs
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.call_failure import CallFailed

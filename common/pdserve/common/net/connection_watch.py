@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,14 +54,7 @@ class ConnectionWatch:
         """Shut down what is beyond the limit now."""
         known: dict[int, _Socket] = {}
         new: dict[int, _Socket] = {}
-        for path in _DESCRIPTORS.iterdir():
-            descriptor = int(path.name)
-            try:
-                target = str(path.readlink())
-            except OSError:
-                continue  # closed meanwhile
-            if not target.startswith("socket:"):
-                continue
+        for descriptor, target in _open_sockets():
             seen = self._known.get(descriptor)
             if seen is not None and seen.target == target:
                 known[descriptor] = seen
@@ -100,16 +94,22 @@ async def close_connection(peer: str) -> None:
 
 def _shut_down(peer: str) -> None:
     host, port = peer_host(peer), peer.rpartition(":")[2]
-    for path in _DESCRIPTORS.iterdir():
-        with contextlib.suppress(OSError):
-            if not (target := str(path.readlink())).startswith("socket:"):
+    for descriptor, target in _open_sockets():
+        with contextlib.suppress(OSError), _borrowed(descriptor, target) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            with _borrowed(int(path.name), target) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                address = connection.getpeername()
-                if str(address[1]) == port and _same_host(str(address[0]), host):
-                    connection.shutdown(socket.SHUT_RDWR)
+            address = connection.getpeername()
+            if str(address[1]) == port and _same_host(str(address[0]), host):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> Iterator[tuple[int, str]]:
+    """Descriptors of this process's sockets, with their targets."""
+    for path in _DESCRIPTORS.iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = str(path.readlink())
+            if target.startswith("socket:"):
+                yield int(path.name), target
 
 
 def _same_host(one: str, other: str) -> bool:

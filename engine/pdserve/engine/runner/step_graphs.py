@@ -87,15 +87,15 @@ class StepGraphs:
         self._ops = ops
         self._runtime = runtime
         self._device = device
-        self._shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
-        most = max(shape.num_tokens for shape in self._shapes)
+        shapes = graph_shapes(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+        self._rows = [shape for shape in shapes if shape.most_chunks is None]
+        self._prompts = [shape for shape in shapes if shape.most_chunks is not None]
+        most = max(shape.num_tokens for shape in shapes)
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._hidden = torch.zeros((most, model.hidden_size), dtype=dtype, device=device)
         self._graphs: dict[tuple[StepShape, bool], _Graph] = {}
         """Keys: the shape, and True if some rows may have LoRA adapters."""
-        self._sizes: dict[bool, list[StepShape]] = {}
-        """True: of prompts."""
 
     def shape_for(self, counts: IntArray, has_adapters: bool) -> StepShape | None:
         """The smallest captured shape with room for a step; None: there is none. counts `[S]`: tokens of each row, single ones
@@ -103,7 +103,7 @@ class StepGraphs:
         num_tokens, is_prompts = int(counts.sum()), int(counts[0]) > 1
         if not is_prompts and counts[-1] > 1:
             return None
-        shapes = self._sizes[is_prompts]
+        shapes = self._prompts if is_prompts else self._rows
         place = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
         if place == len(shapes):
             return None
@@ -120,18 +120,15 @@ class StepGraphs:
         shape, so that a caller can distinguish many graphs from one that hangs. lora: None without adapters.
         """
         config = self._config
-        rows = [shape for shape in self._shapes if shape.most_chunks is None]
-        prompts_shapes = [shape for shape in self._shapes if shape.most_chunks is not None]
         whole, rest = divmod(config.max_num_batched_tokens, config.max_model_len)
         prompts = [config.max_model_len] * whole + [rest] * (rest > 0)
         self._plans(self._batch(prompts, config.max_model_len))
-        for shape in reversed(rows):
+        for shape in reversed(self._rows):
             self._plans(self._batch([1] * shape.num_tokens, config.max_model_len))
-        self._capture_all([*rows, *prompts_shapes], before_each)
+        self._capture_all([*self._rows, *self._prompts], before_each)
         if lora is not None and lora.set_any_rows():
-            self._capture_all(rows, before_each, has_adapters=True)
+            self._capture_all(self._rows, before_each, has_adapters=True)
             lora.set_rows(np.array([NO_ADAPTER]), np.array([1]))
-        self._sizes = {False: rows, True: prompts_shapes}
 
     def _capture_all(
         self, shapes: Sequence[StepShape], before_each: Callable[[], None] | None, has_adapters: bool = False

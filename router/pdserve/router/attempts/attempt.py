@@ -24,7 +24,7 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline
 from pdserve.router.attempts.attempt_failure import AttemptFailed, PrefillNeeded
-from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
+from pdserve.router.attempts.attempt_state import AttemptState, moved
 from pdserve.router.attempts.call_events import (
     Admitted,
     Computed,
@@ -45,8 +45,6 @@ from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import LoadReservation, Worker
 from pdserve.text.outputs.output_processor import PositionConflict
-
-__all__ = ["EDGES", "Attempt", "AttemptState", "IllegalMove", "moved"]
 
 log = logging.getLogger(__name__)
 
