@@ -163,11 +163,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "multipleOf of types": ({"type": ["null", "number"], "multipleOf": 0.1}, "multipleOf is supported only if"),
     "multipleOf 0": ({"type": "integer", "multipleOf": 0}, "multipleOf is supported only if"),
-    "multipleOf beside a range": (
+    "multipleOf next to a range": (
         {"type": "integer", "multipleOf": 9, "minimum": 1, "maximum": 5},
         "no integer is within",
     ),
-    "a bound without type": ({"minimum": 3}, "minimum needs a type beside it: 3"),
+    "a bound without type": ({"minimum": 3}, "minimum needs a type next to it: 3"),
     "a text as a bound": ({"type": "integer", "minimum": "3"}, 'minimum must be a number: "3"'),
     "an older exclusiveMinimum": (
         {"type": "integer", "exclusiveMinimum": True},
@@ -175,10 +175,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "an unknown type": ({"type": "float"}, "type must be one of string, "),
     "an unknown format": ({"type": "string", "format": "iri"}, "format is not supported (supported are date, "),
-    "a format beside a length": ({"type": "string", "format": "date", "maxLength": 3}, "format beside a length"),
-    "a pattern beside a format": (
+    "a format next to a length": ({"type": "string", "format": "date", "maxLength": 3}, "format next to a length"),
+    "a pattern next to a format": (
         {"type": "string", "format": "date", "pattern": "a"},
-        "pattern beside a length or a format",
+        "pattern next to a length or a format",
     ),
     "look-around": ({"type": "string", "pattern": "(?=a)b"}, "a pattern with look-around is not supported"),
     "a reference in a pattern": ({"type": "string", "pattern": r"(a)\1"}, "a pattern with a reference, a condition"),
@@ -206,12 +206,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "oneOf may have a value that is valid by both",
     ),
     "allOf of two": ({"allOf": [{}, {}]}, "allOf of more than one schema is not supported"),
-    "beside $ref": ({"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {}}}, "minimum beside $ref is not supported: 1"),
-    "beside anyOf": ({"anyOf": [{}], "type": "null"}, 'type beside anyOf is not supported: "null"'),
-    "beside enum": ({"enum": [1], "minimum": 0}, "minimum beside enum is not supported: 0"),
+    "next to $ref": (
+        {"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {}}},
+        "minimum next to $ref is not supported: 1",
+    ),
+    "next to anyOf": ({"anyOf": [{}], "type": "null"}, 'type next to anyOf is not supported: "null"'),
+    "next to enum": ({"enum": [1], "minimum": 0}, "minimum next to enum is not supported: 0"),
     "a constant of another type": (
         {"const": 1, "type": "string"},
-        "const has a value that is not of the type beside it: 1",
+        "const has a value that is not of the type next to it: 1",
     ),
     "$ref elsewhere": ({"$ref": "http://a/b"}, "$ref must be '#', or begin with '#/',: \"http://a/b\""),
     "$ref to nothing": ({"$ref": "#/$defs/a~1b", "$defs": {"a~1b": {}}}, "$ref names nothing: there is no 'a/b'"),
@@ -235,9 +238,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"patternProperties": {"^a": {}, "^ab": {}}},
         "patternProperties is supported with several patterns only if",
     ),
-    "propertyNames beside properties": (
+    "propertyNames next to properties": (
         {"properties": {"a": {}}, "propertyNames": {"maxLength": 3}},
-        "propertyNames beside properties",
+        "propertyNames next to properties",
     ),
     "NaN": ({"const": float("nan")}, "const has a number that JSON does not have"),
 }

@@ -160,7 +160,7 @@ def test_a_message_is_large_for_its_files_alone():
     assert verify_num_fields(file, GENERATE.DESCRIPTOR, large=LARGE) is False
     shorter = field(GENERATE, "text", field(inference_pb2.TextPrompt, "text", b"x" * 3300))
     for data in (text, text + file, file + text, file + packed(b"\x80\x01" * 900) + shorter):
-        with pytest.raises(BodyTooLarge, match=r"bytes beside files, at most 5000 are allowed \(max_request_bytes\)"):
+        with pytest.raises(BodyTooLarge, match=r"bytes besides files, at most 5000 are allowed \(max_request_bytes\)"):
             verify_num_fields(data, GENERATE.DESCRIPTOR, large=LARGE)
 
 

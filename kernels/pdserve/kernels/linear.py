@@ -34,8 +34,8 @@ _PACKED_FLOAT32_NUMEL = 1 << 20
 """Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
 _WIDENED_ROWS = 4
 """Number of rows from which a widened product is faster than torch's in 16 bits; measured with AVX2."""
-_NATIVE_ROWS_BESIDE_WIDENED = {"avx512": 256}
-_OTHER_NATIVE_ROWS_BESIDE_WIDENED = 24
+_NATIVE_ROWS_BEFORE_WIDENED = {"avx512": 256}
+_OTHER_NATIVE_ROWS_BEFORE_WIDENED = 24
 """Number of rows up to which C++ in bfloat16 is faster than widened products, by the fastest level; measured with AVX2. With
 AVX-512 16 rows take 2.8 ms where 256 widened ones take 50 (4,864 x 896), so that 16 times as many rows take less in C++."""
 _WIDENED_OUTPUTS = 512
@@ -142,7 +142,7 @@ class BlockedLinear(_WidenedProducts):
         blocks = in_blocks(weight)
         self.native = NativeBfloatRows(blocks, weight.shape[1], weight, bias, library)
         """Computes at most `native_rows` rows."""
-        self.native_rows = _NATIVE_ROWS_BESIDE_WIDENED.get(library.levels[0], _OTHER_NATIVE_ROWS_BESIDE_WIDENED)
+        self.native_rows = _NATIVE_ROWS_BEFORE_WIDENED.get(library.levels[0], _OTHER_NATIVE_ROWS_BEFORE_WIDENED)
         self._pairs = blocks.view(torch.int32).squeeze(-1).transpose(0, 1)
         """`[in / 2, blocks, CHANNELS]`: the first input in the low half, as processors of both architectures read memory."""
 

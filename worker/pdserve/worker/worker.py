@@ -61,7 +61,7 @@ TICK_STILL_S = 3.0
 MAX_PEER_CONNECTIONS_PER_ADDRESS = MAX_PEER_CONNECTIONS // 4
 """Routers and workers keep one each; several may share an address."""
 _OTHER_STREAMS = 36
-"""Streams of a connection beside one per session, or per sequence whose blocks another worker fetches."""
+"""Streams of a connection besides one per session, or per sequence whose blocks another worker fetches."""
 LAST_WORDS_S = 0.5
 """Seconds in which streams that are cut off must report that to their routers."""
 

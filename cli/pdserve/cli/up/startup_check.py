@@ -17,7 +17,7 @@ CHECK_S = 60.0
 
 
 def check_workers(plan: ClusterPlan, folder: Path) -> None:
-    """Ask about devices and the model. A bundled model on processors is known to be served, and not asked about.
+    """Ask about devices and the model. A bundled model on CPUs is known to be served, and not asked about.
 
     folder: of the model. Raises: ConfigError naming a worker and the reason.
     """

@@ -36,7 +36,7 @@ class Method(Generic[Req, Res]):
     request: type[Req]
     response: type[Res]
     max_response_bytes: int | None = None
-    """A larger response is not decoded. None: gRPC's own limit alone."""
+    """A larger response is not decoded. None: only gRPC's own limit."""
 
 
 PREFILL = Method("/pdserve.v1.PrefillService/Prefill", prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent)
@@ -74,7 +74,7 @@ def warn_of(peer: str, error: PeerError) -> None:
 
 def decoder(response: type[Res], peer: str, max_bytes: int | None = None) -> Callable[[bytes], Res]:
     """A deserializer for gRPC, which never raises: it returns `Undecodable` for invalid bytes, which `readable` turns into an
-    error. max_bytes: of a message; None: gRPC's own limit alone."""
+    error. max_bytes: of a message; None: only gRPC's own limit."""
 
     def decode(raw: bytes) -> Res:
         try:

@@ -163,7 +163,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def bare_bad_words(self) -> tuple[str, ...]:
-        """`bad_words` without the white space at their beginning; a word of white space alone keeps it."""
+        """`bad_words` without the white space at their beginning; a word of only white space keeps it."""
         return tuple(word.lstrip() or word for word in self.bad_words)
 
     @property

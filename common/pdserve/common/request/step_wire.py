@@ -16,7 +16,7 @@ MAX_EVENTS = 1024
 MAX_ENTRIES = 8192
 """Most entries of the columns in one message: a worker ends a message earlier (`StepOutbox`)."""
 _MAX_TOKENS = 1 << 16
-"""Tokens of one message, beside those of its last entry, which may be a whole output."""
+"""Tokens of one message, besides those of its last entry, which may be a whole output."""
 _MESSAGE_BYTES = 2 << 20
 _TOKEN_BYTES = 16
 _MAX_END_CHARS = 2000

@@ -112,7 +112,7 @@ def verify_num_fields(
                     )
     if large is not None and len(data) - num_file_bytes > large.max_bytes:
         raise BodyTooLarge(
-            f"the message has {len(data) - num_file_bytes} bytes beside files, at most {large.max_bytes} are allowed "
+            f"the message has {len(data) - num_file_bytes} bytes besides files, at most {large.max_bytes} are allowed "
             f"({large.option})"
         )
     return may_have_unknown

@@ -175,7 +175,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self._is_alone = is_alone
 
     def growth(self, request: Request, num_tokens: int, num_given: int | None) -> int:
-        # each further block takes the place of one behind the window
+        # each further block takes the place of one before the window
         return min(1, super().growth(request, num_tokens, num_given))
 
     def num_skipped(self, request: Request, num_computed_tokens: int) -> int:

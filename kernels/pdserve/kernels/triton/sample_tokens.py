@@ -249,7 +249,7 @@ def choose(
 ):  # fmt: skip
     """`chosen[0, n]`: the row's token; `chosen[1, n]`: the bits of its highest logit.
 
-    `undecided[n]`: whether the token may lie behind the border of top_p; the borders of `find_border`.
+    `undecided[n]`: whether the token may lie beyond the border of top_p; the borders of `find_border`.
     """
     row = tl.program_id(0).to(tl.int64)
     top, token = top_of_row(highest, highest_id, row, parts, PARTS)

@@ -28,7 +28,7 @@ _FILES = frozenset(
 )
 """Fields for which messages may be larger than prompts of tokens are."""
 MIN_VALUES = 1 << 20
-"""Values of a body or message beside as many as the model has tokens, at most."""
+"""Values of a body or message besides as many as the model has tokens, at most."""
 _MIN_BODIES = 16
 """Number of bodies of the largest size that may be read at the same time."""
 

@@ -41,7 +41,7 @@ class _Parts:
 
 
 class ImageTransport(httpx.AsyncBaseTransport):
-    """Used on the event loop alone; `aclose` it. No connection serves two requests."""
+    """Used only on the event loop; `aclose` it. No connection serves two requests."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._pool = httpcore.AsyncConnectionPool(

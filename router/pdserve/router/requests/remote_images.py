@@ -60,7 +60,7 @@ class RemoteImages:
         self._max_bytes = max_bytes
         self.budget = BodyBudget(max_bytes_in_flight)
         self._resolvers = ThreadPoolExecutor(_RESOLVER_THREADS, "image-hosts")
-        # a transport alone: httpx's client has cookies, redirects and credentials
+        # only a transport: httpx's client has cookies, redirects and credentials
         self._transport = transport or ImageTransport(httpx.create_ssl_context())
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ OF_OBJECTS = (
 )
 OF_ARRAYS = ("items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems")
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Keywords beside which no other constraint is enforced, except `type` beside the last two."""
+"""Keywords next to which no other constraint is enforced, except `type` next to the last two."""
 NOT_ENFORCED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains"),
     *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
@@ -132,20 +132,20 @@ def _verify_neighbours(path: str, schema: dict[str, Any]) -> None:
         types = types_of(schema)
         for names, needed in ((NUMERIC, {"integer", "number"}), (TEXTUAL, {"string"})):
             for name in sorted(constraints.intersection(names)):
-                _require("type" in schema, path, f"{name} needs a type beside it", schema[name])
+                _require("type" in schema, path, f"{name} needs a type next to it", schema[name])
                 if name == "multipleOf" and needed.intersection(types):
                     told = "multipleOf is supported only if it is an integer from 1 to 10000"
                     _require(is_count(schema[name]) and 1 <= schema[name] <= 10_000, path, told, schema[name])
         mixed = "object" in types and constraints.intersection(OF_ARRAYS) and "type" not in schema
-        _require(not mixed, path, "keywords of objects and of arrays need a type beside them", sorted(constraints))
+        _require(not mixed, path, "keywords of objects and of arrays need a type next to them", sorted(constraints))
         return
     others = sorted(constraints - {alone} - ({"type"} if alone in ("enum", "const") else set()))
     if others:
-        refuse(path, f"{others[0]} beside {alone} is not supported", schema[others[0]])
+        refuse(path, f"{others[0]} next to {alone} is not supported", schema[others[0]])
     if "type" in schema:
         for value in schema["enum"] if alone == "enum" else [schema["const"]]:
             fits = any(_is_of(value, name) for name in types_of(schema))
-            _require(fits, path, f"{alone} has a value that is not of the type beside it", value)
+            _require(fits, path, f"{alone} has a value that is not of the type next to it", value)
 
 
 def _verify_texts(path: str, schema: dict[str, Any]) -> None:
@@ -153,8 +153,10 @@ def _verify_texts(path: str, schema: dict[str, Any]) -> None:
         return
     form = next((name for name in ("pattern", "format") if name in schema), None)
     for name in ("minLength", "maxLength", "format"):
-        beside = form is not None and name != form and name in schema
-        _require(not beside, path, f"{form} beside a length or a format is not supported", schema.get(form or ""))
+        is_with_form = form is not None and name != form and name in schema
+        _require(
+            not is_with_form, path, f"{form} next to a length or a format is not supported", schema.get(form or "")
+        )
     if "pattern" in schema:
         verify_pattern(path, "pattern", schema["pattern"])
     if "format" in schema:
@@ -181,12 +183,12 @@ def _verify_object(path: str, schema: dict[str, Any]) -> None:
     for name in ("additionalProperties", "unevaluatedProperties"):
         is_open = schema.get(name, False) is not False
         _require(
-            not (is_open and patterns), path, f"{name} beside patternProperties is not supported", schema.get(name)
+            not (is_open and patterns), path, f"{name} next to patternProperties is not supported", schema.get(name)
         )
     names = schema.get("propertyNames", True)
     if names is not True:
         for name in ("properties", "patternProperties"):
-            _require(not schema.get(name), path, f"propertyNames beside {name} is not supported", names)
+            _require(not schema.get(name), path, f"propertyNames next to {name} is not supported", names)
         known = isinstance(names, dict) and names.keys() & CONSTRAINTS <= {"type", *TEXTUAL, "enum", "const"}
         _require(known, path, "propertyNames is supported only with pattern, format, lengths, enum or const", names)
         for value in names.get("enum", [names["const"]] if "const" in names else []):
