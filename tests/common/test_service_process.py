@@ -28,7 +28,8 @@ def test_no_child_crashes_where_grpc_is_at_work() -> None:
     """The handlers of gRPC are on, as if a library had loaded it before us."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.support.starting_processes", "150"],
-        env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "1"},
+        # the folder of the tests is not on the path where PYTHONSAFEPATH is set, as in the Makefile
+        env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT, capture_output=True, text=True, timeout=2 * HANG_S, check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout.split()) == (0, ["done"]), ended.stderr
