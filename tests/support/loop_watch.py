@@ -93,7 +93,7 @@ TRIES = 3
 
 
 async def watched(ask: Callable[[], Awaitable[T]]) -> tuple[T, LoopWatch]:
-    """Await `ask()` and watch the loop meanwhile, up to `TRIES` times until no callback takes `LOOP_S`; the last answer and watch."""
+    """Await `ask()` and watch the loop, up to `TRIES` times until no callback takes `LOOP_S`; the last answer and watch."""
     for remaining in reversed(range(TRIES)):
         with LoopWatch() as watch:
             answer = await ask()
