@@ -161,6 +161,20 @@ def test_a_repetition_penalty_that_float32_lacks_is_still_a_number(
     assert len(answer.token_ids) == COUNT
 
 
+@pytest.mark.parametrize("others", [{}, {"top_k": 5}, {"min_p": 1e-60}], ids=["only top_p", "top_k", "min_p"])
+@pytest.mark.parametrize("top_p", [5e-324, 1e-60, 7e-46, 1e-45, 1e-38])
+def test_a_top_p_that_float32_lacks_keeps_one_token(
+    make_engine: MakeEngine, top_p: float, others: dict[str, float]
+) -> None:
+    """In batches whose rows have different highest logits: a row without any token took another row's."""
+    engine, params = make_engine(), {"max_tokens": COUNT, "temperature": 1.0, "top_p": top_p, **others}
+    prompts = [PROMPT[start:] for start in range(4)]
+    greedy = [make_engine().ask(prompt, params={"max_tokens": COUNT}).token_ids for prompt in prompts]
+    asked = [engine.add(prompt, params=params | {"seed": place}) for place, prompt in enumerate(prompts)]
+    answers = engine.run()
+    assert [answers[request_id].token_ids for request_id in asked] == greedy
+
+
 @pytest.mark.parametrize("repetition", [0.5, 1.0, 1.7])
 def test_penalties_of_many_rows_are_the_oracles(repetition: float) -> None:
     random = np.random.default_rng(8)

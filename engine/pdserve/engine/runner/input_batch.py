@@ -28,6 +28,9 @@ from pdserve.engine.sampling.token_mask import TokenRuleTable
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler_output import NewRequestData
 
+_SMALLEST_TOP_P = float(np.finfo(np.float32).tiny)
+"""A smaller top_p counts as this much, which keeps one token, too: as float32 it may be 0, which would keep none."""
+
 
 class InputBatch:
     """Arrays of `max_num_seqs` rows."""
@@ -118,7 +121,7 @@ class InputBatch:
             self.encoder_tokens[row], self.encoder_slots[row] = encoder_prompt.num_tokens, encoder_prompt.num_slots
         params = request.sampling_params
         self._temperature[row] = 0.0 if params.greedy else params.temperature
-        self._top_p[row] = params.top_p
+        self._top_p[row] = max(params.top_p, _SMALLEST_TOP_P)
         self._top_k[row] = params.top_k if params.top_k > 0 else self._vocab_size
         self._min_p[row] = params.min_p
         self._seeds[row] = params.seed or 0

@@ -44,6 +44,7 @@ class Cut:
     temperature: FloatArray
     """Above 0."""
     top_p: FloatArray
+    """Above 0."""
     top_k: IntArray
     """Vocabulary size: no limit."""
     min_p: FloatArray
