@@ -240,7 +240,7 @@ class _Session:
             num_kept_output_tokens=said.num_kept_output_tokens,
         )
         engine.verify_update(update)
-        # for the turn's record alone: the engine has the sequence
+        # only the call's statistics need this copy
         request = msgspec.structs.replace(
             self._request,
             prompt_token_ids=update.prompt_token_ids,

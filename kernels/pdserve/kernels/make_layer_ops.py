@@ -19,13 +19,13 @@ class LayerOpsError(Exception):
 
 
 def make_layer_ops(name: str, device: torch.device) -> LayerOps:
-    """The implementation called `name`. `auto`: Triton on a GPU, C++ on a processor, else torch, also where they are not there.
+    """The implementation called `name`. `auto`: Triton on a GPU, C++ on a CPU, torch where these are not installed.
 
     Raises: LayerOpsError naming the setting, its value, and what is missing or known.
     """
     if not takes_triton(name, device):
         return _make_native(name, device) or TorchLayerOps()
-    # imported here, so that a processor that serves does not spend the time and memory
+    # lazy: CPU services never import Triton
     from pdserve.kernels.triton.layer_ops import TritonLayerOps
 
     return TritonLayerOps(device)

@@ -96,7 +96,7 @@ class EngineClient:
         host.subscribe(self)
         self._streams: dict[str, RequestStream] = {}
         self._sequence_ids: dict[str, tuple[str, ...]] = {}
-        """Request id -> what the engine calls its sequences, until it has nothing of the request any more."""
+        """Request id -> engine sequence ids; removed once the engine has dropped the request."""
         self._taken: set[str] = set()
         """All of these."""
         self.stats = host.stats

@@ -1,4 +1,4 @@
-"""`KVCacheCoordinator`: the block tables of all KV cache groups together; what a sequence has is what it has in every group.
+"""`KVCacheCoordinator`: the block tables of all KV cache groups. A sequence's cached length is the minimum over its groups.
 
 The groups share one pool. A group's layers are equally many, or fewer by padding, so any block serves any group, and memory goes to
 the groups that need it: to those without a window where sequences are long, to all alike where they are short.

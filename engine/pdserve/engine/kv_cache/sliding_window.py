@@ -29,7 +29,7 @@ class SlidingWindow:
         return first if keep_from is None else min(first, keep_from)
 
     def longest_hit(self, has: Callable[[int], bool], num_blocks: int, keep_from: int | None = None) -> int:
-        """Number of blocks of the longest beginning of a sequence of which the cache has every block that a hit needs.
+        """Length in blocks of the longest prefix whose windowed blocks are all cached.
 
         has: True if the cache has the sequence's block of this index, below `num_blocks`; called once for each at most. keep_from:
         as of `first_needed_block`.

@@ -36,7 +36,7 @@ def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> A
     device = kv_cache.device
     if find_spec("triton") is None:
         raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")
-    # imported here, so that a processor that serves does not spend the time and memory
+    # lazy: CPU services never import Triton
     import triton
 
     if device.type != "cuda" and not triton.knobs.runtime.interpret:

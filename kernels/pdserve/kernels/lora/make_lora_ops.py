@@ -24,7 +24,7 @@ def make_lora_ops(
     dtype: of the model. max_loras: slots. max_tokens: of one step. Raises: LayerOpsError, as `make_layer_ops`.
     """
     if takes_triton(kernels, device):
-        # imported here, so that a processor that serves does not spend the time and memory
+        # lazy: CPU services never import Triton
         from pdserve.kernels.triton.lora_ops import TritonLoraOps
 
         return TritonLoraOps(device, max_loras, max_tokens)

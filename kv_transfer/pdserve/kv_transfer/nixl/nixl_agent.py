@@ -38,7 +38,7 @@ _ENVIRONMENT = {
 
 
 _DEVICE_ENVIRONMENT = {
-    # what UCX cannot read directly it would copy through the host, slower than the TCP connector: it fails instead
+    # forbid UCX's host-copy emulation, which is slower than TCP; reads then fail over to TCP
     "UCX_PROTO_EMULATION_ENABLE": "n",
     # else UCX refuses to read between the processes of a GPU that has no NVLink, such as the only one of a virtual machine
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",

@@ -85,7 +85,7 @@ class StepCache(Cache):  # type: ignore[misc]
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the step's, for code that ignores the positions; such code is refused or has no use for them."""
+        """Always 0: positions are explicit; models that need the cache length are refused."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

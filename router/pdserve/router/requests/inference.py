@@ -304,7 +304,7 @@ class Inference:
         if not session.token_ids:
             session.lora_name = request.lora_name
         priority = self._priority(request, client)
-        # it came with the first turn and names them all
+        # the id of the first turn names every turn
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
         record = self._trace(request_id, request, client_request_id, client)
         request = msgspec.structs.replace(
@@ -341,7 +341,7 @@ class Inference:
         field: what the client calls the list of its inputs. client: whose it is, for limits per API key. operation: for traces.
         Raises: InvalidRequest for too many inputs.
         """
-        # as many pairs of texts, without a head, are twice as many texts
+        # without a classification head each pair costs two embeddings, so the limit doubles
         limit = MAX_EMBEDDING_INPUTS * (2 if operation in ("score", "rerank") else 1)
         if not 0 < len(requests) <= limit:
             raise InvalidRequest(f"{field} has {len(requests)} entries, 1 to {limit} are allowed", field)

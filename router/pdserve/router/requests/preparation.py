@@ -49,7 +49,7 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 
 _TOKENIZER_THREADS = 2
 MAX_ASIDE = 256
-"""Calls that may wait for the thread beside the tokenizer's."""
+"""Calls that may wait for the thread of `in_background_pool`, at most."""
 SHORT_CHARS = 1024
 """Characters of a prompt that is tokenized in the event loop, at most, which takes a fraction of a millisecond."""
 _SHORT_MESSAGES = 8
@@ -229,7 +229,7 @@ class Preparation:
         prompt, field = request.prompt, request.field
         truncates = request.truncation is not None
         images = self._images if request.pooling_params is None else None
-        # a client's template takes a process and seconds, for which other prompts do not wait
+        # client templates render in their own process and queue; other prompts must not wait for them
         is_own = isinstance(prompt, ChatInput) and prompt.chat_template is not None
         threads = self._templates if is_own else self._threads
         async with AsyncExitStack() as fetched:

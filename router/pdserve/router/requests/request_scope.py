@@ -60,7 +60,7 @@ class RequestScope(abc.ABC, Generic[R]):
 
     @property
     def usage(self) -> Usage:
-        """Usage, summed over the runs; of a single run its own, which goes on changing."""
+        """Usage, summed over the runs; for a single run, its live counter."""
         if len(self._runs) == 1:
             return self._runs[0].usage
         return Usage(

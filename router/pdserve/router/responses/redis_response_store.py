@@ -4,8 +4,8 @@
     {ns}:responses:<tenant>      sorted set   `<bytes>:<id>` of the tenant's responses, by the time of their end
 
 Values are encrypted and authenticated (AES-GCM) under a sub-key of the deployment key for each tenant and id: other clients of
-Redis can neither read nor change them, and a value that is copied to another tenant's key, or to another id, is no response. The
-time at which a response expires is among the sealed bytes, so that a value that was kept elsewhere is no response later.
+Redis can neither read nor change them. Values are bound to tenant and id and carry their expiry, so copied or replayed ones fail
+authentication or have expired.
 
 Other clients may write values and members of any size: reading a value ends at `max_stored_response_bytes`, and an index that
 takes more memory than its members need is deleted unread.

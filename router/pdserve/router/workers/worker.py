@@ -182,7 +182,7 @@ class Worker:
         return -(-num_encoder_tokens // block_size) * block_size + num_tokens
 
     def num_prompt_blocks(self, num_tokens: int, num_cached: int = 0) -> int:
-        """Blocks of a prompt behind the first `num_cached` places that the next token sees, likewise."""
+        """Blocks of a prompt after the first `num_cached` that the next token attends to, in units of `num_blocks`."""
         layout = self.identity.layout
         return -(-layout.num_prompt_blocks(num_tokens, num_cached) // layout.num_groups)
 
