@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(T
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
 .PHONY: up demo demo-image test test-all clients interpreted compiled kernels coverage faults fuzz soak check proto docs-generated bench
-.PHONY: family-records
+.PHONY: family-records site
 .PHONY: gpu gpu-dry gpu-carry lock sbom format clean
 
 up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
@@ -103,6 +103,16 @@ proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto
 docs-generated: $(VENV)/.dev  ## rewrite the parts of docs/ that are made from the code
 	$(BIN)/python -m generated_docs --write
 
+# zensical needs no torch, and has an environment of its own; what is installed stands in deploy/requirements/
+SITE := .venv-site
+site: $(SITE)/.installed  ## the documentation as a site with search, dist/site/index.html; a broken link is an error
+	$(SITE)/bin/python deploy/docs_site.py
+
+$(SITE)/.installed: deploy/requirements/site.txt deploy/install.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python deploy/install.py --only $<
+	touch $@
+
 family-records: $(VENV)/.dev  ## measure model families whose configuration or transformers changed, and rewrite docs/models.md
 	PYTHONSAFEPATH= $(BIN)/python -m tests.support.family_exactness
 	PYTHONSAFEPATH= $(BIN)/python -m tests.support.any_family_record
@@ -136,7 +146,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .venv-triton tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(SITE) .venv-triton tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'

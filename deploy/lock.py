@@ -17,7 +17,7 @@ users may install either alone:
 
 Each file `tests/clients/requirements/NAME.in` is resolved by itself into NAME.txt beside it: client libraries disagree with each
 other and with pdserve about versions, and have environments of their own. So do the other versions of Triton with which
-`make kernels` runs, in `tests/kernels/requirements`.
+`make kernels` runs, in `tests/kernels/requirements`, and the builder of the documentation's site, in `deploy/requirements`.
 
 Versions that stand in the files stay while they satisfy pyproject.toml; `--upgrade` moves all. Needs uv (the extra `dev`) and
 PyPI. deploy/install.py installs from the files.
@@ -39,7 +39,7 @@ INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
 EXTRAS = ["nixl", "bench", "ray"]
 """Extras that users install; no package is in two of them, and `dev` has none of nixl and bench."""
-APART = (Path("tests/clients/requirements"), Path("tests/kernels/requirements"))
+APART = (Path("tests/clients/requirements"), Path("tests/kernels/requirements"), Path("deploy/requirements"))
 """Folders of sets that are resolved by themselves."""
 CPU_WHEELS = "torch-cpu-wheels.sha256"
 """Written by hand, in the form of sha256sum: what https://download.pytorch.org/whl/cpu/torch/ lists for the locked version."""

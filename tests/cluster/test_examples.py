@@ -1,4 +1,4 @@
-"""The README's examples run: `pdserve up` with the bundled model, and the commands that ask."""
+"""The examples of the README and of the quickstart run: `pdserve up` with the bundled model, and the commands that ask."""
 
 from __future__ import annotations
 

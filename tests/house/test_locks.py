@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "locks").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPLOY = ROOT / "deploy"
-APART = [path for name in ("clients", "kernels") for path in sorted((ROOT / f"tests/{name}/requirements").glob("*.in"))]
+APART = [
+    path
+    for folder in ("tests/clients", "tests/kernels", "deploy")
+    for path in sorted((ROOT / folder / "requirements").glob("*.in"))
+]
 
 
 def entries_of(text: str) -> dict[str, str]:
@@ -58,7 +62,7 @@ def test_every_line_is_a_version_with_hashes(lock: str) -> None:
 
 
 @pytest.mark.parametrize("asked", APART, ids=lambda path: path.stem)
-def test_client_libraries_are_locked(asked: Path) -> None:
+def test_what_is_installed_apart_is_locked(asked: Path) -> None:
     found = entries_of(asked.with_suffix(".txt").read_text())
     lines = [Requirement(line) for line in asked.read_text().splitlines() if not line.startswith("#")]
     assert lines

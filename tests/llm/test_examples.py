@@ -1,4 +1,4 @@
-"""The example and the README's lines, as somebody would run them, with the bundled model."""
+"""The example and the lines of docs/llm.md, as somebody would run them, with the bundled model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ print("left")
     assert output_of("-c", code) == "left\n"
 
 
-def test_readme() -> None:
-    section = (ROOT / "README.md").read_text().split("\n## Without services\n")[1].split("\n## ")[0]
+def test_the_page_is_true() -> None:
+    section = (ROOT / "docs/llm.md").read_text().split("\n## A batch\n")[1].split("\n## ")[0]
     [(code, printed)] = re.findall(r"```python\n(.*?)```.*?```\n(.*?)```", section, re.DOTALL)
     assert output_of("-c", code) == printed
