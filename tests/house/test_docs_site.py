@@ -53,7 +53,7 @@ def test_generated_and_raw_pages_come_last() -> None:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """What a link may name after `#`: GitHub's anchors of the page's headings."""
+    """Names that a link may have after `#`: GitHub's anchors of the page's headings."""
     seen: Counter[str] = Counter()
     return frozenset(_anchors(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), seen))
 

@@ -30,8 +30,8 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs/openai.md"
 COMMON = set(GenerationBody.__struct_fields__)
 SECTIONS = {
     "Completions and chat completions": COMMON,
-    "Completions alone": set(CompletionBody.__struct_fields__) - COMMON,
-    "Chat completions alone": set(ChatBody.__struct_fields__) - COMMON,
+    "Completions only": set(CompletionBody.__struct_fields__) - COMMON,
+    "Chat completions only": set(ChatBody.__struct_fields__) - COMMON,
     "Responses": set(ResponsesBody.__struct_fields__),
     "Embeddings": set(EmbeddingBody.__struct_fields__),
     "Classify": set(ClassifyBody.__struct_fields__),
