@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from generated_docs import house_page
 from generated_docs.model_families import model_families, refused_families
 from generated_docs.package_drawing import package_drawing
 from generated_docs.tests_of_modules import tests_of_modules
 
 ROOT = Path(__file__).resolve().parents[2]
+HOUSE = "docs/house.md"
 
 
 def texts() -> dict[tuple[str, str], str]:
@@ -19,6 +21,7 @@ def texts() -> dict[tuple[str, str], str]:
         ("docs/models.md", "families"): model_families(ROOT),
         ("docs/models.md", "refused families"): refused_families(ROOT),
         ("docs/tests.md", "tests"): tests_of_modules(ROOT),
+        **{(HOUSE, name): make(ROOT, part(ROOT / HOUSE, name)) for name, make in house_page.PARTS.items()},
     }
 
 

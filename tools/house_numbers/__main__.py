@@ -1,30 +1,22 @@
-"""`python -m house_numbers [BASE [LAST]] [--write]`: tables of two revisions, by git; LAST `.` is the folder as it is."""
+"""`python -m house_numbers [REVISION]...`: the counts of revisions next to each other; `.` is the folder as it is."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from house_numbers.history import lines_by_feature
-from house_numbers.shape import SMALL_LINES, Room, Shape, shape_of
+from house_numbers.shape import shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/house.md"
-MARK = "<!-- below: python -m house_numbers --write -->\n"
-COLUMNS: tuple[tuple[str, str, Callable[[Iterable[int]], int]], ...] = (
-    ("lines", "lines", sum), ("files", "files", sum), ("small_files", f"below {SMALL_LINES} lines", sum),
-    ("largest_folder", "largest folder", max), ("file_arrows", "arrows between files", sum),
-    ("part_arrows", "between parts", sum),
-)  # fmt: skip
 
 
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """A folder with the files of a revision."""
+    """A folder with the files of a revision. Raises: CalledProcessError when git does not know it."""
     if revision == ".":
         yield ROOT
         return
@@ -34,37 +26,21 @@ def checkout(revision: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def table(before: Shape, after: Shape) -> Iterator[str]:
-    yield f"| package | {' | '.join(heading for _, heading, _ in COLUMNS)} |"
-    yield "|---" * (len(COLUMNS) + 1) + "|"
-    for name in after.rooms:
-        old, new = before.rooms.get(name, Room(0, 0, 0, 0, 0, 0)), after.rooms[name]
-        yield f"| `{name}` | " + " | ".join(f"{getattr(old, f):,} -> {getattr(new, f):,}" for f, *_ in COLUMNS) + " |"
-    cells = []
-    for field, _, together in COLUMNS:
-        totals = (together(getattr(room, field) for room in shape.rooms.values()) for shape in (before, after))
-        cells.append(" -> ".join(f"{total:,}" for total in totals))
-    yield f"| all | {' | '.join(cells)} |\n"
-    yield f"Terms of our own in `docs/notation.md`: {before.terms} -> {after.terms}."
-    yield f"Files that the walk of a request names in `docs/architecture.md`: {before.walk} -> {after.walk}."
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m house_numbers", description="Tables of two revisions, by git.")
-    parser.add_argument("base", nargs="?", default="2a1289e", help="default: %(default)s")
-    parser.add_argument("last", nargs="?", default="HEAD", help="default: %(default)s; `.` is the folder as it is")
-    parser.add_argument("--write", action="store_true", help=f"replace the tables of {PAGE.name}")
-    arguments = parser.parse_args()
-    base, last = arguments.base, arguments.last
-    with checkout(base) as old, checkout(last) as new:
-        before, after = shape_of(old), shape_of(new)
-    lines = sum(room.lines for room in before.rooms.values())
-    history = lines_by_feature(ROOT, base, "HEAD" if last == "." else last, lines)
-    text = "\n".join([*table(before, after), "\n## Lines by feature\n", *history, ""])
-    if arguments.write:
-        PAGE.write_text(PAGE.read_text().partition(MARK)[0] + f"{MARK}\n{text}")
-    else:
-        print(text, end="")
+    parser = argparse.ArgumentParser(
+        prog="python -m house_numbers", description="Counts of revisions, next to each other."
+    )
+    parser.add_argument("revisions", nargs="*", default=["."], help="default: `.`, the folder as it is")
+    revisions: list[str] = parser.parse_args().revisions
+    columns: list[dict[str, int]] = []
+    for revision in revisions:
+        with checkout(revision) as root:
+            shape = shape_of(root)
+        rooms = {f"{name}, lines": room.lines for name, room in shape.rooms.items()}
+        columns.append({**shape.sizes, **shape.exact, **rooms})
+    print("\n".join([f"| | {' | '.join(revisions)} |", "|---" + "|---:" * len(revisions) + "|"]))
+    for label in dict.fromkeys(label for column in columns for label in column):
+        print(f"| {label} | {' | '.join(f'{column[label]:,}' if label in column else '' for column in columns)} |")
 
 
 if __name__ == "__main__":
