@@ -77,6 +77,12 @@ def test_every_link_to_a_heading_finds_it(page: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_link_of_the_site_stays_on_it(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]+\.md)(?:#[^)]*)?\)", page.read_text())
+    assert {(page.parent / link).resolve() for link in links} <= set(PAGES)
+
+
 def test_anchors_are_those_of_github(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b_c` (d)\n\n```\n# no heading\n```\n\n## Twice\n\n## Twice\n\n## It's [here](x.md), now\n")
