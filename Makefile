@@ -106,7 +106,7 @@ docs-generated: $(VENV)/.dev  ## rewrite the parts of docs/ that are made from t
 # zensical needs no torch, and has an environment of its own; what is installed stands in deploy/requirements/
 SITE := .venv-site
 site: $(SITE)/.installed  ## the documentation as a site with search, dist/site/index.html; a broken link is an error
-	$(SITE)/bin/python deploy/docs_site.py
+	$(SITE)/bin/python tools/docs_site.py
 
 $(SITE)/.installed: deploy/requirements/site.txt deploy/install.py
 	$(PYTHON) -m venv $(@D)

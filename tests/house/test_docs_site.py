@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from deploy.docs_site import FROM_ROOT, as_neighbour, stage
+from docs_site import FROM_ROOT, as_neighbour, stage
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in FROM_ROOT)]
