@@ -219,7 +219,7 @@ async def told(cluster: Cluster, liar: LyingWorker, event: str, case: Wrong) -> 
             return f"{answer.status_code} {answer.text[:300]}"
     if any(LIE in answer.text for answer in answers):
         return "a worker's text came out"
-    if watch.longest_s > 2 * LOOP_S:
+    if watch.longest_s > LOOP_S:
         # the workers are in this loop, too
         return f"{watch.longest_s} s in {watch.callback}"
     wrong = [answer for answer in answers if answer.status_code == 200 and not is_right(answer.json())]
@@ -360,7 +360,7 @@ async def misreport(cluster: Cluster, caplog: pytest.LogCaptureFixture, lies: li
             answers = await asyncio.gather(*(cluster.complete(max_tokens=2) for _ in range(3)))
         assert [answer.status_code for answer in answers] == [200] * 3, (case.name, [a.text for a in answers])
         assert not any(LIE in answer.text for answer in answers)
-        assert watch.longest_s < 2 * LOOP_S, (case.name, watch.longest_s, watch.callback)
+        assert watch.longest_s < LOOP_S, (case.name, watch.longest_s, watch.callback)
         liar.lie = None
         liar.load.CopyFrom(worker_pb2.Load(engine_tick=liar.load.engine_tick + 1))
         liar.report()

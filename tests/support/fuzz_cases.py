@@ -7,6 +7,7 @@ case that fails is printed with its seed and number. The fixture `fuzzer` (`test
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -109,10 +110,8 @@ class Fuzzer:
             self.look_at_memory()
 
     def look_at_memory(self) -> None:
-        began_s = time.thread_time()
-        self._memory.append((time.monotonic() - self._began_at, self.measure()))
-        if self._watch is not None:
-            self._watch.leave_out(time.thread_time() - began_s)
+        with contextlib.nullcontext() if self._watch is None else self._watch.leaving_out():
+            self._memory.append((time.monotonic() - self._began_at, self.measure()))
 
     @property
     def grown_bytes(self) -> int:

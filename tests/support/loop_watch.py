@@ -8,7 +8,8 @@ import mmap
 import resource
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -55,7 +56,7 @@ class LoopWatch:
         if phase == "start":
             self._collecting_since = time.thread_time()
         elif self._collecting_since is not None:
-            self.leave_out(time.thread_time() - self._collecting_since)
+            self._left_out_s += time.thread_time() - self._collecting_since
             self._collecting_since = None
 
     def __enter__(self) -> LoopWatch:
@@ -70,25 +71,30 @@ class LoopWatch:
                 return
             # a running callback drops what it was called with
             callback = handle._callback
+            self._left_out_s = 0.0
             num_touched = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
             began = time.thread_time()
             run(handle)
             took_s = time.thread_time() - began - self._left_out_s
             num_touched = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - num_touched
             took_s -= num_touched * self._touch_s
-            self._left_out_s = 0.0
             if took_s > self.longest_s:
                 self.longest_s, self.callback = took_s, repr(callback)[:400]
 
         handles._run = measured
-        gc.collect()
         gc.callbacks.append(self._on_collection)
         self._memory = MemoryWatch().__enter__()
         return self
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave out time that a test has spent in the running callback for its own sake."""
-        self._left_out_s += seconds
+    @contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Leave out what a test does inside the context, in the running callback and for its own sake."""
+        left_out_s, began = self._left_out_s, time.thread_time()
+        try:
+            yield
+        finally:
+            # full collections inside are part of it
+            self._left_out_s = left_out_s + time.thread_time() - began
 
     @property
     def grown_bytes(self) -> int:

@@ -601,9 +601,6 @@ async def attack(
     fuzzer, oracle = hostile.fuzzer, Oracle(hostile.pair, caplog)
     caplog.set_level(logging.INFO)
     await oracle.learn()
-    # as a worker's process does; a full collection would count as a callback's time
-    gc.collect()
-    gc.freeze()
     running: set[asyncio.Task[list[Ended]]] = set()
     try:
         with LoopWatch() as watch:
