@@ -283,6 +283,20 @@ async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkey
     assert LIE not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("asks_for_one", "codes"), [(True, {"grammar_unavailable"}), (False, {"peer_error", "transfer_failed"})]
+)
+async def test_a_grammar_is_unavailable_only_to_a_request_that_has_one(cluster, asks_for_one, codes):
+    await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
+    for worker in cluster.workers:
+        worker.scripts = [sends("grammar_unavailable")] * 50
+    fields = {"structured_outputs": {"choice": ["yes", "no"]}} if asks_for_one else {}
+    answer = await cluster.http.post("/v1/completions", json={"prompt": "hello"} | fields)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] in codes, answer.text
+    assert LIE not in answer.text
+
+
 GIVEN: dict[str, dict[str, Any]] = {
     "structured_outputs": {"structured_outputs": {"regex": "a*"}},
     "allowed_token_ids": {"allowed_token_ids": [1, 2]},

@@ -15,6 +15,7 @@ from pdserve.common.errors import (
     DigestMismatch,
     Draining,
     Evicted,
+    GrammarUnavailable,
     InternalError,
     InvalidRequest,
     LogitsProcessorFailed,
@@ -104,6 +105,8 @@ def _is_about(error: PdServeError, request: GenerationRequest) -> bool:
             return request.remaining_s <= DEADLINE_MARGIN_S
         case AdapterUnavailable():
             return bool(request.lora_name)
+        case GrammarUnavailable():
+            return request.sampling_params.structured_outputs is not None
         case Overloaded():
             return True
         case _:
@@ -115,7 +118,14 @@ def _bounded(error: PdServeError) -> PdServeError:
     if isinstance(error, DeadlineExceeded):
         return DeadlineExceeded("the request's deadline passed while a worker served it")
     if isinstance(error, Overloaded):
-        full = Overloaded("the workers that could serve this have no room", min(error.retry_after_s, MAX_RETRY_AFTER_S))
+        if isinstance(error, GrammarUnavailable):
+            kind, said = (
+                GrammarUnavailable,
+                "no worker could compile or match the grammar of structured_outputs in time",
+            )
+        else:
+            kind, said = Overloaded, "the workers that could serve this have no room"
+        full = kind(said, min(error.retry_after_s, MAX_RETRY_AFTER_S))
         full.by_peer = error.by_peer
         return full
     return _with_bounded_text(error)
