@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.test_grpc import ask
+from tests.support.calls_in_memory import num_calls_in_memory
 from tests.support.waiting import eventually
 
 NUM_CALLS = 10
@@ -74,10 +75,6 @@ async def _session_refused(cluster):
     ended.set()
 
 
-def _num_calls() -> int:
-    return sum(type(each).__name__ == "RPCState" for each in gc.get_objects())
-
-
 ENDS = [_answered, _refused, _cancelled, _unary, _health, _no_such_service, _session, _session_refused]
 
 
@@ -89,9 +86,9 @@ async def test_an_ended_call_is_freed_without_garbage_collection(cluster, end):
     await asyncio.sleep(0.05)
     gc.disable()
     try:
-        before = _num_calls()
+        before = num_calls_in_memory()
         for _ in range(NUM_CALLS):
             await end(cluster)
-        await eventually(lambda: _num_calls() <= before + 2, lambda: (_num_calls(), before))
+        await eventually(lambda: num_calls_in_memory() <= before + 2, lambda: (num_calls_in_memory(), before))
     finally:
         gc.enable()

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, closed_at_end, generates, remade
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, generates, remade
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.open_calls import OpenCalls
 from pdserve.common.net.rpc import ENDURED_PINGS, MAX_STREAMS_PER_CONNECTION, ErrorInterceptor
@@ -139,19 +139,17 @@ class _PublicInterceptor(HandlerInterceptor):
         answer = behaviour_of(handler)
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            async with closed_at_end(requests):
-                await self._authenticate(context)
-                asked = each(requests) if handler.request_streaming else await first(requests)
-                async for response in answer(asked, context):
-                    yield response
+            await self._authenticate(context)
+            asked = each(requests) if handler.request_streaming else await first(requests)
+            async for response in answer(asked, context):
+                yield response
 
         async def coroutine(requests: AsyncIterator[bytes], context: Context) -> None:
-            async with closed_at_end(requests):
-                await self._authenticate(context)
-                # a method of one answer may write it itself, to hold what it holds until the client has read it
-                response = await answer(each(requests) if handler.request_streaming else await first(requests), context)
-                if response is not None:
-                    await context.write(response)
+            await self._authenticate(context)
+            # a method of one answer may write it itself, to hold what it holds until the client has read it
+            response = await answer(each(requests) if handler.request_streaming else await first(requests), context)
+            if response is not None:
+                await context.write(response)
 
         guarded: Callable[..., Any] = stream if generates(handler) else coroutine
         return remade(handler, guarded, reads_stream=True, writes_stream=True, serialize=_serializer(handler))

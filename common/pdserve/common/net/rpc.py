@@ -8,6 +8,7 @@ A process that ends closes its sockets, which its peers notice at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, cast
@@ -19,12 +20,15 @@ from pdserve.common import errors
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.address.peer_address import grpc_target
 from pdserve.common.errors import ConfigError, InternalError, PdServeError
-from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, generates, remade
+from pdserve.common.method_handler import Context, HandlerInterceptor, behaviour_of, closed_at_end, generates, remade
 from pdserve.common.net.renewed_channel import RenewedChannel
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.security.tls import ClientTls, ServerTls
 
 log = logging.getLogger(__name__)
+
+_Closing = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
+"""Makes of a call's requests the context in which its handler runs."""
 
 ERROR_CODE_KEY = "pdserve-error-code"
 ERROR_FIELD_KEY = "pdserve-error-field"
@@ -240,14 +244,18 @@ async def abort_with(context: Context, error: PdServeError) -> NoReturn:
 
 
 class ErrorInterceptor(HandlerInterceptor):
-    """`PdServeError` from a handler becomes its status; anything else is logged with its traceback and INTERNAL."""
+    """`PdServeError` from a handler becomes its status; anything else is logged with its traceback and INTERNAL.
+
+    A stream of requests is closed when its handler ends (`closed_at_end`).
+    """
 
     def replaced(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         # health and reflection come with grpc and keep their own handlers
         if not details.method.startswith("/pdserve."):
             return handler
         translate: Callable[..., Any] = _translate_generator if generates(handler) else _translate_coroutine
-        return remade(handler, translate(behaviour_of(handler)), parse=handler.request_deserializer)
+        closing: _Closing = closed_at_end if handler.request_streaming else contextlib.nullcontext
+        return remade(handler, translate(behaviour_of(handler), closing), parse=handler.request_deserializer)
 
 
 async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
@@ -271,12 +279,13 @@ async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
 
 
 def _translate_generator(
-    behaviour: Callable[[Any, Any], AsyncIterator[Any]],
+    behaviour: Callable[[Any, Any], AsyncIterator[Any]], closing: _Closing
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(request, context):
-                yield response
+            async with closing(request):
+                async for response in behaviour(request, context):
+                    yield response
         except Exception as error:
             ended = await ended_with(context, error)
         else:
@@ -291,10 +300,13 @@ def _translate_generator(
     return call
 
 
-def _translate_coroutine(behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _translate_coroutine(
+    behaviour: Callable[[Any, Any], Awaitable[Any]], closing: _Closing
+) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Context) -> Any:
         try:
-            return await behaviour(request, context)
+            async with closing(request):
+                return await behaviour(request, context)
         except Exception as error:
             ended = await ended_with(context, error)
         del request, context
