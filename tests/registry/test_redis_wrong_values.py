@@ -18,25 +18,22 @@ VALUES: dict[str, bytes] = {
     "empty": b"", "zero": b"0", "negative": b"-1", "no number": b"x", "20 digits": b"9" * 20, "64 bits": b"9223372036854775808",
     "NUL": b"a\x00b", "not UTF-8": b"\xff\xfe", "a line": b"a\nb", "4 KiB": b"7" * 4096, "1 MiB": b"f" * (1 << 20),
 }  # fmt: skip
-KINDS = ("string", "list", "set", "zset", "hash", "stream")
 
 
-def of_kind(world: World, key: str, kind: str) -> None:
-    """Put a value of this kind in the key's place."""
-    world.redis.do("DEL", key)
-    match kind:
-        case "string":
-            world.redis.do("SET", key, "x")
-        case "list":
-            world.redis.do("RPUSH", key, "x")
-        case "set":
-            world.redis.do("SADD", key, "x")
-        case "zset":
-            world.redis.do("ZADD", key, "1", "x")
-        case "hash":
-            world.redis.do("HSET", key, "x", "x")
-        case "stream":
-            world.redis.do("XADD", key, "*", "x", "x")
+WRITES: dict[str, tuple[str, ...]] = {
+    "string": ("SET", "x"), "list": ("RPUSH", "x"), "set": ("SADD", "x"), "zset": ("ZADD", "1", "x"), "hash": ("HSET", "x", "x"),
+    "stream": ("XADD", "*", "x", "x"),
+}  # fmt: skip
+"""kind of value: the command that makes one, and its arguments after the key."""
+
+
+def put(world: World, key: str, kind: str) -> None:
+    """Put a value of this kind in the key's place, in one transaction: the worker may write the key again at any time."""
+    command, *arguments = WRITES[kind]
+    with world.redis.admin() as admin, admin.pipeline(transaction=True) as transaction:
+        transaction.delete(key)
+        transaction.execute_command(command, key, *arguments)
+        transaction.execute()
 
 
 def lies(world: World, worker: Worker) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -58,8 +55,8 @@ def lies(world: World, worker: Worker) -> Iterator[tuple[str, Callable[[], objec
             yield f"entry {field} {name}", partial(do, "XADD", events, "*", *words)
     for key in (record, ids, blocks, events):
         yield f"{key} deleted", partial(do, "DEL", key)
-        for kind in KINDS:
-            yield f"{key} a {kind}", partial(of_kind, world, key, kind)
+        for kind in WRITES:
+            yield f"{key} a {kind}", partial(put, world, key, kind)
 
 
 async def try_all(world: World, caplog: pytest.LogCaptureFixture, step: int) -> None:
