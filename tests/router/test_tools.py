@@ -122,31 +122,31 @@ async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> req
     prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "x"}
     response = await cluster.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, **body})
     assert response.status_code == 200, response.text
-    return cluster.of("decode").calls[-1].request.request
+    return cluster.of("decode").calls[-1].request
 
 
 async def test_forms_reach_the_worker(cluster: Any) -> None:
     await cluster.start(prefill=0, decode=1)
     plain = await sent(cluster)
-    assert not plain.sampling.HasField("structured_outputs")
+    assert not plain.sampling_params.structured_outputs
     for none in ({"type": "text"}, None):
-        assert not (await sent(cluster, response_format=none)).sampling.HasField("structured_outputs")
+        assert not (await sent(cluster, response_format=none)).sampling_params.structured_outputs
     for path in ("chat/completions", "completions"):
         form = {"choice": ["a", "b"], "disable_any_whitespace": True}
-        given = (await sent(cluster, path, structured_outputs=form)).sampling.structured_outputs
+        given = (await sent(cluster, path, structured_outputs=form)).sampling_params.structured_outputs
         assert given == request_pb2.StructuredOutputs(choice=["a", "b"], disable_any_whitespace=True)
-        given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling.structured_outputs
+        given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling_params.structured_outputs
         assert given == request_pb2.StructuredOutputs(json_object=True)
         compact = {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}
-        given = (await sent(cluster, path, **compact)).sampling.structured_outputs
+        given = (await sent(cluster, path, **compact)).sampling_params.structured_outputs
         assert given == request_pb2.StructuredOutputs(json_object=True, disable_any_whitespace=True)
         strict = await sent(cluster, path, response_format=schema(name="a", schema={"type": "null"}, strict=True))
-        assert json.loads(strict.sampling.structured_outputs.json) == {"type": "null"}
+        assert json.loads(strict.sampling_params.structured_outputs.json) == {"type": "null"}
     call = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="x"))
     call.sampling.structured_outputs.regex = "a+"
     async for _ in cluster.grpc.Generate(call):
         pass
-    assert cluster.of("decode").calls[-1].request.request.sampling.structured_outputs.regex == "a+"
+    assert cluster.of("decode").calls[-1].request.sampling_params.structured_outputs.regex == "a+"
 
 
 async def test_what_tools_come_to(cluster: Any) -> None:
@@ -156,21 +156,21 @@ async def test_what_tools_come_to(cluster: Any) -> None:
     assert list(silent.prompt_token_ids) == list(plain.prompt_token_ids)
     free = await sent(cluster, tools=[SUM])
     assert len(free.prompt_token_ids) > len(plain.prompt_token_ids)
-    assert not free.sampling.HasField("structured_outputs")
+    assert not free.sampling_params.structured_outputs
     for choice, names, only_one in (("required", ["sum", "f"], False), (NAMED, ["sum"], True)):
         forced = await sent(cluster, tools=[SUM, tool("f")], tool_choice=choice)
         assert list(forced.prompt_token_ids) != list(free.prompt_token_ids)
-        calls = json.loads(forced.sampling.structured_outputs.structural_tag)["format"]
+        calls = json.loads(forced.sampling_params.structured_outputs.structural_tag)["format"]
         assert [tag["begin"].split('"')[3] for tag in calls["tags"]] == names
         assert calls["tags"][0]["content"]["json_schema"] == SUM["function"]["parameters"]
         assert (calls["at_least_one"], calls["stop_after_first"]) == (True, only_one)
-        assert not forced.sampling.structured_outputs.disable_any_whitespace
+        assert not forced.sampling_params.structured_outputs.disable_any_whitespace
         options: dict[str, Any] = {"structured_outputs": {"disable_any_whitespace": True}}
         body = {"tools": [SUM, tool("f")], "tool_choice": choice} | options
         compact = await sent(cluster, **body)
-        assert compact.sampling.structured_outputs.disable_any_whitespace
+        assert compact.sampling_params.structured_outputs.disable_any_whitespace
     single = await sent(cluster, tools=[SUM, tool("f")], tool_choice="required", parallel_tool_calls=False)
-    assert json.loads(single.sampling.structured_outputs.structural_tag)["format"]["stop_after_first"]
+    assert json.loads(single.sampling_params.structured_outputs.structural_tag)["format"]["stop_after_first"]
 
 
 SAID = 'Well.\n<tool_call>{"name": "sum", "arguments": {"a": [1]}}</tool_call>\n<tool_call>{"name": "f"}</tool_call>'
