@@ -15,7 +15,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
 ME = ("decode-0", 0xFEDC_BA98_7654_3210)
-METHOD = "/pdserve.v1.DecodeService/Generate"
+METHOD = "/pdserve.v1.StepStreamService/Open"
 NOW = 1_800_000_000.0
 
 
