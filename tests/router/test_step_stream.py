@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import grpc.aio
-import msgspec
 import pytest
 
 from pdserve.common.errors import Draining, WrongWorker
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, StepEvent, StepTokens, step_outputs
-from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.attempts import worker_calls
+from pdserve.router.workers import announced_identity
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.step_stream import StepStream
 from pdserve.v1 import decode_pb2, inference_pb2, request_pb2, step_stream_pb2
@@ -104,15 +103,15 @@ async def test_embeddings_go_over_the_bulk_stream_and_small_requests_do_not(clus
     assert used == {"step": ["prefill", "decode"], "bulk": ["embed"]}
 
 
-async def test_a_request_that_is_too_large_for_a_worker_ends_no_stream(cluster):
-    await cluster.start(prefill=0, decode=1)
-    worker = cluster.of("decode")
-    worker.step_s = 0.02
+async def test_a_request_that_is_too_large_for_a_worker_ends_no_stream(cluster, monkeypatch):
+    monkeypatch.setattr(announced_identity, "LEAST_REQUEST_BYTES", 1)
+    worker = cluster.worker("decode")
+    worker.max_request_bytes, worker.step_s = 700, 0.02
+    await worker.start()
+    await cluster.start(prefill=0, decode=0)
     others = [asyncio.create_task(cluster.text()) for _ in range(3)]
     await worker.called(3)
-    [live] = cluster.inference.fleet.workers(WorkerRole.DECODE)
-    live.identity = msgspec.structs.replace(live.identity, max_request_bytes=10)
-    response = await cluster.complete()
+    response = await cluster.complete(prompt="x" * 240, allowed_token_ids=list(range(250)))
     assert (response.status_code, response.json()["error"]["code"]) == (503, "peer_error")
     assert await asyncio.gather(*others) == [said(5)] * 3
     assert len(worker.calls) == 3

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from google.protobuf.message import Message
 
 from pdserve.common import timeline
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
@@ -19,7 +20,6 @@ from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequ
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.tasks.first_done import first_of
 from pdserve.decode.decode_moments import LOCAL_MOMENTS
-from pdserve.v1 import decode_pb2
 from pdserve.worker.engine_client import EngineClient, RequestStream
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.telemetry.call_stats import CallStats
@@ -53,7 +53,7 @@ class DecodeSession:
         for index in indexes:
             self.engine.end_sequence(self.first.request_id, index, turn)
 
-    async def events(self) -> AsyncGenerator[decode_pb2.DecodeEvent, None]:
+    async def events(self) -> AsyncGenerator[Message, None]:
         """Raises: Overloaded beyond `max_sessions`, DeadlineExceeded when idle, Draining, InvalidRequest; and what the engine ends
         it with."""
         num_sessions, max_sessions = self.engine.num_sessions, self.settings.max_sessions
