@@ -190,7 +190,7 @@ async def test_what_a_worker_refuses_and_the_router_took_is_that_workers_fault(c
 
 
 async def test_a_vector_of_another_length_is_not_given_out(cluster, prefill, caplog):
-    prefill.scripts = [play(prefill_pb2.PoolingResponse(values=[1.0]))]
+    prefill.scripts = [play(prefill_pb2.PoolingResult(values=[1.0]))]
     assert await vectors(cluster) == [embedding(tokens("hello"))]
     assert "sent 1 numbers, 8 were requested" in caplog.text
 

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
 from pdserve.router.openai.response_writer import CompletionResponseWriter
@@ -16,7 +18,7 @@ from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningTags
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
-from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1 import inference_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -117,7 +119,7 @@ async def long_worker(cluster: Any) -> None:
     await cluster.start(prefill=0, decode=0)
 
 
-async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> request_pb2.PreparedRequest:
+async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> GenerationRequest:
     """The request that the worker got for this body."""
     prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "x"}
     response = await cluster.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, **body})
@@ -134,14 +136,14 @@ async def test_forms_reach_the_worker(cluster: Any) -> None:
     for path in ("chat/completions", "completions"):
         form = {"choice": ["a", "b"], "disable_any_whitespace": True}
         given = (await sent(cluster, path, structured_outputs=form)).sampling_params.structured_outputs
-        assert given == request_pb2.StructuredOutputs(choice=["a", "b"], disable_any_whitespace=True)
+        assert given == StructuredOutputsParams(choice=("a", "b"), disable_any_whitespace=True)
         given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling_params.structured_outputs
-        assert given == request_pb2.StructuredOutputs(json_object=True)
+        assert given == StructuredOutputsParams(json_object=True)
         compact = {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}
         given = (await sent(cluster, path, **compact)).sampling_params.structured_outputs
-        assert given == request_pb2.StructuredOutputs(json_object=True, disable_any_whitespace=True)
+        assert given == StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
         strict = await sent(cluster, path, response_format=schema(name="a", schema={"type": "null"}, strict=True))
-        assert json.loads(strict.sampling_params.structured_outputs.json) == {"type": "null"}
+        assert json.loads(strict.sampling_params.structured_outputs.json_schema) == {"type": "null"}
     call = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="x"))
     call.sampling.structured_outputs.regex = "a+"
     async for _ in cluster.grpc.Generate(call):
