@@ -278,7 +278,9 @@ async def test_what_workers_are_sent(cluster: Any) -> None:
     assert list(given.prompt_token_ids) == list(as_chat.prompt_token_ids)
     assert (given.sampling_params.max_tokens, given.sampling_params.temperature) == (3, 0.5)
     form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "null"}, "strict": True}}
-    assert json.loads((await sent(cluster, text=form)).sampling_params.structured_outputs.json_schema) == {"type": "null"}
+    assert json.loads((await sent(cluster, text=form)).sampling_params.structured_outputs.json_schema) == {
+        "type": "null"
+    }
     assert (
         await sent(cluster, text={"format": {"type": "json_object"}})
     ).sampling_params.structured_outputs.json_object

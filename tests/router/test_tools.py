@@ -136,7 +136,7 @@ async def test_forms_reach_the_worker(cluster: Any) -> None:
     for path in ("chat/completions", "completions"):
         form = {"choice": ["a", "b"], "disable_any_whitespace": True}
         given = (await sent(cluster, path, structured_outputs=form)).sampling_params.structured_outputs
-        assert given == StructuredOutputsParams(choice=("a", "b"), disable_any_whitespace=True)
+        assert given == StructuredOutputsParams(choice=["a", "b"], disable_any_whitespace=True)
         given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling_params.structured_outputs
         assert given == StructuredOutputsParams(json_object=True)
         compact = {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}

@@ -26,8 +26,9 @@ from pdserve.common.request.step_wire import (
 )
 from pdserve.common.security.peer_message import parsed
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, step_stream_pb2
+from pdserve.worker.step_stream import step_outbox
 from pdserve.worker.step_stream.step_call import StepCall
-from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, StepOutbox
+from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, UNREAD_S, StepOutbox
 from pdserve.worker.step_stream.step_stream_servicer import _Stream
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_call import WorkerCall, submission
@@ -435,6 +436,18 @@ async def test_events_that_are_large_together_are_made_as_the_router_reads() -> 
     assert await positions(outbox, 1) == list(range(11))
 
 
+async def test_a_stream_ends_after_what_waits() -> None:
+    outbox = StepOutbox(lambda: None)
+    call = StepCall(1, outbox, lambda _: None)
+    for position in range(4):
+        call.event(outputs(position, ROOM_BYTES))
+    call.end()
+    outbox.end()
+    assert await positions(outbox, 1) == [0, 1, 2, 3]
+    assert await asyncio.wait_for(outbox.take(), HANG_S) is None
+    assert outbox.num_waiting == 0
+
+
 async def test_a_cancelled_call_drops_what_waits() -> None:
     outbox, cancelled = StepOutbox(lambda: None), list[bool]()
     call = StepCall(1, outbox, lambda _: None)
@@ -452,14 +465,18 @@ async def test_a_cancelled_call_drops_what_waits() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_large_events_end_the_stream_of_a_router_that_reads_nothing(reads: bool) -> None:
-    full: list[bool] = []
-    outbox = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20, unread_s=0.2)
+async def test_large_events_end_the_stream_of_a_router_that_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    full, now = list[bool](), 0.0
+    monkeypatch.setattr(step_outbox.time, "monotonic", lambda: now)
+    outbox = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20)
     call = StepCall(1, outbox, lambda _: None)
     for position in range(20):
         call.event(outputs(position, ROOM_BYTES))
-        await asyncio.sleep(0.02)
-        if reads and position % 5 == 4:
+        await asyncio.sleep(0)
+        now += UNREAD_S / 4
+        if reads and position % 3 == 2:
             await outbox.take()
     assert full == ([] if reads else [True])
     call.cancel()

@@ -208,8 +208,9 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Requests and transfers that a drain waits for."""
-        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected)
+        """Requests, transfers and unread answers that a drain waits for."""
+        num_unread = 0 if self._step_streams is None else self._step_streams.num_waiting
+        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected, num_unread)
 
     def health(self) -> Health:
         """True if the engine makes progress and work is taken."""

@@ -42,7 +42,8 @@ class WorkerCall(Generic[M, E]):
         self._worker = worker
         self._reader = reader
         self._submission = Submission(request=outgoing.data, **fields)
-        self._stream = worker.bulk_stream if is_bulk or _is_large(self._submission) else worker.step_stream
+        is_bulk = is_bulk or len(outgoing.data) > MAX_STEP_REQUEST_BYTES
+        self._stream = worker.bulk_stream if is_bulk else worker.step_stream
         self._step_call: StepCall | None = None
         self._is_over = False
         self.has_answered = False
@@ -101,11 +102,7 @@ class WorkerCall(Generic[M, E]):
         self.ended(CallFailed(error, died=False, is_answer=True))
 
 
-def _is_large(submission: Submission) -> bool:
-    return len(submission.request) > MAX_STEP_REQUEST_BYTES
-
-
-def has_large_answer(request: GenerationRequest) -> bool:
+def _has_large_answer(request: GenerationRequest) -> bool:
     """True for log-probabilities in such numbers that tokens of other requests would wait for them in the step stream."""
     sampling = request.sampling_params
     return sampling.prompt_logprobs is not None or (sampling.logprobs or 0) > MAX_LOGPROBS
@@ -121,7 +118,7 @@ class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
         prefill = prefill_pb2.Prefill(transfer_id=transfer_id)
         if receiver is not None:
             prefill.receiver.worker_id, prefill.receiver.epoch = receiver.key
-        is_bulk = has_large_answer(request)
+        is_bulk = _has_large_answer(request)
         super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, prefill=prefill)
 
 
@@ -145,7 +142,7 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
             decode.source.address = source.identity.address
             decode.source.transfer_id = transfer_id
         reader = DecodeReader(request, worker.identity.vocab_size)
-        is_bulk = has_large_answer(request)
+        is_bulk = _has_large_answer(request)
         super().__init__(worker, outgoing, reader, is_bulk=is_bulk, attempt=number, decode=decode)
 
     def end_sequence(self, index: int) -> None:
@@ -161,13 +158,12 @@ class SessionCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         """request: the first turn."""
         reader = DecodeReader(request, worker.identity.vocab_size, is_session=True)
         super().__init__(worker, OutgoingRequest(request), reader, is_bulk=True, session=decode_pb2.Session())
-        self._session_reader = reader
         self._num_turns = 0
         """Turns before the running one."""
 
     def go_on(self, request: GenerationRequest) -> None:
         """Send the next turn: its prompt, sampling parameters and trace headers count."""
-        self._session_reader.go_on(request)
+        self._reader.go_on(request)
         self._num_turns += 1
         if self._step_call is not None:
             self._step_call.send_turn(OutgoingRequest(request).data)

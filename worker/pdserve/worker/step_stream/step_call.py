@@ -134,6 +134,7 @@ class StepCall:
             self._waiting.append(waiting)
         elif not self.has_ended:
             self._waiting = deque((waiting,))
+            self._outbox.begin_waiting()
             self._task = _started(self._send_waiting(self._waiting))
 
     async def _send_waiting(self, queue: deque[_Waiting]) -> None:
@@ -144,6 +145,8 @@ class StepCall:
                     if isinstance(entry, StepEvent) and len(entry.message) > LARGE_BYTES:
                         await self._outbox.room()
                     self._outbox.add(entry)
+                    if self._waiting is not queue:
+                        return
                 queue.popleft()
                 self._outbox.release(num_bytes)
         except Exception as error:
@@ -155,12 +158,15 @@ class StepCall:
                 self.on_cancel()
             return
         self._waiting = self._task = None
+        self._outbox.end_waiting()
         if self.has_ended:
             self._on_ended(self._key)
 
     def _drop(self) -> None:
-        waiting, self._waiting, self._task = self._waiting or (), None, None
-        self._outbox.release(sum(each.num_bytes for each in waiting))
+        if (waiting := self._waiting) is not None:
+            self._waiting = self._task = None
+            self._outbox.release(sum(each.num_bytes for each in waiting))
+            self._outbox.end_waiting()
 
 
 _SERVING: set[asyncio.Task[None]] = set()

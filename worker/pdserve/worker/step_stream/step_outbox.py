@@ -28,18 +28,17 @@ _TOKEN_BYTES = 36
 class StepOutbox:
     """Used in the asyncio thread; `take` by one reader at a time."""
 
-    def __init__(
-        self, on_full: Callable[[], None], max_unsent_bytes: int = MAX_UNSENT_BYTES, unread_s: float = UNREAD_S
-    ) -> None:
+    def __init__(self, on_full: Callable[[], None], max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         """on_full: called once, when more than `max_unsent_bytes` are unsent, or wait at their calls while the router has read
-        nothing for `unread_s`; the stream then ends with an error."""
+        nothing for `UNREAD_S`; the stream then ends with an error."""
         self._on_full = on_full
-        self._unread_s = unread_s
         self._max_unsent_bytes = max_unsent_bytes
         self._entries: list[StepTokens | StepEvent] = []
         self._num_bytes = 0
+        self.num_waiting = 0
+        """Calls at which large events wait."""
         self._num_held = 0
-        """Bytes of large events that wait at their calls."""
+        """Bytes of these events."""
         self._unread_since: float | None = None
         """When the router has last taken something, `time.monotonic()` seconds; None if nothing is unsent."""
         self._merge_at = _MERGED_AT_ONCE
@@ -57,12 +56,21 @@ class StepOutbox:
         """Add an event of a call."""
         self.add(event)
 
+    def begin_waiting(self) -> None:
+        """Large events wait at one more call, whatever their number."""
+        self.num_waiting += 1
+
+    def end_waiting(self) -> None:
+        """Nothing waits at that call any more."""
+        self.num_waiting -= 1
+        self._wake()
+
     def hold(self, entry: StepTokens | StepEvent) -> int:
         """Count an output that waits at its call; returns its bytes, for `release`. Fails if the router has not read for long."""
         num_bytes = _size(entry)
         self._num_held += num_bytes
         since, now = self._unread_since, time.monotonic()
-        if self._num_held > self._max_unsent_bytes and since is not None and now - since > self._unread_s:
+        if self._num_held > self._max_unsent_bytes and since is not None and now - since > UNREAD_S:
             self._fail_unread()
         return num_bytes
 
@@ -112,7 +120,7 @@ class StepOutbox:
         self._wake()
 
     def end(self) -> None:
-        """`take` returns None after everything that was added."""
+        """`take` returns None after everything that was added, or waits at its call."""
         self._has_ended = True
         self._wake()
 
@@ -125,7 +133,7 @@ class StepOutbox:
 
         Raises: see `fail`.
         """
-        while not self._entries and self._error is None and not self._has_ended:
+        while not self._entries and self._error is None and not (self._has_ended and not self.num_waiting):
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader

@@ -35,6 +35,11 @@ class StepStreamServicer(step_stream_pb2_grpc.StepStreamServiceServicer):
         self._streams: set[_Stream] = set()
         self._closed = False
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls whose large events routers have not read yet."""
+        return sum(stream.outbox.num_waiting for stream in self._streams)
+
     def close(self) -> None:
         """End each stream after what its calls have sent."""
         self._closed = True
