@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -469,7 +470,7 @@ async def test_large_events_end_the_stream_of_a_router_that_reads_nothing(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     full, now = list[bool](), 0.0
-    monkeypatch.setattr(step_outbox.time, "monotonic", lambda: now)
+    monkeypatch.setattr(step_outbox, "time", SimpleNamespace(monotonic=lambda: now))
     outbox = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20)
     call = StepCall(1, outbox, lambda _: None)
     for position in range(20):
