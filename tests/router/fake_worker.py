@@ -107,7 +107,7 @@ def decode_outputs(*args: Any, **kwargs: Any) -> decode_pb2.DecodeEvent:
 def computed(request: GenerationRequest, *first: request_pb2.Outputs) -> prefill_pb2.PrefillEvent:
     return prefill_pb2.PrefillEvent(
         computed=prefill_pb2.Computed(
-            num_tokens=request.num_sent_tokens,
+            num_tokens=len(request.given_token_ids),
             request_digest=request.request_digest,
             first_outputs=first,
             moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
@@ -172,7 +172,7 @@ def sequences(request: GenerationRequest) -> range:
 async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     yield PREFILL_ADMITTED
     position = len(call.request.output_token_ids)
-    finish = "length" if position == call.request.sampling_params.max_tokens - 1 else None
+    finish = "length" if position == call.request.sampling_params.output_limit - 1 else None
     await asyncio.sleep(worker.step_s)
     yield computed(
         call.request,
@@ -192,7 +192,7 @@ async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     if remote:
         await asyncio.sleep(worker.step_s)
         yield LANDED
-    start, max_tokens = len(call.request.output_token_ids), call.request.sampling_params.max_tokens
+    start, max_tokens = len(call.request.output_token_ids), call.request.sampling_params.output_limit
     for position in range(start + remote, max_tokens):
         await asyncio.sleep(worker.step_s)
         finish = "length" if position == max_tokens - 1 else None
