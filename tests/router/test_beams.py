@@ -50,7 +50,7 @@ def step(call: Call) -> tuple[request_pb2.Outputs, list[int]]:
     """A worker's answer to a beam's step, and the tokens of the beam."""
     prepared = call.request
     beam = list(prepared.output_token_ids)
-    found = likely([*prepared.prompt_token_ids, *beam], prepared.sampling_params.logprobs)
+    found = likely([*prepared.prompt_token_ids, *beam], prepared.sampling_params.logprobs or 0)
     assert prepared.sampling_params.max_tokens == len(beam) + 1
     assert not prepared.eos_token_ids
     logprobs = request_pb2.Logprobs(

@@ -69,7 +69,7 @@ async def test_all_requests_share_one_stream_per_worker(cluster):
 @pytest.fixture
 def used(monkeypatch):
     """Which stream has had which kinds of call."""
-    kinds = {"step": [], "bulk": []}
+    kinds: dict[str, list[str | None]] = {"step": [], "bulk": []}
     submit = StepStream.submit
 
     def note(stream, submission, listener):

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
@@ -119,8 +118,8 @@ async def long_worker(cluster: Any) -> None:
     await cluster.start(prefill=0, decode=0)
 
 
-async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> GenerationRequest:
-    """The request that the worker got for this body."""
+async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> Any:
+    """The `GenerationRequest` that the worker got for this body."""
     prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "x"}
     response = await cluster.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, **body})
     assert response.status_code == 200, response.text

@@ -88,7 +88,8 @@ async def refusal(pair: Pair, method: Method[Any, Any], message: Any) -> PdServe
     metadata = await asyncio.to_thread(service._signer.metadata, method.path, worker.identity.key, raw)
     try:
         if method is MEET:
-            await pair.channel(worker).unary_unary(method.path)(raw, metadata=metadata, timeout=HANG_S)  # type: ignore[misc]
+            meet: Any = pair.channel(worker).unary_unary(method.path)
+            await meet(raw, metadata=metadata, timeout=HANG_S)
             raise AssertionError("the call was not refused")
         call: Any = pair.channel(worker).stream_stream(method.path)(metadata=metadata, timeout=HANG_S)
         with contextlib.suppress(asyncio.InvalidStateError):
@@ -213,7 +214,7 @@ async def test_an_embedding_has_neither_form_nor_output(pair: Pair) -> None:
         ({"sampling_params": form}, "sampling_params"),
         ({"output_token_ids": [5]}, "output_token_ids"),
     ):
-        wrong = msgspec.structs.replace(pooled, request_id="wrong", **changes)  # type: ignore[arg-type]
+        wrong = msgspec.structs.replace(pooled, request_id="wrong", **changes)
         error = await WorkerCall(pair.service(pair.p), "embed", wrong).end()
         assert isinstance(error, InvalidRequest)
         assert error.field == field
@@ -244,6 +245,7 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
     error = await decode_call(pair, generation_request(pair.d, request_id="same")).end()
     assert isinstance(error, InvalidRequest)
     assert error.field == "request_id"
+    events: list[Any]
     events, _ = await asyncio.gather(_read(running), _read(prefill))
     assert sum(len(event.outputs.token_ids) for event in events) == 3
 

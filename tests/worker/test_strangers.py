@@ -236,8 +236,9 @@ async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_call(
     worker = pair.p if kind in ("prefill", "embed") else pair.d
     forgeries: list[dict[str, Any]] = [{"request_digest": b"d" * 16}, {"hash_root": b"r" * 16}]
     for changes in forgeries:
-        pooled = {"pooling_params": PoolingParams(), "sampling_params": SamplingParams()} if kind == "embed" else {}
-        request = generation_request(worker, **changes, **pooled)
+        if kind == "embed":
+            changes |= {"pooling_params": PoolingParams(), "sampling_params": SamplingParams()}
+        request = generation_request(worker, **changes)
         assert await WorkerCall(pair.service(worker), kind, request).code() == "digest_mismatch"
     assert untouched(worker)
 
