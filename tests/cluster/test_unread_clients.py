@@ -45,8 +45,8 @@ MAY_KEEP_BYTES = 8 << 20
 GRPC_PORTS = ("router", "prefill", "decode")
 CALLS = {
     "router": "/pdserve.v1.InferenceService/Generate",
-    "prefill": "/pdserve.v1.PrefillService/Prefill",
-    "decode": "/pdserve.v1.DecodeService/Generate",
+    "prefill": "/pdserve.v1.StepStreamService/Open",
+    "decode": "/pdserve.v1.StepStreamService/Open",
 }
 WORKER_DROPS_S, ROUTER_DROPS_S = 5.0, 20.0
 """Promised limits for a connection whose client reads nothing."""

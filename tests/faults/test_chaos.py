@@ -84,7 +84,6 @@ _PROCESS, _RANKS = frozenset({ENGINE_PROCESS}), frozenset({RANK_1})
 # a worker whose engine has processes of its own starts in seconds, so there are fewer rounds
 RUNS = {
     "tcp": Run(1, num_rounds=15),
-    "separate-streams": Run(16, placement=("--set", "step_streams=false")),
     "nixl-remote": Run(2, "nixl", placement=ALL_REMOTE, num_rounds=15),
     "tcp-remote-two": Run(3, at_once=2, placement=ALL_REMOTE, num_rounds=15),
     "nixl-two": Run(4, "nixl", at_once=2, num_rounds=15),

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire import request_from_wire
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.audio_folder import PREVIOUS, PROMPT_IDS, RATE, SECONDS, save_audio_folder
-from tests.router.fake_worker import MAX_ANY_LEN, Call, play, said, tokens
+from tests.router.fake_worker import Call, play, said, tokens
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.wav_files import wav_file
 
@@ -88,7 +87,7 @@ async def refusal(cluster: Any, request: Any, method: str = "Generate") -> grpc.
 def at(worker: Any) -> GenerationRequest:
     """The last request there."""
     call: Call = worker.calls[-1]
-    return request_from_wire(call.request, MAX_ANY_LEN)
+    return call.request
 
 
 async def test_the_samples_reach_prefill_alone(cluster: Any) -> None:

@@ -41,7 +41,7 @@ async def test_rendered_where_it_is_allowed(cluster: Any) -> None:
     call = inference_pb2.GenerateRequest(chat=CHAT, sampling=request_pb2.SamplingParams(max_tokens=2))
     assert [answer.usage.prompt_tokens async for answer in cluster.grpc.Generate(call)] == [4]
     for made in cluster.of("decode").calls:
-        assert list(made.request.request.prompt_token_ids) == tokens("hey!")
+        assert list(made.request.prompt_token_ids) == tokens("hey!")
     for template, told in (
         ("{% for %}", "line 1"),
         ("x" * 65_537, "has 65537 bytes"),

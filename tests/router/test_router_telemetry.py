@@ -71,7 +71,7 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     assert request.parent_id == "ab" * 8
     assert {span.parent_id for span in spans if span is not request} == {request.span_id}
     assert sum(span.part == "route" for span in spans) == 2
-    sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("decode").calls]
+    sent = [call.request.trace_headers["traceparent"] for call in cluster.of("decode").calls]
     assert sent == [f"00-{trace_id}-{attempt.span_id}-01" for attempt in (first, second)]
     assert sum(v for name, v in request.attributes.items() if name.startswith("pdserve.phase.")) == pytest.approx(
         request.seconds, rel=0.03
@@ -148,7 +148,7 @@ async def test_what_ends_the_others_of_a_request_is_their_cause_too(cluster, col
     other_began = asyncio.Event()
 
     def choose(worker, call):
-        if len(call.request.request.prompt_token_ids) == 1:
+        if len(call.request.prompt_token_ids) == 1:
             return play(ADMITTED, lambda *_: other_began.set(), forever)(worker, call)
         return play(ADMITTED, lambda *_: other_began.wait(), InternalError("broken"))(worker, call)
 
@@ -255,8 +255,7 @@ async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector
         assert ids == ["order 7"] * num_requests, ask
     for role, count in (("prefill", 2), ("decode", 2)):
         calls = cluster.of(role).calls
-        sent = [call.seen[0].open if call.request is None else call.request.request for call in calls]
-        assert [request.client_request_id for request in sent] == ["order 7"] * count
+        assert [call.request.client_request_id for call in calls] == ["order 7"] * count
 
 
 async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(cluster, collector):
@@ -284,7 +283,7 @@ async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(
             (request,) = (span for span in spans if span.part == "request")
             assert request.attributes.get("pdserve.client_request.id") == (given or None), path
             assert request.attributes["pdserve.request.id"] == response.headers["x-request-id"]
-    sent = [call.request.request.client_request_id for role in ("prefill", "decode") for call in cluster.of(role).calls]
+    sent = [call.request.client_request_id for role in ("prefill", "decode") for call in cluster.of(role).calls]
     assert set(sent) == {name, ""}
     assert sent.count(name) * 2 == sent.count("")
 
@@ -317,7 +316,7 @@ async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
     quiet = {"traceparent": headers["traceparent"][:-2] + "00"}
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=quiet)).status_code == 200
     for role in ("prefill", "decode"):
-        sent = cluster.of(role).calls[0].request.request.trace_headers["traceparent"]
+        sent = cluster.of(role).calls[0].request.trace_headers["traceparent"]
         assert sent.split("-")[1::2] == [trace_id, "00"]
     other, headers = trace()
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
@@ -402,7 +401,7 @@ async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
         assert request.attributes["pdserve.client_trace.id"] == trace_id
         assert response.headers["traceparent"].split("-")[1] == ours
         for role in ("prefill", "decode"):
-            sent = cluster.of(role).calls[-1].request.request.trace_headers
+            sent = cluster.of(role).calls[-1].request.trace_headers
             _, sent_id, _, sent_flags = sent["traceparent"].split("-")
             assert (sent_id, int(sent_flags, 16) & SAMPLED) == (ours, SAMPLED)
             assert "tracestate" not in sent
@@ -414,7 +413,7 @@ async def test_a_stranger_forces_no_span(cluster, collector):
     for _ in range(3):
         _, headers = trace()
         await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-    sent = cluster.of("decode").calls[-1].request.request.trace_headers["traceparent"]
+    sent = cluster.of("decode").calls[-1].request.trace_headers["traceparent"]
     assert not int(sent.split("-")[-1], 16) & SAMPLED
     await asyncio.sleep(0.2)
     assert collector.trace_ids() == set()
@@ -435,7 +434,7 @@ async def test_without_a_collector_a_strangers_trace_goes_no_further(cluster):
     await cluster.start(trust_client_trace_headers=False)
     trace_id, headers = trace()
     await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-    sent = cluster.of("decode").calls[-1].request.request.trace_headers["traceparent"]
+    sent = cluster.of("decode").calls[-1].request.trace_headers["traceparent"]
     assert trace_id not in sent
 
 

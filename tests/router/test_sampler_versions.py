@@ -28,7 +28,7 @@ def breaks_once(cluster, num_tokens=3):
 
     async def script(worker, call):
         asked.append(worker.sampler_version)
-        begun = len(call.request.request.resume.output_token_ids)
+        begun = len(call.request.output_token_ids)
         texts = (decode_outputs(position, said(1, position)) for position in range(begun, num_tokens))
         events = play(ADMITTED, *texts, Draining("leaving")) if len(asked) % 2 else None
         if events is None:

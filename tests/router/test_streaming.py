@@ -148,7 +148,7 @@ async def test_a_prompt_that_fails_ends_the_others_though_nobody_reads(cluster):
     many = [decode_outputs(20_000 * i, token_ids=[control] * 20_000) for i in range(120)]
 
     def choose(worker, call):
-        events = many if len(call.request.request.prompt_token_ids) == 1 else []
+        events = many if len(call.request.prompt_token_ids) == 1 else []
         return play(ADMITTED, *events, forever)(worker, call)
 
     cluster.of("decode").script = choose
@@ -236,7 +236,7 @@ async def test_one_failing_prompt_fails_all(cluster):
     await cluster.start(prefill=0)
 
     def choose(worker, call):
-        if len(call.request.request.prompt_token_ids) == 2:
+        if len(call.request.prompt_token_ids) == 2:
             return play(InternalError("no"))(worker, call)
         return play(ADMITTED, forever)(worker, call)
 

@@ -130,7 +130,7 @@ async def test_a_prompt_alone(quick: Any, stream: bool) -> None:
     assert by_index == [(0, "hi", "length"), (1, "hi", "length"), (2, "you", "length"), (3, "you", "length")]
     assert all(choice["token_ids"] == [] for choice in choices)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 0)
-    assert all(call.request.request.sampling.max_tokens == 1 for call in quick.of("decode").calls)
+    assert all(call.request.sampling_params.max_tokens == 1 for call in quick.of("decode").calls)
 
 
 async def test_no_output_needs_echo(quick: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -62,9 +63,10 @@ def make_record(
         arrival_time=10.0,
         remote_prefill=remote,
         client_request_id="order 7",
+        trace_headers={TRACEPARENT: PARENT},
     )
     closed: list[CallStats] = []
-    record = CallStats(call, request, {TRACEPARENT: PARENT}, closed.append)
+    record = CallStats(call, request, closed.append)
     if call == "decode" and remote:
         record.transfer = RECEIVED
     return record, closed
@@ -235,7 +237,7 @@ def test_spans_say_what_the_records_say() -> None:
     good.preempted_at = [14.5]
     for record in (good, computed, bad):
         trace_call(tracing, record, "worker-1", 64)
-    bad.trace_headers = {TRACEPARENT: PARENT[:-2] + "00"}
+    bad.request = msgspec.structs.replace(bad.request, trace_headers={TRACEPARENT: PARENT[:-2] + "00"})
     trace_call(tracing, bad, "worker-1", 64)
     spans: Any = exporter.get_finished_spans()
     names = [span.name for span in spans]
@@ -267,7 +269,7 @@ def test_an_embedding_ends_with_its_prompt() -> None:
         request_id="r.0.0", prompt_token_ids=[1] * 9, pooling_params=PoolingParams(), arrival_time=10.0
     )
     closed: list[CallStats] = []
-    record = CallStats("prefill", request, {TRACEPARENT: PARENT}, closed.append)
+    record = CallStats("prefill", request, closed.append)
     with record:
         moments = {"scheduled": 10.5, "finished": 12.0}
         record.take(

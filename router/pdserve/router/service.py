@@ -123,7 +123,7 @@ async def serve_process(
         held = index if directory is None else None
         async with Fleet(
             settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
-            insecure=settings.insecure, step_streams=settings.step_streams, is_starting=is_starting,
+            insecure=settings.insecure, is_starting=is_starting,
             starting_timeout_s=settings.starting_worker_timeout_s,
         ) as fleet:  # fmt: skip
             inference = Inference(models, settings, fleet, preparation, index, bodies, parent)

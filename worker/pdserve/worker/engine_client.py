@@ -106,7 +106,7 @@ class EngineClient:
         self.max_waiting = max_waiting
         self._num_submitted = 0
         self.num_sessions = 0
-        """Streaming sessions that are open, also between turns; counted by `DecodeServicer`."""
+        """Streaming sessions that are open, also between turns; counted by `DecodeSession`."""
         self.max_sessions = max_sessions
         self.known_adapters = NO_ADAPTERS
         """Adapters that requests may name."""

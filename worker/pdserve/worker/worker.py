@@ -24,12 +24,12 @@ from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.rpc import MAX_PEER_CONNECTIONS, MAX_STREAMS_PER_CONNECTION, abort_with, bind, make_server
 from pdserve.common.processes.memory_return import MemoryReturn
 from pdserve.common.processes.shared_interpreter import share_interpreter
-from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, STEP_STREAM_VERSION
+from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DeploymentKey
-from pdserve.common.security.peer_message import max_request_bytes
+from pdserve.common.security.peer_message import COMMAND_BYTES, max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
@@ -47,7 +47,7 @@ from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
-from pdserve.worker.step_stream.step_stream_servicer import CallHandler, StepStreamServicer
+from pdserve.worker.step_stream.step_stream_servicer import BeginCall, StepStreamServicer
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
 from pdserve.worker.worker_servicer import WorkerServicer
@@ -61,7 +61,7 @@ TICK_STILL_S = 3.0
 MAX_PEER_CONNECTIONS_PER_ADDRESS = MAX_PEER_CONNECTIONS // 4
 """Routers and workers keep one each; several may share an address."""
 _OTHER_STREAMS = 36
-"""Streams of a connection besides one per session, or per sequence whose blocks another worker fetches."""
+"""Streams of a connection besides one per sequence whose blocks another worker fetches."""
 LAST_WORDS_S = 0.5
 """Seconds in which streams that are cut off must report that to their routers."""
 
@@ -84,17 +84,18 @@ class Worker:
         self.settings = settings
         self.host = host
         info = host.info
+        self._max_request_bytes = (
+            MAX_MESSAGE_BYTES - COMMAND_BYTES
+            if settings.enable_prompt_embeds or info.engine.takes_media
+            else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size)
+        )
         self._callers = CallerRoles(tls.server if tls is not None else None)
         calls = CallVerifier(deployment_key, lambda: self.identity.key)
         self.server = make_server(
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
-            max_received_bytes=MAX_MESSAGE_BYTES
-            if settings.enable_prompt_embeds or info.engine.takes_media
-            else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
-            max_streams=max(
-                MAX_STREAMS_PER_CONNECTION, max(settings.session_limit, settings.max_num_seqs) + _OTHER_STREAMS
-            ),
+            max_received_bytes=self._max_request_bytes + COMMAND_BYTES,
+            max_streams=max(MAX_STREAMS_PER_CONNECTION, settings.max_num_seqs + _OTHER_STREAMS),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.reader = RequestReader(
@@ -153,7 +154,7 @@ class Worker:
             data_parallel_rank=settings.data_parallel_rank,
             max_logprobs=settings.max_logprobs,
             max_n_sequences=settings.max_n_sequences,
-            step_stream_version=STEP_STREAM_VERSION,
+            max_request_bytes=self._max_request_bytes,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:
@@ -168,8 +169,8 @@ class Worker:
         self.host.add_attach(self.server, self._callers)
         return "pdserve.v1.KvSourceService"
 
-    def serve_step_streams(self, handlers: Mapping[str, CallHandler]) -> str:
-        """Add `StepStreamService` for the calls that the role serves; returns its name."""
+    def serve_calls(self, handlers: Mapping[str, BeginCall]) -> str:
+        """Add `StepStreamService` for the kinds of call that the role serves; returns its name."""
         self._step_streams = StepStreamServicer(handlers)
         step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(self._step_streams, self.server)
         return "pdserve.v1.StepStreamService"
@@ -207,8 +208,9 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Requests and transfers that a drain waits for."""
-        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected)
+        """Requests, transfers and unread answers that a drain waits for."""
+        num_unread = 0 if self._step_streams is None else self._step_streams.num_waiting
+        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected, num_unread)
 
     def health(self) -> Health:
         """True if the engine makes progress and work is taken."""

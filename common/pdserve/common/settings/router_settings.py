@@ -51,9 +51,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """The kind of the next attempt after a failed transfer."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """Order in which requests get a place, as on the workers: by `priority`, or only by arrival."""
-    step_streams: bool = True
-    """Make all calls to a worker over one stream, whose messages have the outputs of a step of its engine; False: a stream per
-    call, as to workers of earlier releases."""
     max_attempts: int = 3
     request_timeout_s: float = 600.0
     """Longest deadline of a request, seconds; default of a request without one."""

@@ -108,7 +108,6 @@ class InferenceServicer(PoolingServicer):
                 is_first = False
         finally:
             session.close()
-            await session.closed()
 
     def _hang_up(self, context: Context, error: PdServeError) -> None:
         """End a call whose handler will be cancelled while it waits for the client to read."""
