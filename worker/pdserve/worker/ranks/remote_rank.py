@@ -16,9 +16,9 @@ import msgspec
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PeerError, TransferFailed, WorkerLost
-from pdserve.engine.socket_frames import receive_frame, send_frame
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.kv_transfer.block_digest import BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener, ReadOutcome
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder, ReadOutcome
 from pdserve.worker.ranks.transfer_messages import (
     BeginRead,
     BlockValues,
@@ -84,21 +84,11 @@ class RemoteRank:
         self.send(GrantReads(token, parts))
         return _RemoteGrant(self, token)
 
-    def read(
-        self,
-        connector: str,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
-        """As `RankTransfers.read`. unused: of rank 0, whose step ends after every other rank has written its part."""
-        values = [BlockValues.of(block) for block in blocks]
-        of = DigestValues.of(digest)
+    def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
+        """As `RankTransfers.read`. `ReadOrder.unused` is that of rank 0, whose step ends after every other rank has written its
+        part."""
+        values = [BlockValues.of(block) for block in order.blocks]
+        of = DigestValues.of(order.digest)
         with self._lock:
             read_id = next(self._call_ids)
             has_ended = self._has_ended
@@ -107,8 +97,10 @@ class RemoteRank:
         if has_ended:
             listener.ended(ReadOutcome.FAILED, self._failure())
         else:
-            begin = BeginRead(read_id, connector, metadata, token, values, of, parts, source_parts)
-            self.send(begin, after=unused)
+            begin = BeginRead(
+                read_id, connector, order.metadata, order.token, values, of, order.parts, order.source_parts
+            )
+            self.send(begin, after=order.unused)
         return _RemoteRead(self, read_id)
 
     def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
