@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.request.engine_types import FinishReason, SchedulerStats
-from pdserve.engine.clients import engine_connection
+from pdserve.engine.client import process_client
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.stats import stat_recorder
 from pdserve.engine.stats.iteration_stats import IterationStats
@@ -65,7 +65,7 @@ class Broken(Kept):
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "start_program", start_forked)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 @pytest.mark.parametrize("engine_process", [False, True])

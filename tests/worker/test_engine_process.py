@@ -20,11 +20,11 @@ from pdserve.common.net.service_channel import GENERATE, PREFILL, Method
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.client import process_client
+from pdserve.engine.client.process_client import ProcessClient
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.engine_host import proc_host
-from pdserve.worker.engine_host.proc_host import ProcHost
 from pdserve.worker.worker import Worker
-from tests.support.forked_engine import start_host
+from tests.support.forked_engine import start_forked
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import KEY, Pair, generation_request, running_pair
 
@@ -34,7 +34,7 @@ DEATH_S = 10.0
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proc_host, "start_program", start_host)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 @pytest.fixture
@@ -45,17 +45,12 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
         yield made
 
 
-def proc_host_of(worker: Worker) -> ProcHost:
-    assert isinstance(worker.host, ProcHost)
-    return worker.host
-
-
 def calls(pair: Pair, request: GenerationRequest) -> tuple[Any, Any]:
     """The prefill call and the decode call of one attempt, as a router makes them."""
     transfer_id, message = secrets.token_bytes(16), request_to_version_3(request)
     p, d = pair.p.identity, pair.d.identity
     receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
+    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.attach_address, transfer_id=transfer_id)
     prefill = pair.service(pair.p).unary_stream(
         PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
     )
@@ -125,7 +120,7 @@ async def test_i1_a_request_through_two_processes_has_the_tokens_of_one(pair: Pa
             local = generation_request(pair.d, prompt, n=params.n, sampling_params=params)
             assert await tokens_of(pair, local, remote=False) == remote
         await at_rest(pair)
-        page = await pair.p.host.transfers()
+        page = await pair.p.engine.transfers()
         assert [(view.state, view.num_blocks_landed) for view in page.ended] == [("RELEASED", 3)] * 2
         assert all(worker.health().ok for worker in (pair.p, pair.d))
 
@@ -134,7 +129,8 @@ async def test_i1_a_request_through_two_processes_has_the_tokens_of_one(pair: Pa
 async def test_i6_the_death_of_a_process_is_told_to_every_call(pair: Pair, role: str) -> None:
     victim, other = (pair.p, pair.d) if role == "prefill" else (pair.d, pair.p)
     method: Method[Any, Any] = PREFILL if role == "prefill" else GENERATE
-    process = proc_host_of(victim).process_id
+    assert isinstance(victim.core, ProcessClient)
+    process = victim.core.process_id
     async with asyncio.timeout(HANG_S):
         os.kill(process, signal.SIGSTOP)  # so that every call is open when it dies
         prefill, decode = calls(pair, generation_request(pair.d))
@@ -152,7 +148,7 @@ async def test_i6_the_death_of_a_process_is_told_to_every_call(pair: Pair, role:
         assert victim.engine.died.is_set()
         assert (victim.health().ok, victim.health().status) == (False, "dead")
         with pytest.raises(WorkerLost):
-            await victim.host.transfers()
+            await victim.engine.transfers()
         late = pair.service(victim).unary_stream(method, _any_message(role, victim))
         assert await code_of(late) == "worker_lost"
         prefill.cancel()

@@ -25,7 +25,7 @@ from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 from tests.support.loop_watch import LOOP_S, LoopWatch, watched
 from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, check_at_rest, host_of, prepared, running_pair, transfers_of
+from tests.support.worker_pair import Pair, check_at_rest, door_of, prepared, running_pair, transfers_of
 
 LIMIT = max_request_bytes(64, 320)
 LONG = "w" * 129
@@ -154,7 +154,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
         error = await refusal(pair, method, message)
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-    assert not host_of(pair.p).counts.num_expected
+    assert not door_of(pair.p).counts.num_expected
 
 
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])
@@ -197,7 +197,7 @@ async def _read(call: Any) -> list[Any]:
 def _busy(worker: Worker) -> Iterator[None]:
     """Hold the engine, so that requests submitted meanwhile meet in it."""
     go_on = threading.Event()
-    host_of(worker).call(lambda core: go_on.wait(HANG_S))
+    door_of(worker).side.post(lambda core: go_on.wait(HANG_S))
     try:
         yield
     finally:

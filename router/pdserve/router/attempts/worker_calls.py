@@ -207,7 +207,7 @@ class DecodeCall(_AttemptCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         )
         if source is not None:
             self._message.source.worker_id, self._message.source.epoch = source.key
-            self._message.source.address = source.identity.address
+            self._message.source.address = source.identity.attach_address
             self._message.source.transfer_id = transfer_id
 
     def follow(self, on_event: Callable[[DecodeCallEvent], None], on_end: Callable[[CallFailed | None], None]) -> None:
