@@ -86,6 +86,7 @@ class Worker:
             protocol_version=PROTOCOL_VERSION,
             role=role,
             address=f"{host}:{self.port}",
+            attach_address=f"{host}:{self.port}",
             layout=LAYOUT,
             tokenizer_fingerprint=TOKENIZER,
             max_model_len=64,

@@ -112,7 +112,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         source = decode_pb2.Source(
             worker_id=two.p.identity.worker_id,
             epoch=two.p.identity.epoch,
-            address=two.p.identity.address,
+            address=two.p.identity.attach_address,
             transfer_id=transfer_id,
         )
         decode: Any = to_d.unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
@@ -138,7 +138,7 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         )
         assert (await call.read()).HasField("admitted")
         assert (await call.read()).HasField("computed")
-        two.p.host.revoke_transfers(Draining("the source is draining"))
+        two.p.engine.revoke_transfers(Draining("the source is draining"))
         assert (await call.read()).ended.how == prefill_pb2.Ended.REVOKED
         await call.code()
     counts = (

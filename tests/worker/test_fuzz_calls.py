@@ -553,7 +553,7 @@ class Oracle:
         )
         worker_id, epoch = p.identity.key
         source = decode_pb2.Source(
-            worker_id=worker_id, epoch=epoch, address=p.identity.address, transfer_id=transfer_id
+            worker_id=worker_id, epoch=epoch, address=p.identity.attach_address, transfer_id=transfer_id
         )
         message = decode_pb2.DecodeRequest(request=request, source=source)
 

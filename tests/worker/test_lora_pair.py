@@ -73,7 +73,7 @@ def calls(pair: Pair, at_p: GenerationRequest, at_d: GenerationRequest) -> tuple
     """Both calls of an attempt."""
     transfer_id, p, d = secrets.token_bytes(16), pair.p.identity, pair.d.identity
     receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
+    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.attach_address, transfer_id=transfer_id)
     prefill = pair.service(pair.p).unary_stream(
         PREFILL,
         prefill_pb2.PrefillRequest(generation_request=encode_request(at_p), transfer_id=transfer_id, receiver=receiver),

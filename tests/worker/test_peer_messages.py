@@ -208,7 +208,7 @@ async def test_a_second_request_of_a_name_stops_no_transfer_of_the_first(pair: P
     transfer_id, name = secrets.token_bytes(16), "same"
     source_id, source_epoch = pair.p.identity.key
     source = decode_pb2.Source(
-        worker_id=source_id, epoch=source_epoch, address=pair.p.identity.address, transfer_id=transfer_id
+        worker_id=source_id, epoch=source_epoch, address=pair.p.identity.attach_address, transfer_id=transfer_id
     )
     rest = decode_pb2.DecodeRequest(request=prepared(pair.d, request_id=name), source=source)
     running: Any = pair.service(pair.d).unary_stream(GENERATE, rest)

@@ -62,7 +62,7 @@ async def answer(
             await cluster.close()
         for worker in (pair.p,) if engine_process else (pair.p, pair.d):
             await check_at_rest(worker)
-        return response.json(), sum(pair.d.host.counts.num_ended.values())
+        return response.json(), sum(pair.d.engine.transfer_counts.num_ended.values())
 
 
 @pytest.mark.parametrize(

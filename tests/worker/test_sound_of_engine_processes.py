@@ -132,6 +132,6 @@ async def test_the_worker_checks_as_an_engine_in_its_process_does(
 ) -> None:
     host = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), whisper[0], KEY)
     try:
-        assert values_of(pair.p.host.verifier) == values_of(host.verifier)
+        assert values_of(pair.p.core.verifier) == values_of(host.verifier)
     finally:
         await host.close()
