@@ -46,7 +46,8 @@ def identity() -> worker_pb2.Identity:
     )  # fmt: skip
     return worker_pb2.Identity(
         worker_id=WORKER[0], epoch=WORKER[1], role=worker_pb2.ROLE_DECODE, protocol_version=PROTOCOL_VERSION,
-        address="127.0.0.1:7002", attach_address="127.0.0.1:7002", layout=layout, tokenizer_fingerprint="cd" * 16, max_model_len=256, vocab_size=300,
+        address="127.0.0.1:7002", attach_address="127.0.0.1:7002", layout=layout,
+        tokenizer_fingerprint="cd" * 16, max_model_len=256, vocab_size=300,
         num_blocks=100, connectors=["tcp"], max_num_seqs=8, hidden_size=32,
     )  # fmt: skip
 

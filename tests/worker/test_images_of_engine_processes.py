@@ -115,9 +115,9 @@ async def test_an_image_that_does_not_fit_is_refused_by_name(pair: Pair, image_f
 
 
 async def test_the_worker_checks_as_an_engine_in_its_process_does(pair: Pair, image_folder: Path) -> None:
-    host = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), image_folder, KEY)
+    engine = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), image_folder, KEY)
     try:
-        assert values_of(pair.p.core.verifier) == values_of(host.verifier)
-        assert host.verifier.encoder is not None
+        assert values_of(pair.p.core.verifier) == values_of(engine.verifier)
+        assert engine.verifier.encoder is not None
     finally:
-        await host.close()
+        await engine.shutdown()

@@ -130,8 +130,8 @@ async def test_sound_that_does_not_fit_is_refused_by_name(pair: Pair, whisper: t
 async def test_the_worker_checks_as_an_engine_in_its_process_does(
     pair: Pair, whisper: tuple[Path, Transcripts]
 ) -> None:
-    host = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), whisper[0], KEY)
+    engine = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), whisper[0], KEY)
     try:
-        assert values_of(pair.p.core.verifier) == values_of(host.verifier)
+        assert values_of(pair.p.core.verifier) == values_of(engine.verifier)
     finally:
-        await host.close()
+        await engine.shutdown()
