@@ -28,6 +28,8 @@ class _LoopThread:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function there; waits for its result."""
+        if self._is_current:
+            return function()
 
         async def call() -> T:
             return function()
@@ -35,12 +37,17 @@ class _LoopThread:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
 
     def close(self) -> None:
-        """Waits. May be called again."""
+        """Waits, unless this is its own thread: an object may end where its last message was handled. May be called again."""
         if self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        if not self._is_current:
+            self._thread.join()
+            self.loop.close()
+
+    @property
+    def _is_current(self) -> bool:
+        return threading.current_thread() is self._thread
 
 
 class Child:

@@ -35,7 +35,7 @@ from pdserve.kv_transfer.make_connectors import make_connectors, serve_pool
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.kv_transfer_manager import KvTransferManager
-from pdserve.worker.peer_channels import PeerChannels
+from pdserve.worker.peer_channels import MAX_RECEIVED_BYTES, PeerChannels
 from pdserve.worker.ranks.join_ranks import join_ranks
 from pdserve.worker.transfers.transfer_messages import (
     BlocksLanded,
@@ -276,6 +276,7 @@ class AttachServer:
         self._server = make_server(
             RoleGuard(self._callers, abort_with),
             CallGuard(CallVerifier(deployment_key, self._key)),
+            max_received_bytes=MAX_RECEIVED_BYTES,
             max_streams=settings.max_num_seqs + _OTHER_STREAMS,
         )
         tls_server = tls.server if tls is not None else None
