@@ -16,6 +16,7 @@ import msgspec
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PeerError, TransferFailed, WorkerLost
+from pdserve.common.ipc.calls import Calls
 from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder, ReadOutcome
@@ -63,7 +64,8 @@ class RemoteRank:
         self._call_ids = itertools.count()
         self._reads: dict[int, ReadListener] = {}
         self._fences: dict[int, Callable[[], None]] = {}
-        self._digests: dict[int, Future[list[int]]] = {}
+        self._calls = Calls()
+        """Digests that were asked for."""
         self._threads = [
             threading.Thread(target=run, name=f"rank-{rank}-{name}", daemon=True)
             for name, run in (("reader", self._read), ("writer", self._write))
@@ -104,15 +106,8 @@ class RemoteRank:
         return _RemoteRead(self, read_id)
 
     def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
-        found: Future[list[int]] = Future()
-        with self._lock:
-            call_id = next(self._call_ids)
-            has_ended = self._has_ended
-            if not has_ended:
-                self._digests[call_id] = found
-        if has_ended:
-            found.set_exception(WorkerLost(self._failure().message))
-        else:
+        call_id, found = self._calls.open()
+        if not found.done():
             self.send(DigestBlocks(call_id, list(blocks), first_index, DigestValues.of(digest), parts))
         return found
 
@@ -180,11 +175,8 @@ class RemoteRank:
                 if (on_fenced := self._taken(self._fences, call_id)) is not None:
                     on_fenced()
             case DigestsFound(call_id, digests, error):
-                found = self._taken(self._digests, call_id)
-                if found is not None and error is not None:
-                    found.set_exception(TransferFailed(f"rank {self._rank}: {error}"))
-                elif found is not None:
-                    found.set_result(digests)
+                failure = None if error is None else TransferFailed(f"rank {self._rank}: {error}")
+                self._calls.answer(call_id, digests, failure)
 
     def _taken(self, waiting: dict[int, _T], call_id: int) -> _T | None:
         with self._lock:
@@ -196,7 +188,6 @@ class RemoteRank:
             self._has_ended = True
             reads, self._reads = self._reads, {}
             fences, self._fences = self._fences, {}
-            digests, self._digests = self._digests, {}
         outcome, cause = ReadOutcome.FAILED, self._failure()
         if self._is_closed:
             outcome = ReadOutcome.CANCELLED
@@ -204,8 +195,7 @@ class RemoteRank:
             listener.ended(outcome, None if self._is_closed else cause)
         for on_fenced in fences.values():
             on_fenced()
-        for found in digests.values():
-            found.set_exception(WorkerLost(cause.message))
+        self._calls.end(WorkerLost(cause.message))
         if not self._serves.done():
             self._serves.set_exception(ConnectionError(cause.message))
 
