@@ -101,7 +101,9 @@ class ProcessClient(EngineCoreClient):
         self._is_closing = False
         self._has_ended = asyncio.Event()
         receive, end = weakref.WeakMethod(self._receive), weakref.WeakMethod(self._process_ended)
-        self._child = Child(partial(start_program, module=program), partial(_call, receive), partial(_call, end), loop)
+        self._child = Child(
+            lambda descriptor: start_program(descriptor, program), partial(_call, receive), partial(_call, end), loop
+        )
         self._close_child = weakref.finalize(self, self._child.close, LAST_STEP_S)
         self._send(Load.of(str(folder), settings, deployment_key.secret))
 
