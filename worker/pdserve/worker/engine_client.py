@@ -41,6 +41,7 @@ from pdserve.worker.transfers.transfer_messages import (
     SourceEnded,
     TransferCounts,
     TransferNews,
+    news_of,
     typed,
 )
 
@@ -113,7 +114,7 @@ class RequestStream(OutputStream):
                     self.landed.set_result(Landing(num_blocks, connector))
             case SourceEnded(state, cause):
                 if not self.source_ended.done():
-                    self.source_ended.set_result(SourceEnd(state, cause and cause.error()))
+                    self.source_ended.set_result(SourceEnd(state, None if cause is None else cause.error()))
 
 
 class EngineClient:
@@ -310,11 +311,11 @@ class EngineClient:
             case EngineCoreOutputs():
                 self._on_outputs(message)
             case Released(request_id, aborted, received):
-                end = RequestEnd(aborted, received and typed(received, ReceivedBlocks))
+                end = RequestEnd(aborted, None if received is None else typed(received, ReceivedBlocks))
                 self._released(request_id, end)
             case TransferEvent(request_id, event):
                 if (stream := self._streams.get(request_id)) is not None:
-                    stream.on_news(typed(event, TransferNews))
+                    stream.on_news(news_of(event))
             case EngineFailed(failure):
                 if not self._is_closing:
                     self._died_with(failure.error())

@@ -240,7 +240,7 @@ class EngineCoreClient(abc.ABC):
                     self.stats = message.scheduler_stats
                 self._pass_on(message)
             case UtilityOutput(call_id, result, failure):
-                self._calls.answer(call_id, result, failure and failure.error())
+                self._calls.answer(call_id, result, None if failure is None else failure.error())
             case EngineStarted():
                 if not self._started.done():
                     self._started.set_result(None)

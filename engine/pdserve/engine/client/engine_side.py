@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from pdserve.common.errors import InternalError, PdServeError, WorkerLost
@@ -207,8 +208,8 @@ class EngineSide:
         if (function := own.get(call.name)) is not None:
             self._answer(call.call_id, lambda: function(*call.args))
         elif (beside := BESIDE_STEPS.get(call.name)) is not None:
-            work = self._answer, (call.call_id, lambda: answer_of(beside, call.name, self.core, call.args))
-            threading.Thread(target=work[0], args=work[1], name=call.name, daemon=True).start()
+            read = partial(answer_of, beside, call.name, self.core, call.args)
+            threading.Thread(target=self._answer, args=(call.call_id, read), name=call.name, daemon=True).start()
         else:
             utility = UTILITIES.get(call.name)
             self.post(lambda core: self._answer(call.call_id, lambda: answer_of(utility, call.name, core, call.args)))

@@ -239,7 +239,7 @@ class ProcessClient(EngineCoreClient):
             self.loaded.set_exception(self._ended_with or cause)
 
 
-def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: bytes) -> None:
+def _call(method: weakref.WeakMethod[Any], *arguments: bytes) -> None:
     """Call a method of a client that is still there: its process must not keep it."""
     if (bound := method()) is not None:
         bound(*arguments)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from pdserve.engine.scheduler_output import RequestFailure
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.control.transfer_state import SourceState
+
+T = TypeVar("T")
 
 
 class TransferProperties(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +81,14 @@ class ReceivedBlocks(msgspec.Struct, frozen=True, array_like=True):
         return cls(transfer.connector_name, transfer.num_blocks, transfer.num_landed, sorted(transfer.given_up))
 
 
-def typed(value: Any, kind: Any) -> Any:
-    """A value of the transfer side, whichever process it is from. kind: one of the types above."""
+def typed(value: Any, kind: type[T]) -> T:
+    """A value of the transfer side, whichever process it is from."""
     return value if isinstance(value, kind) else msgspec.convert(value, kind)
+
+
+def news_of(event: Any) -> TransferNews:
+    """`TransferEvent.event`, whichever process it is from."""
+    if isinstance(event, Receiving | BlocksLanded | SourceEnded):
+        return event
+    news: TransferNews = msgspec.convert(event, TransferNews)
+    return news

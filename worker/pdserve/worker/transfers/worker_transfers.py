@@ -44,7 +44,6 @@ from pdserve.worker.transfers.transfer_messages import (
     SourceEnded,
     TransferCounts,
     TransferProperties,
-    typed,
 )
 from pdserve.worker.transfers.transfer_progress import TransferProgress
 
@@ -195,10 +194,12 @@ class WorkerTransfers:
 
     def begin(self, request: EngineCoreRequest, transfer: object) -> None:
         """Raises: InvalidRequest, TransferFailed as `SourceTransfers.expect`, `KvTransferManager.source` and `receive`."""
-        try:
-            transfer = typed(transfer, ExpectedTransfer | SourceRef)  # type: ignore[arg-type]
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"the transfer cannot be read: {error}") from error
+        if not isinstance(transfer, ExpectedTransfer | SourceRef):
+            # from another process
+            try:
+                transfer = msgspec.convert(transfer, ExpectedTransfer | SourceRef)
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(f"the transfer cannot be read: {error}") from error
         if isinstance(transfer, SourceRef):
             self._receive(request.request_id, transfer)
         elif isinstance(transfer, ExpectedTransfer):
