@@ -15,7 +15,7 @@ from PIL import Image
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from pdserve.worker.engine_host import proc_host
+from pdserve.worker.make_engine import ENGINE_PROGRAM
 from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
 from tests.support.image_checkpoints import (
     FAMILIES,
@@ -198,7 +198,7 @@ async def kill_busy(cluster: Cluster, sinks: list[Any], *, only_engine: bool) ->
         if any(float(line.rsplit(" ", 1)[1]) for line in running):
             if only_engine:
                 children = psutil.Process(sink.process.pid).children()
-                [engine] = [child for child in children if proc_host._MODULE in child.cmdline()]
+                [engine] = [child for child in children if ENGINE_PROGRAM in child.cmdline()]
                 engine.kill()
             else:
                 sink.signal(signal.SIGKILL)

@@ -36,11 +36,11 @@ FLOORS = {
         {"telemetry"}, {"attempts"}, {"placement"}, {"admission"}, {"bodies", "process_link", "tenants", "workers"},
     ),
     "engine": (
-        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
+        {"client"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
         {"ranks", "sampling", "scheduler", "speculation"}, {"kv_cache", "lora", "stats", "structured_outputs"},
         {"engine_info", "request_messages"},
-        {"arrays", "child_process", "config", "heartbeat", "output_stream", "prompt_embeds_values",
-         "request", "scheduler_output", "socket_frames"},
+        {"arrays", "config", "heartbeat", "output_stream", "prompt_embeds_values",
+         "request", "scheduler_output"},
         {"sequence_blocks"},
     ),
     "models": (
@@ -54,18 +54,18 @@ FLOORS = {
         {"block_digest", "event_thread", "totals"},
     ),
     "worker": (
-        {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"},
-        {"engine_client", "lora_modules", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager", "ranks"},
-        {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
+        {"worker_process"}, {"worker"}, {"engine_process", "make_engine"}, {"telemetry", "worker_servicer"},
+        {"engine_client", "lora_modules", "redis_publisher"}, {"transfers"}, {"kv_transfer_manager", "ranks"},
+        {"engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
          "step_stream", "step_totals"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},
         {"audio_processor_config", "block_hash", "image_processor_config", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"decoder_rules", "device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes",
+        {"decoder_rules", "device_event", "hub_name", "ipc", "kv_events", "method_handler", "priority_queue", "processes",
          "protocol", "rate_limited_log", "timeline", "transfer_order"},
-        {"tasks"},
+        {"errors", "tasks"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""
@@ -90,9 +90,9 @@ PLAIN_WITHOUT_TLS = {
 }  # fmt: skip
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
-    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc",
+    "pdserve.cli.main", "pdserve.engine.client.engine_process",
     "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.router.router_process", "pdserve.text.templates.client_template_process", "pdserve.worker.engine_host.host_process",
+    "pdserve.router.router_process", "pdserve.text.templates.client_template_process", "pdserve.worker.engine_process",
     "pdserve.worker.ranks.worker_rank",
 }  # fmt: skip
 """Modules that a process starts with."""

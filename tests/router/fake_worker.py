@@ -336,6 +336,7 @@ class FakeWorker(WorkerServiceServicer):
             role=worker_pb2.Role.Value(f"ROLE_{self.said_role.upper()}"),
             protocol_version=self.protocol_version,
             address=self.address,
+            attach_address=self.address,
             layout=layout_to_wire(self.layout),
             tokenizer_fingerprint=self.fingerprint,
             max_model_len=self.max_model_len,

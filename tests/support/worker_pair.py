@@ -24,11 +24,11 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
+from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.engine_host.host_transfers import HostTransfers
-from pdserve.worker.engine_host.inproc_host import InprocHost
-from pdserve.worker.engine_host.make_host import make_host
+from pdserve.worker.make_engine import make_engine
+from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S, eventually
@@ -39,22 +39,22 @@ PROMPT = list(range(3, 43))
 BLOCK_SIZE = 16
 
 
-def host_of(worker: Worker) -> InprocHost:
+def door_of(worker: Worker) -> InprocClient:
     """The engine of a worker, in this process."""
-    assert isinstance(worker.host, InprocHost)
-    return worker.host
+    assert isinstance(worker.core, InprocClient)
+    return worker.core
 
 
-def transfers_of(worker: Worker) -> HostTransfers:
+def transfers_of(worker: Worker) -> WorkerTransfers:
     """The transfers of a worker, in this process."""
-    transfers = host_of(worker).kv_transfers
-    assert transfers is not None
+    transfers = door_of(worker).side.transfers
+    assert isinstance(transfers, WorkerTransfers)
     return transfers
 
 
 async def check_at_rest(worker: Worker) -> None:
     """The pool check, when the engine has removed what has ended: blocks of a transfer stay a while after its answer."""
-    scheduler, manager = host_of(worker).core.scheduler, transfers_of(worker).manager
+    scheduler, manager = door_of(worker).core.scheduler, transfers_of(worker).manager
     await eventually(
         lambda: not (scheduler.requests or scheduler.pool.num_in_use or manager.num_open), "the engine is idle"
     )
@@ -91,8 +91,8 @@ async def running_pair(
         (PrefillSettings(**{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
         (DecodeSettings(**{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
     ):
-        host = await make_host(settings, folder, key)
-        workers.append(Worker(settings, role, host, key, service.add_servicers))
+        engine = await make_engine(settings, folder, key)
+        workers.append(Worker(settings, role, engine, key, service.add_servicers))
     try:
         for worker in workers:
             await worker.start()
@@ -146,7 +146,7 @@ def calls(
     transfer_id = transfer_id or secrets.token_bytes(16)
     p, d = pair.p.identity, pair.d.identity
     receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
+    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.attach_address, transfer_id=transfer_id)
     prefill = WorkerCall(pair.service(pair.p), "prefill", at_p, transfer_id=transfer_id, receiver=receiver)
     return prefill, decode_call(pair, at_p if at_d is None else at_d, source=source)
 

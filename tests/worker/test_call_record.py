@@ -27,12 +27,14 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.telemetry.tracing import Tracing, make_sampler
 from pdserve.common.timeline import to_unix_ns
+from pdserve.engine.client.messages import AbortedRequest
 from pdserve.engine.request import Request
-from pdserve.worker.engine_host.engine_host import AbortedRequest, ReceivedBlocks, RequestEnd
+from pdserve.worker.engine_client import RequestEnd
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.call_spans import trace_call
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
+from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
 from tests.support.kv_layouts import make_layout
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

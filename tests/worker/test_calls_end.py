@@ -20,17 +20,15 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
-from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
 from tests.support.worker_call import WorkerCall
-from tests.support.worker_pair import host_of, transfers_of
+from tests.support.worker_pair import door_of, transfers_of
 
 PROMPT = list(range(40))
 
@@ -54,9 +52,8 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
         (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
         (DecodeSettings(**fields), WorkerRole.DECODE, decode_service),
     ):
-        model = load_model(tiny_checkpoints("llama"), settings, None)
-        host = make_inproc_host(settings, model, make_connectors(settings), DEVELOPMENT_KEY)
-        workers.append(Worker(settings, role, host, DEVELOPMENT_KEY, service.add_servicers))
+        engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
+        workers.append(Worker(settings, role, engine, DEVELOPMENT_KEY, service.add_servicers))
     try:
         for worker in workers:
             await worker.start()
@@ -90,7 +87,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         go_on.wait(HANG_S)
         raise ValueError("a bug in a kernel")
 
-    monkeypatch.setattr(host_of(two.p).core.executor, "execute_model", fail)
+    monkeypatch.setattr(door_of(two.p).core.executor, "execute_model", fail)
 
     async with (
         make_channel(two.p.identity.address) as p_channel,
@@ -103,7 +100,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         source = decode_pb2.Source(
             worker_id=two.p.identity.worker_id,
             epoch=two.p.identity.epoch,
-            address=two.p.identity.address,
+            address=two.p.identity.attach_address,
             transfer_id=transfer_id,
         )
         decode = WorkerCall(to_d, "decode", request, source=source)
@@ -127,7 +124,7 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
         call = WorkerCall(to_p, "prefill", request, transfer_id=secrets.token_bytes(16), receiver=receiver)
         assert (await call.read()).HasField("admitted")
         assert (await call.read()).HasField("computed")
-        two.p.host.revoke_transfers(Draining("the source is draining"))
+        two.p.engine.revoke_transfers(Draining("the source is draining"))
         assert (await call.read()).ended.how == prefill_pb2.Ended.REVOKED
         assert await call.code() is None
     counts = (

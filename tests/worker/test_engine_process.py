@@ -15,11 +15,11 @@ import pytest
 from pdserve.common.errors import WorkerLost
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.engine.client import process_client
+from pdserve.engine.client.process_client import ProcessClient
 from pdserve.v1 import prefill_pb2
-from pdserve.worker.engine_host import proc_host
-from pdserve.worker.engine_host.proc_host import ProcHost
 from pdserve.worker.worker import Worker
-from tests.support.forked_engine import start_host
+from tests.support.forked_engine import start_forked
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_call import Kind, WorkerCall
 from tests.support.worker_pair import KEY, Pair, calls, decode_call, generation_request, running_pair
@@ -30,7 +30,7 @@ DEATH_S = 10.0
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proc_host, "start_program", start_host)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
         yield made
 
 
-def proc_host_of(worker: Worker) -> ProcHost:
-    assert isinstance(worker.host, ProcHost)
-    return worker.host
+def process_client_of(worker: Worker) -> ProcessClient:
+    assert isinstance(worker.core, ProcessClient)
+    return worker.core
 
 
 async def events_of(call: WorkerCall) -> list[Any]:
@@ -103,7 +103,10 @@ async def test_i1_a_request_through_two_processes_has_the_tokens_of_one(pair: Pa
             local = generation_request(pair.d, prompt, n=params.n, sampling_params=params)
             assert await tokens_of(pair, local, remote=False) == remote
         await at_rest(pair)
-        page = await pair.p.host.transfers()
+        p, d = pair.p.identity, pair.d.identity
+        assert p.attach_address != p.address, "the source's control streams go to the process that has its pool"
+        assert d.attach_address == d.address
+        page = await pair.p.engine.transfers()
         assert [(view.state, view.num_blocks_landed) for view in page.ended] == [("RELEASED", 3)] * 2
         assert all(worker.health().ok for worker in (pair.p, pair.d))
 
@@ -111,7 +114,7 @@ async def test_i1_a_request_through_two_processes_has_the_tokens_of_one(pair: Pa
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_i6_the_death_of_a_process_is_told_to_every_call(pair: Pair, role: Kind) -> None:
     victim, other = (pair.p, pair.d) if role == "prefill" else (pair.d, pair.p)
-    process = proc_host_of(victim).process_id
+    process = process_client_of(victim).process_id
     async with asyncio.timeout(HANG_S):
         os.kill(process, signal.SIGSTOP)  # so that every call is open when it dies
         prefill, decode = calls(pair, generation_request(pair.d))
@@ -128,7 +131,7 @@ async def test_i6_the_death_of_a_process_is_told_to_every_call(pair: Pair, role:
         assert victim.engine.died.is_set()
         assert (victim.health().ok, victim.health().status) == (False, "dead")
         with pytest.raises(WorkerLost):
-            await victim.host.transfers()
+            await victim.engine.transfers()
         late = WorkerCall(pair.service(victim), role, generation_request(victim))
         assert await late.code() == "worker_lost"
         prefill.cancel()

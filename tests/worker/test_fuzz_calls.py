@@ -50,8 +50,8 @@ from tests.support.worker_pair import (
     ask,
     check_at_rest,
     decode_call,
+    door_of,
     generation_request,
-    host_of,
     running_pair,
     transfers_of,
 )
@@ -512,15 +512,15 @@ class Oracle:
                 while (  # noqa: ASYNC110 - five counters in two threads
                     worker.engine.num_streams
                     or worker.engine.num_sessions
-                    or host_of(worker).counts.num_open
-                    or host_of(worker).counts.num_expected
-                    or host_of(worker).core.scheduler.requests
+                    or worker.engine.transfer_counts.num_open
+                    or worker.engine.transfer_counts.num_expected
+                    or door_of(worker).core.scheduler.requests
                 ):
                     await asyncio.sleep(0.02)
         except TimeoutError:
             engine = worker.engine
-            left = engine.num_streams, engine.num_sessions, host_of(worker).counts
-            raise AssertionError(f"{worker.identity}: {left}, {host_of(worker).core.scheduler.requests}") from None
+            left = engine.num_streams, engine.num_sessions, worker.engine.transfer_counts
+            raise AssertionError(f"{worker.identity}: {left}, {door_of(worker).core.scheduler.requests}") from None
 
     async def _patient_answers(self) -> list[list[int]]:
         """A connection breaks where the machine gives this process nothing for seconds; that is no fault of a worker's."""

@@ -27,7 +27,7 @@ from pdserve.worker.worker import Worker
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.random_forms import RandomForms
-from tests.support.worker_pair import Pair, decode_call, generation_request, host_of, running_pair
+from tests.support.worker_pair import Pair, decode_call, door_of, generation_request, running_pair
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
@@ -144,8 +144,8 @@ class Steps:
 
     def __init__(self, worker: Worker) -> None:
         self.longest_s = 0.0
-        self._step = host_of(worker).core.step
-        host_of(worker).core.step = self._measured  # type: ignore[method-assign]
+        self._step = door_of(worker).core.step
+        door_of(worker).core.step = self._measured  # type: ignore[method-assign]
 
     def _measured(self) -> Any:
         began = time.thread_time()
@@ -268,6 +268,6 @@ async def look(victim: Victim, metronome: Metronome, caplog: pytest.LogCaptureFi
 
 async def idle(worker: Worker) -> None:
     async with asyncio.timeout(CALL_S):
-        while host_of(worker).core.scheduler.requests:  # noqa: ASYNC110 - the engine's thread tells nobody
+        while door_of(worker).core.scheduler.requests:  # noqa: ASYNC110 - the engine's thread tells nobody
             await asyncio.sleep(0.02)
-    host_of(worker).core.scheduler.check(idle=True)
+    door_of(worker).core.scheduler.check(idle=True)

@@ -62,7 +62,7 @@ def source_of(pair: Pair) -> decode_pb2.Source:
     worker_id, epoch = pair.p.identity.key
     # nobody attaches there
     return decode_pb2.Source(
-        worker_id=worker_id, epoch=epoch, address=pair.p.identity.address, transfer_id=secrets.token_bytes(16)
+        worker_id=worker_id, epoch=epoch, address=pair.p.identity.attach_address, transfer_id=secrets.token_bytes(16)
     )
 
 

@@ -34,8 +34,8 @@ from tests.support.worker_pair import (
     calls,
     check_at_rest,
     decode_call,
+    door_of,
     generation_request,
-    host_of,
     running_pair,
     transfers_of,
 )
@@ -188,7 +188,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
         error = await call.end()
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-    assert not host_of(pair.p).counts.num_expected
+    assert not door_of(pair.p).counts.num_expected
 
 
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])
@@ -231,7 +231,7 @@ async def _read(call: WorkerCall) -> list[Any]:
 def _busy(worker: Worker) -> Iterator[None]:
     """Hold the engine, so that requests submitted meanwhile meet in it."""
     go_on = threading.Event()
-    host_of(worker).call(lambda core: go_on.wait(HANG_S))
+    door_of(worker).side.post(lambda core: go_on.wait(HANG_S))
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, UNRE
 from pdserve.worker.step_stream.step_stream_servicer import _Stream
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_call import WorkerCall, submission
-from tests.support.worker_pair import Pair, check_at_rest, generation_request, host_of, running_pair
+from tests.support.worker_pair import Pair, check_at_rest, door_of, generation_request, running_pair
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
 
 @pytest.mark.parametrize("how", ["call", "stream", "key"])
 async def test_cancelled_calls_leave_the_engine(pair: Pair, how: str) -> None:
-    router, scheduler = Router(pair), host_of(pair.d).core.scheduler
+    router, scheduler = Router(pair), door_of(pair.d).core.scheduler
     await router.send(router.submission(1, max_tokens=50), router.submission(2, max_tokens=50))
     await router.until(lambda: len(router.tokens) == 2)
     if how == "call":

@@ -29,6 +29,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     protocol_version: int
     address: str
     """host:port at which peers reach its gRPC services."""
+    attach_address: str
+    """host:port at which receivers reach `KvSourceService`: `address`, or a port of the engine's process."""
     layout: KvLayout
     tokenizer_fingerprint: str
     max_model_len: int

@@ -10,6 +10,6 @@ from pdserve.worker.worker import Worker
 
 def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     """Register what makes a worker a prefill worker; returns the service names."""
-    servicer = PrefillServicer(worker.reader, worker.engine, worker.telemetry, worker.host.info.layout)
+    servicer = PrefillServicer(worker.reader, worker.engine, worker.telemetry, worker.identity.layout)
     calls = worker.serve_calls({"prefill": servicer.begin_prefill, "embed": servicer.begin_embed})
-    return [calls, worker.serve_source()]
+    return [calls, *worker.serve_source()]

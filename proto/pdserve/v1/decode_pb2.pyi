@@ -189,7 +189,7 @@ Global___PrefillingLocally: typing_extensions.TypeAlias = PrefillingLocally
 
 @typing.final
 class Receiving(google.protobuf.message.Message):
-    """The transfer takes longer than RECEIVING_EVERY_S (worker/engine_host/transfer_progress.py): sent then, and after each such period
+    """The transfer takes longer than RECEIVING_EVERY_S (worker/transfers/transfer_progress.py): sent then, and after each such period
     in which the source has published blocks or the field has changed.
     """
 

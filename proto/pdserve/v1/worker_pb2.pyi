@@ -216,6 +216,7 @@ class Identity(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
+    ATTACH_ADDRESS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
@@ -239,6 +240,8 @@ class Identity(google.protobuf.message.Message):
     protocol_version: builtins.int
     address: builtins.str
     """host:port for peers"""
+    attach_address: builtins.str
+    """host:port of KvSourceService: `address`, or a port of the engine's own process"""
     tokenizer_fingerprint: builtins.str
     max_model_len: builtins.int
     """tokens, prompt and output together; with an encoder, of each of the two"""
@@ -275,6 +278,7 @@ class Identity(google.protobuf.message.Message):
         role: Global___Role.ValueType = ...,
         protocol_version: builtins.int = ...,
         address: builtins.str = ...,
+        attach_address: builtins.str = ...,
         layout: pdserve.v1.kv_source_pb2.KvLayout | None = ...,
         tokenizer_fingerprint: builtins.str = ...,
         max_model_len: builtins.int = ...,
@@ -294,7 +298,7 @@ class Identity(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "decoder_prompt_len", b"decoder_prompt_len", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "max_request_bytes", b"max_request_bytes", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "attach_address", b"attach_address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "decoder_prompt_len", b"decoder_prompt_len", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "max_request_bytes", b"max_request_bytes", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]

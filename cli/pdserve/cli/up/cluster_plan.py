@@ -27,9 +27,9 @@ _SERVICES: dict[str, type[ServiceSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }
-_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "127.0.0.1", "data_port": 0}
+_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "127.0.0.1", "data_port": 0, "attach_port": 0}
 """Settings of all workers, which only this machine reaches, whatever the router listens on."""
-_CHOSEN_HERE = ("prefill", "decode", "worker_id", "advertise_host", "data_port")
+_CHOSEN_HERE = ("prefill", "decode", "worker_id", "advertise_host", "data_port", "attach_port")
 """Settings that `up` chooses for each service."""
 
 

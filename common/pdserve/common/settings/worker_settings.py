@@ -170,6 +170,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     bundled models, else 0."""
     engine_process: bool = False
     """Run the engine, its KV pool and its transfers in a process of their own, which ends with the worker's."""
+    attach_port: int = 0
+    """gRPC port of a prefill worker's `engine_process`, at which decode workers ask for KV blocks; 0 draws a free one."""
     engine_stuck_exit_s: float = 60.0
     """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
     attach_timeout_s: float = 10.0
@@ -264,7 +266,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device is {self.device[:200]!r}, it must be cpu, cuda or cuda:N")
-        self._verify_ports("port", "data_port")
+        self._verify_ports("port", "data_port", "attach_port")
         self._verify_least(
             1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"
         )

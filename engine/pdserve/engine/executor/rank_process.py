@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from pdserve.common.errors import InternalError, PdServeError, PeerError
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.processes.child_life import end_after, end_with_parent, leave_signals_to_peer
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
@@ -28,7 +29,6 @@ from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.loaded_model import LoadedModel, load_rank, rank_device
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.scheduler_output import RequestFailure
-from pdserve.engine.socket_frames import receive_frame, send_frame
 
 log = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ import msgspec
 import torch
 
 from pdserve.common.errors import Cancelled, PdServeError, PeerError, WorkerLost, from_code
+from pdserve.common.ipc.child_process import ChildProcess, exit_text, start_module, wait_for_exit
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.child_process import ChildProcess, exit_text, start_module, wait_for_exit
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import StartRank, ToRank, decode_from_rank, encode
-from pdserve.engine.socket_frames import receive_frame, send_frame
 
 T = TypeVar("T")
 

@@ -99,7 +99,7 @@ class LoadedModel:
 
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
-        if not (self.folder / "tokenizer.json").is_file():
+        if not self._tokenizer_file.is_file():
             return None
         limits = GrammarLimits(
             compile_s=settings.grammar_timeout_s,
@@ -113,6 +113,10 @@ class LoadedModel:
         vocab_size = self.decoder.config.vocab_size
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
 
+    @property
+    def _tokenizer_file(self) -> Path:
+        return self.folder / "tokenizer.json"
+
     def engine_info(self, settings: WorkerSettings) -> EngineInfo:
         return EngineInfo(
             model_fingerprint=self.layout.model_fingerprint,
@@ -122,6 +126,9 @@ class LoadedModel:
             num_blocks=self.num_blocks,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
+            layout=self.layout,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            has_grammars=self._tokenizer_file.is_file(),
             num_labels=self.num_labels,
             images=None if self.encoder is None else ImageProcessorConfig.read(self.folder),
             encoder=self.encoder,

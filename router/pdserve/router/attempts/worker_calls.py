@@ -139,7 +139,7 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
         decode = decode_pb2.Decode(prefill_here=prefill_here, local_prefill_tokens=local_prefill_tokens)
         if source is not None:
             decode.source.worker_id, decode.source.epoch = source.key
-            decode.source.address = source.identity.address
+            decode.source.address = source.identity.attach_address
             decode.source.transfer_id = transfer_id
         reader = DecodeReader(request, worker.identity.vocab_size)
         is_bulk = _has_large_answer(request)

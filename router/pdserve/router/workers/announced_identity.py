@@ -40,6 +40,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     if not is_worker_id(identity.worker_id):
         raise _wrong("worker_id", identity.worker_id, "1 to 128 letters, digits, `_`, `.` or `-` are needed")
     verify_peer_address("address", identity.address)
+    verify_peer_address("attach_address", identity.attach_address)
     fingerprints = {
         "tokenizer_fingerprint": identity.tokenizer_fingerprint,
         "model_fingerprint": identity.layout.model_fingerprint,

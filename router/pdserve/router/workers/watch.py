@@ -103,7 +103,7 @@ async def introduce(channel: ServiceChannel, peer: WorkerIdentity) -> None:
         readable(
             await channel.unary_unary(
                 MEET,
-                worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.address),
+                worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.attach_address),
                 timeout=MEET_TIMEOUT_S,
             )
         )

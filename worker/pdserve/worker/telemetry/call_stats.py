@@ -17,7 +17,8 @@ from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
 )
-from pdserve.worker.engine_host.engine_host import NOTHING_MORE, ReceivedBlocks, RequestEnd
+from pdserve.worker.engine_client import NOTHING_MORE, RequestEnd
+from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
 
 Call = Literal["prefill", "decode"]
 

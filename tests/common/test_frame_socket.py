@@ -1,4 +1,4 @@
-"""Messages between a worker and its engine's process: whole, in order, from any thread; and messages that are none."""
+"""Messages between two processes: whole, in order, from any thread; and messages that are none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 
 from pdserve.common.errors import PeerError, WorkerLost
+from pdserve.common.ipc import frame_socket
+from pdserve.common.ipc import frames as socket_frames
+from pdserve.common.ipc.frame_socket import FrameSocket
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.engine import socket_frames
+from pdserve.engine.client import process_client
+from pdserve.engine.client.messages import Loaded, decode_from_engine
+from pdserve.engine.client.process_client import ProcessClient
 from pdserve.engine.request_messages import encode
-from pdserve.engine.socket_frames import receive_frame, send_frame
-from pdserve.worker.engine_host import frame_socket, proc_host
-from pdserve.worker.engine_host.frame_socket import FrameSocket
-from pdserve.worker.engine_host.host_frames import HostState, decode_from_host
-from pdserve.worker.engine_host.proc_host import ProcHost
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import KEY
 
@@ -79,7 +80,7 @@ async def test_messages_arrive_whole_and_in_the_order_of_each_thread(pair: tuple
     ids=["too long", "no msgpack", "no message", "half a message"],
 )
 async def test_what_cannot_be_read_ends_the_connection(pair: tuple[socket.socket, socket.socket], raw: bytes) -> None:
-    end = End(pair[0], decode_from_host)
+    end = End(pair[0], decode_from_engine)
     pair[1].sendall(raw)
     pair[1].shutdown(socket.SHUT_WR)
     await eventually(lambda: end.num_ends == 1)
@@ -123,7 +124,8 @@ async def test_a_message_beyond_the_limit_is_refused_where_it_is_sent(
 class DeafProcess:
     """A process that ends by SIGKILL alone."""
 
-    pid = 0
+    pid = 1 << 22
+    """No process has it."""
 
     def __init__(self) -> None:
         self.signals: list[int] = []
@@ -140,23 +142,23 @@ class DeafProcess:
         self.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("raw", [encode(["Unknown", 1]), b"\xc1", encode(HostState(1, 0.0, None))], ids=range(3))  # type: ignore[arg-type]
+@pytest.mark.parametrize("raw", [encode(["Unknown", 1]), b"\xc1", encode(Loaded(None, None))], ids=range(3))  # type: ignore[arg-type]
 async def test_i9_a_process_that_sends_nonsense_is_killed_and_its_worker_is_told(
     monkeypatch: pytest.MonkeyPatch, raw: bytes
 ) -> None:
     process, theirs = DeafProcess(), list[socket.socket]()
 
-    def start(descriptor: int) -> DeafProcess:
+    def start(descriptor: int, module: str) -> DeafProcess:
         theirs.append(socket.socket(fileno=socket.dup(descriptor)))
         return process
 
-    monkeypatch.setattr(proc_host, "start_program", start)
-    host = ProcHost(DecodeSettings(), KEY, lambda *_: None)
-    loading = asyncio.create_task(host.load(Path("anywhere")))
+    monkeypatch.setattr(process_client, "start_program", start)
+    loop = asyncio.get_running_loop()
+    client = ProcessClient(Path("anywhere"), DecodeSettings(), KEY, "any", loop)
     with theirs[0]:
         send_frame(theirs[0], raw)
         async with asyncio.timeout(HANG_S):
             with pytest.raises(WorkerLost, match="the engine's process has ended"):
-                await loading
-            await host.close()
+                await asyncio.wrap_future(client.loaded)
+            await client.shutdown()
     assert set(process.signals) == {signal.SIGKILL}

@@ -1,4 +1,4 @@
-"""The contract of `EngineHost`, over which `EngineClient` serves: an engine in this process and one in its own do the same."""
+"""`EngineClient` with transfers, over both transports: an engine in this process and one in its own do the same."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pdserve.common.errors import (
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.engine.client import process_client
+from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.transfer_state import SourceState
-from pdserve.worker.engine_client import EngineClient, RequestStream
-from pdserve.worker.engine_host import proc_host
-from pdserve.worker.engine_host.engine_host import EngineHost, RequestEnd
-from pdserve.worker.engine_host.make_host import make_host
-from tests.support.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing_host, start_host
+from pdserve.worker.engine_client import EngineClient, RequestEnd, RequestStream
+from pdserve.worker.make_engine import make_engine
+from tests.support.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import HANG_S, eventually
@@ -49,19 +49,24 @@ SETTINGS: dict[str, Any] = {
 PEER = PeerId("decode-1", 7)
 
 
-async def started(folder: Path, kind: str) -> EngineHost:
-    return await make_host(PrefillSettings(**SETTINGS, engine_process=kind == "in its own"), folder, KEY)
+async def loaded(folder: Path, kind: str) -> EngineCoreClient:
+    return await make_engine(PrefillSettings(**SETTINGS, engine_process=kind == "in its own"), folder, KEY)
+
+
+async def started(folder: Path, kind: str) -> EngineClient:
+    engine = await loaded(folder, kind)
+    client = EngineClient(engine)
+    engine.call_utility("begin_transfers", "prefill-1", 3)
+    await asyncio.wrap_future(engine.start(warm_up=True))
+    return client
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def client(request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[EngineClient]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gc, "freeze", lambda: None)  # the objects of a test go with it
-        patched.setattr(proc_host, "start_program", start_host)
-        host = await started(tiny_checkpoints("llama"), request.param)
-        made = EngineClient(host)
-        host.begin_transfers(PeerId("prefill-1", 3))
-        await host.start()
+        patched.setattr(process_client, "start_program", start_forked)
+        made = await started(tiny_checkpoints("llama"), request.param)
     yield made
     await eventually(lambda: not (made.stats.num_blocks_in_use or made.transfer_counts.num_open))
     assert (made.num_waiting, made.num_streams) == (0, 0)
@@ -222,9 +227,9 @@ async def test_the_end_of_a_transfer_is_told_with_its_cause(client: EngineClient
     async with asyncio.timeout(HANG_S):
         await stream.get()
         await eventually(lambda: client.transfer_counts.num_expected == 1)
-        [view] = (await client.host.transfers()).under_way
+        [view] = (await client.transfers()).under_way
         assert (view.request_id, view.peer, view.state) == (request.request_id, "decode-1", "OPEN")
-        client.host.revoke_transfers(Draining("the source is draining"))
+        client.revoke_transfers(Draining("the source is draining"))
         end = await stream.source_ended
     assert (end.state, type(end.cause), str(end.cause)) == (SourceState.REVOKED, Draining, "the source is draining")
     await eventually(lambda: client.transfer_counts.num_ended["source", "revoked"] == 1)
@@ -243,7 +248,7 @@ async def test_sessions_go_on_and_end_while_idle(client: EngineClient, oracle: O
         async for output in stream:
             second += output.new_token_ids
     oracle.check([*first, *tokens, *more], second)
-    client.host.fail_idle_sessions(Draining("the worker is draining"))
+    client.core.fail_idle_sessions(Draining("the worker is draining"))
     assert isinstance(await error_of(stream), Draining)
     client.release(stream)
 
@@ -253,7 +258,7 @@ async def test_all_requests_can_be_ended_at_once(client: EngineClient) -> None:
     async with asyncio.timeout(HANG_S):
         for stream in streams:
             await stream.get()
-    client.host.fail_requests(Draining("the worker has drained for as long as it may"))
+    client.core.fail_requests(Draining("the worker has drained for as long as it may"))
     for stream in streams:
         assert isinstance(await error_of(stream), Draining)
         client.release(stream)
@@ -303,12 +308,10 @@ async def test_an_idle_engine_ticks_on_and_meets_peers(client: EngineClient) -> 
 async def test_i6_a_failed_step_ends_every_request_and_says_so(
     tiny_checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(proc_host, "start_program", start_failing_host)
+    monkeypatch.setattr(process_client, "start_program", start_failing)
     execute = SingleDeviceExecutor.execute_model
     monkeypatch.setattr(SingleDeviceExecutor, "execute_model", fail_at_fatal_token(execute))
-    client = EngineClient(await started(tiny_checkpoints("llama"), kind))
-    client.host.begin_transfers(PeerId("prefill-1", 3))
-    await client.host.start()
+    client = await started(tiny_checkpoints("llama"), kind)
     source = request_of(prompt_of(20, 1), transfer_source=True)
     computed = client.submit(source, transfer=expected(source))  # its one token may be there before the engine fails
     streams = [
@@ -333,6 +336,6 @@ async def test_i6_a_failed_step_ends_every_request_and_says_so(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(proc_host, "start_program", start_host)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        await started(tmp_path, kind)
+        await loaded(tmp_path, kind)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.common.errors import PeerError
-from pdserve.engine.socket_frames import LENGTH, packed_length, verify_length
+from pdserve.common.ipc.frames import LENGTH, packed_length, verify_length
 
 READ_BYTES = 1 << 18
 """Bytes that are read at once, so that the loop's other callbacks get their turn."""

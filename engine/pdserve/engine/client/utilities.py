@@ -1,4 +1,4 @@
-"""Functions of an engine that `EngineCoreClient.utility` calls by name. They run in the engine's thread, between two steps."""
+"""Functions of an engine that `EngineCoreClient.utility` calls by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import ConfigError, InternalError, InvalidRequest, PdServeError
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.lora.lora_runner import Adapters
 
 
 def get_stats(core: EngineCore) -> dict[str, Any]:
@@ -35,31 +36,42 @@ def check_pool(core: EngineCore) -> bool:
     return is_idle
 
 
-def add_lora(core: EngineCore, path: str) -> str:
-    """Read the adapter in a PEFT folder, if it is new or has changed; returns its fingerprint.
+def remove_lora(core: EngineCore, path: str) -> None:
+    """Forget the adapter in a folder. Sequences that run with it end with it."""
+    _adapters(core).remove(Path(path))
 
-    Raises: InvalidRequest for a folder that cannot be used, and without `enable_lora`.
+
+def add_lora(core: EngineCore, path: str) -> str:
+    """Read and check the adapter in a PEFT folder, if it is new or has changed; returns its fingerprint.
+
+    Raises: ConfigError naming the file, the field or tensor, and the value; UnsupportedModel for what is not served; InvalidRequest
+    without `enable_lora`.
     """
+    return _adapters(core).add(Path(path))
+
+
+def _adapters(core: EngineCore) -> Adapters:
     if core.adapters is None:
         raise InvalidRequest("lora_request is given, and this engine was made without enable_lora", "lora_request")
-    try:
-        return core.adapters.add(Path(path))
-    except ConfigError as error:
-        raise InvalidRequest(f"lora_request: {error.message}", "lora_request") from error
+    return core.adapters
 
 
 UTILITIES: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (get_stats, reset_prefix_cache, check_pool, add_lora)
+    function.__name__: function for function in (get_stats, reset_prefix_cache, check_pool, remove_lora)
 }
-_TAKES_PATH = {"add_lora"}
+"""Run in the engine's thread, between two steps."""
+BESIDE_STEPS: Mapping[str, Callable[..., Any]] = {"add_lora": add_lora}
+"""Take long, and run in a thread of their own."""
+_TAKES_PATH = {"add_lora", "remove_lora"}
 """Utilities with one argument, a text."""
 
 
-def call_utility(core: EngineCore, name: str, args: Sequence[Any]) -> Any:
-    """Raises: InvalidRequest for an unknown name or wrong arguments, InternalError with the text of any other failure."""
-    function = UTILITIES.get(name)
+def answer_of(function: Callable[..., Any] | None, name: str, core: EngineCore, args: Sequence[Any]) -> Any:
+    """Call a utility. Raises: InvalidRequest for an unknown name or wrong arguments, InternalError with the text of any other
+    failure."""
     if function is None:
-        raise InvalidRequest(f"utility is {name[:100]!r}, there are {', '.join(UTILITIES)}", "utility")
+        names = ", ".join((*UTILITIES, *BESIDE_STEPS))
+        raise InvalidRequest(f"utility is {name[:100]!r}, there are {names}", "utility")
     takes = 1 if name in _TAKES_PATH else 0
     if len(args) != takes or not all(isinstance(arg, str) for arg in args):
         raise InvalidRequest(

@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-from typing import Protocol
 
-from pdserve.common.errors import PdServeError, from_code
 from pdserve.common.request.engine_types import EngineCoreOutputs
-
-
-class OutputSink(Protocol):
-    """Takes an engine's outputs, and at last the error that ended it. Any thread may call it."""
-
-    def put(self, item: EngineCoreOutputs | PdServeError) -> None: ...
+from pdserve.engine.client.messages import EngineFailed, ForReader
 
 
 class OutputQueue:
-    """An `OutputSink` to read from, in one thread or in one event loop. After the final error every read raises it."""
+    """To read from in one thread or in one event loop. After the final error every read raises it."""
 
     def __init__(self) -> None:
-        self._items: queue.SimpleQueue[EngineCoreOutputs | PdServeError] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[EngineCoreOutputs | EngineFailed] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived = asyncio.Event()
 
-    def put(self, item: EngineCoreOutputs | PdServeError) -> None:
+    def put(self, item: ForReader) -> None:
+        """Any thread may call it. Outputs without results are dropped."""
+        if not isinstance(item, EngineFailed) and not (isinstance(item, EngineCoreOutputs) and item.has_results):
+            return
         self._items.put(item)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: there is no reader
@@ -48,8 +44,8 @@ class OutputQueue:
                 await self._arrived.wait()
         return self.get()
 
-    def _checked(self, item: EngineCoreOutputs | PdServeError) -> EngineCoreOutputs:
-        if isinstance(item, PdServeError):
+    def _checked(self, item: EngineCoreOutputs | EngineFailed) -> EngineCoreOutputs:
+        if isinstance(item, EngineFailed):
             self._items.put(item)
-            raise from_code(item.code, item.message)
+            raise item.failure.error()
         return item
