@@ -80,7 +80,7 @@ class ChatInput(msgspec.Struct, frozen=True):
     add_special_tokens: bool = False
     """Add special tokens beside those of the chat template."""
     chat_template: str | None = None
-    """The client's template, in place of the model's."""
+    """A template of the caller of `LLM`, in place of the model's; a router takes none from its clients."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -214,8 +214,6 @@ def encode_prompt(
         prompt = msgspec.structs.replace(prompt, messages=messages)
     if sources and images is None:
         raise InvalidRequest(f"{IMAGES_FIELD} is given, and this model takes text alone", IMAGES_FIELD)
-    if sources and isinstance(prompt, ChatInput) and prompt.chat_template is not None:
-        raise InvalidRequest("chat_template is given, and the messages have images", "chat_template")
     if sources and truncates:
         raise InvalidRequest("truncate_prompt_tokens is given, and the prompt has images", "truncate_prompt_tokens")
 

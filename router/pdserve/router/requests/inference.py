@@ -197,7 +197,6 @@ class Inference:
                     "so stream must be false",
                     "best_of",
                 )
-        self._verify_template(requests[0])
         if requests[0].beams is not None and requests[0].prompt_embeds is not None:
             raise InvalidRequest(
                 "use_beam_search is true, and beams begin with token ids, not with prompt_embeds", "use_beam_search"
@@ -245,15 +244,6 @@ class Inference:
         sampling.verify_sequences(most_sequences)
         sampling.verify_logprobs(most_logprobs, request.logprobs_field)
 
-    def _verify_template(self, request: ClientRequest) -> None:
-        """Raises: InvalidRequest for a template of the client, where none is rendered."""
-        prompt, allowed = request.prompt, self.settings.trust_request_chat_template
-        if isinstance(prompt, ChatInput) and prompt.chat_template is not None and not allowed:
-            raise InvalidRequest(
-                "chat_template is given, and this router renders the model's own alone (trust_request_chat_template)",
-                "chat_template",
-            )
-
     def _trace(self, request_id: str, request: ClientRequest, client_request_id: str, client: Client) -> RequestTrace:
         """Begin the trace of a generation. request: its first prompt's."""
         return self.telemetry.request(
@@ -297,7 +287,6 @@ class Inference:
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
         self._verify_numbers(request)
-        self._verify_template(request)
         verify_generates(self.num_labels())
         if request.prompt_embeds is not None:
             raise InvalidRequest("embeds is given, and a session's prompt is token ids", "embeds")

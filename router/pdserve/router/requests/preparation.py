@@ -187,11 +187,9 @@ class Preparation:
         self._key = deployment_key
         self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
         self._aside = FairThreads(1, "tokenizer-aside")
-        # processes of templates take time that is not the thread's
-        self._templates = FairThreads(1, "client-templates", processor_s=time.monotonic)
 
     def close(self) -> None:
-        for threads in (self._threads, self._aside, self._templates):
+        for threads in (self._threads, self._aside):
             threads.close()
 
     async def in_background_pool(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
@@ -229,13 +227,10 @@ class Preparation:
         prompt, field = request.prompt, request.field
         truncates = request.truncation is not None
         images = self._images if request.pooling_params is None else None
-        # client templates render in their own process and queue; other prompts must not wait for them
-        is_own = isinstance(prompt, ChatInput) and prompt.chat_template is not None
-        threads = self._templates if is_own else self._threads
         async with AsyncExitStack() as fetched:
             files: Mapping[str, bytes] = {}
             if self._remote_images is not None and images is not None and isinstance(prompt, ChatInput):
-                sources = await threads.run(request.client.tenant, lambda: without_images(prompt.messages)[1])
+                sources = await self._threads.run(request.client.tenant, lambda: without_images(prompt.messages)[1])
                 images.verify_number(sources, field)
                 files = await fetched.enter_async_context(self._remote_images.fetched(sources, field))
 
@@ -245,11 +240,11 @@ class Preparation:
                     audio=self.audio,
                 )  # fmt: skip
 
-            if not is_own and images is None and not threads.num_waiting and _is_short(prompt):
+            if images is None and not self._threads.num_waiting and _is_short(prompt):
                 # the way to a thread and back costs more
                 encoded = encode()
             else:
-                encoded = await threads.run(request.client.tenant, encode)
+                encoded = await self._threads.run(request.client.tenant, encode)
         if encoded.features:
             self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)
