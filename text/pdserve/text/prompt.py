@@ -58,7 +58,7 @@ class TranscriptInput(msgspec.Struct, frozen=True):
     """Sound of which a text is written."""
 
     file: bytes
-    """A WAV file; empty once its samples have been made."""
+    """A file of sound; empty once its samples have been made."""
     language: str | None
     """A code, as `TranscriptPrompt.language` returns it."""
     task: Task = "transcribe"
@@ -292,7 +292,7 @@ def _transcript(
         verify_text_bytes(prompt.text, max_text_bytes(rule.max_model_len), prompt.text_field)
         most = max(1, rule.max_model_len // 2 - 1)
     token_ids = audio.transcript.token_ids(prompt.language, prompt.task, prompt.text, encode, most, prompt.text_field)
-    return EncodedPrompt(None, token_ids, (audio.process_wav(prompt.file, field),))
+    return EncodedPrompt(None, token_ids, (audio.process_file(prompt.file, field),))
 
 
 def verify_prompt_tokens(
