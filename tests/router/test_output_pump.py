@@ -26,11 +26,18 @@ class Client:
         self.written = []
         self.reads = asyncio.Event()
         self.reads.set()
-        self.pump = OutputPump(stream, 1, self.write)
+        self.pump = OutputPump(stream, 1, self.write, self.write_now)
 
     async def write(self, outputs):
-        if not self.reads.is_set():
-            await self.reads.wait()
+        await self.reads.wait()
+        self.take(outputs)
+
+    def write_now(self, outputs):
+        if self.reads.is_set():
+            self.take(outputs)
+        return self.reads.is_set()
+
+    def take(self, outputs):
         self.written.append("".join(each.text for each in outputs))
         if "!" in self.written[-1]:
             raise InvalidRequest("no such text")

@@ -41,11 +41,12 @@ from pdserve.router.requests.fields.prompt_embeds_field import read_embeds
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.output_pump import OutputPump
-from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.session import StreamingSession
 from pdserve.text.outputs.merged_outputs import merged
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
+from pdserve.text.prompt_preparer import embeds_fields
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 

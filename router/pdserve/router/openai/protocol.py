@@ -28,9 +28,10 @@ from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.router.requests.fields.prompt_embeds_field import read_base64_embeds
 from pdserve.router.requests.fields.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.fields.tools import NamedTool, ToolBody
-from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt, Truncation
+from pdserve.text.prompt_preparer import embeds_fields
 from pdserve.text.templates.chat_template import plain_message
 
 

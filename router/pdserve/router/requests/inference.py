@@ -10,6 +10,7 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.generation_request import verify_priority_is_used
 from pdserve.common.request.pooling_params import PoolingParams, verify_generates
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
@@ -159,11 +160,7 @@ class Inference:
     def _priority(self, request: ClientRequest, client: Client) -> int:
         """The priority of a request, within its key's range. Raises: InvalidRequest for one that has no effect here."""
         priority = client.allowed_priority(request.priority)
-        if request.priority and self.settings.scheduling_policy == "fcfs":
-            raise InvalidRequest(
-                f"priority is {request.priority}, and requests run in order of arrival here (scheduling_policy is fcfs)",
-                "priority",
-            )
+        verify_priority_is_used(request.priority, self.settings.scheduling_policy)
         return priority
 
     def _cache_group(self, client: Client) -> CacheGroup:
