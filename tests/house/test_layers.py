@@ -81,7 +81,7 @@ STARTS_OF_LOOPS = {"create_subprocess_exec", "create_subprocess_shell", "subproc
 """Functions that start a process with the handlers of `pthread_atfork`, or in an event loop."""
 NEEDS_FORK = {"preexec_fn", "user", "group", "extra_groups"}
 """Arguments with which `subprocess` uses `fork` instead of `vfork`."""
-FORK_SERVERS = {"client_template_process", "grammar_process"}
+FORK_SERVERS = {"grammar_process"}
 """Programs without gRPC and without threads, which fork what they have loaded."""
 EMPTY_NAMES = {"utils", "helpers", "misc", "base", "manager"}
 
@@ -92,7 +92,7 @@ PLAIN_WITHOUT_TLS = {
 ENTRY_POINTS = {
     "pdserve.cli.main", "pdserve.engine.client.engine_process",
     "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.router.router_process", "pdserve.text.templates.client_template_process", "pdserve.worker.engine_process",
+    "pdserve.router.router_process", "pdserve.worker.engine_process",
     "pdserve.worker.ranks.worker_rank",
 }  # fmt: skip
 """Modules that a process starts with."""

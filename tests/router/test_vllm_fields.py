@@ -39,6 +39,7 @@ top_logprobs""",
 COMPLETION = frozenset(("prompt", "suffix"))
 """The fields of vLLM 0.32 by name; `prompt_embeds` is refused as unknown."""
 REFUSED: dict[str, Any] = {
+    "chat_template": "{{ messages[0].content }}",
     "ec_transfer_params": {"a": 1},
     "kv_transfer_params": {"do_remote_prefill": True},
     "logprob_token_ids": [3],

@@ -125,8 +125,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """Take prompts as embeddings; workers have a setting of the same name."""
     max_prompt_embeds_bytes: int = 64 << 20
     """Bytes of prompt embeddings in the router at once, at most; more are refused as overload."""
-    trust_request_chat_template: bool = False
-    """Render the chat templates that requests bring, each in a process of its own; False: refuse them."""
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
     """Form of calls of tools in answers; `auto`: by the chat template; `none`: they remain text."""
     reasoning_parser: str = "auto"
@@ -226,10 +224,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"cors_origins has {origin[:200]!r}, scheme://host[:port] in lower case or * is needed"
                 )
-        if self.trust_request_chat_template and not self.parse_special:
-            raise ConfigError(
-                "trust_request_chat_template is true and parse_special false: a client's template may write special tokens"
-            )
         if not _REASONING_PARSER.fullmatch(self.reasoning_parser):
             raise ConfigError(
                 f"reasoning_parser is {self.reasoning_parser!r:.80}: auto, none, a family's name, or an opening tag of at "

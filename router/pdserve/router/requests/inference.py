@@ -10,6 +10,7 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.generation_request import verify_priority_is_used
 from pdserve.common.request.pooling_params import PoolingParams, verify_generates
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
@@ -32,7 +33,8 @@ from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
 from pdserve.router.requests.tasks.beam_task import BeamPromptTask
 from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
-from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S, PromptTask
+from pdserve.router.requests.tasks.placed_task import WAIT_FOR_WORKER_S
+from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
@@ -159,11 +161,7 @@ class Inference:
     def _priority(self, request: ClientRequest, client: Client) -> int:
         """The priority of a request, within its key's range. Raises: InvalidRequest for one that has no effect here."""
         priority = client.allowed_priority(request.priority)
-        if request.priority and self.settings.scheduling_policy == "fcfs":
-            raise InvalidRequest(
-                f"priority is {request.priority}, and requests run in order of arrival here (scheduling_policy is fcfs)",
-                "priority",
-            )
+        verify_priority_is_used(request.priority, self.settings.scheduling_policy)
         return priority
 
     def _cache_group(self, client: Client) -> CacheGroup:
@@ -197,7 +195,6 @@ class Inference:
                     "so stream must be false",
                     "best_of",
                 )
-        self._verify_template(requests[0])
         if requests[0].beams is not None and requests[0].prompt_embeds is not None:
             raise InvalidRequest(
                 "use_beam_search is true, and beams begin with token ids, not with prompt_embeds", "use_beam_search"
@@ -245,15 +242,6 @@ class Inference:
         sampling.verify_sequences(most_sequences)
         sampling.verify_logprobs(most_logprobs, request.logprobs_field)
 
-    def _verify_template(self, request: ClientRequest) -> None:
-        """Raises: InvalidRequest for a template of the client, where none is rendered."""
-        prompt, allowed = request.prompt, self.settings.trust_request_chat_template
-        if isinstance(prompt, ChatInput) and prompt.chat_template is not None and not allowed:
-            raise InvalidRequest(
-                "chat_template is given, and this router renders the model's own alone (trust_request_chat_template)",
-                "chat_template",
-            )
-
     def _trace(self, request_id: str, request: ClientRequest, client_request_id: str, client: Client) -> RequestTrace:
         """Begin the trace of a generation. request: its first prompt's."""
         return self.telemetry.request(
@@ -297,7 +285,6 @@ class Inference:
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
         self._verify_numbers(request)
-        self._verify_template(request)
         verify_generates(self.num_labels())
         if request.prompt_embeds is not None:
             raise InvalidRequest("embeds is given, and a session's prompt is token ids", "embeds")

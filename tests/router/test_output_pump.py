@@ -1,4 +1,4 @@
-"""Outputs are written where they arrive, without a task; a client that does not read delays no one else."""
+"""Outputs are written where they arrive, without a task of their own; a client that does not read delays no one else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pdserve.common.errors import ConfigError, InternalError, InvalidRequest
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.pushed_outputs import PushedOutputs
+from pdserve.router.requests.output_pump import OutputPump
 from pdserve.text.outputs.request_output import CompletionOutput
 from tests.support.waiting import HANG_S, eventually
 
@@ -26,17 +26,24 @@ class Client:
         self.written = []
         self.reads = asyncio.Event()
         self.reads.set()
-        self.pushed = PushedOutputs(stream, 1, self.write)
+        self.pump = OutputPump(stream, 1, self.write, self.write_now)
 
     async def write(self, outputs):
-        if not self.reads.is_set():
-            await self.reads.wait()
+        await self.reads.wait()
+        self.take(outputs)
+
+    def write_now(self, outputs):
+        if self.reads.is_set():
+            self.take(outputs)
+        return self.reads.is_set()
+
+    def take(self, outputs):
         self.written.append("".join(each.text for each in outputs))
         if "!" in self.written[-1]:
             raise InvalidRequest("no such text")
 
     async def run(self, first="a"):
-        self.running = asyncio.create_task(self.pushed.run([output(first)]))
+        self.running = asyncio.create_task(self.pump.run([output(first)]))
         await asyncio.sleep(0)
         return self
 
@@ -162,24 +169,55 @@ async def test_a_request_that_ends_without_more_output_leaves_nothing_to_write()
     assert await client.ended() == ""
 
 
-@pytest.mark.parametrize("subscribed", [True, False])
-async def test_a_stream_is_read_once_per_interval_but_for_its_first_output_and_its_end(subscribed):
+async def test_an_error_after_output_that_was_written_at_once_ends_it():
+    stream, written = ClientStream(1, 1000), []
+
+    async def write(outputs):
+        raise AssertionError("the client takes everything at once")
+
+    def write_now(outputs):
+        written.append("".join(each.text for each in outputs))
+        return True
+
+    running = asyncio.create_task(OutputPump(stream, 1, write, write_now).run([output("a")]))
+    await asyncio.sleep(0)
+    stream.push(output("b"))
+    stream.fail(InternalError("gone"))
+    with pytest.raises(InternalError, match="gone"):
+        await asyncio.wait_for(running, HANG_S)
+    assert written == ["a", "b"]
+
+
+async def test_a_slow_client_is_written_to_by_the_task_and_then_at_once_again():
+    stream, written, is_ready = ClientStream(1, 1000), [], True
+
+    async def write(outputs):
+        await asyncio.sleep(0)
+        written.append(("task", "".join(each.text for each in outputs)))
+
+    def write_now(outputs):
+        if is_ready:
+            written.append(("callback", "".join(each.text for each in outputs)))
+        return is_ready
+
+    running = asyncio.create_task(OutputPump(stream, 1, write, write_now).run([output("a")]))
+    for text, ready in (("b", True), ("c", False), ("d", True)):
+        is_ready = ready
+        stream.push(output(text))
+        await asyncio.sleep(0.01)
+    stream.push(output("e", finish="stop"))
+    assert [each.text for each in await asyncio.wait_for(running, HANG_S)] == ["e"]
+    assert written == [("callback", "a"), ("callback", "b"), ("task", "c"), ("callback", "d")]
+
+
+async def test_a_stream_is_read_once_per_interval_but_for_its_first_output_and_its_end():
     stream = ClientStream(1, 1000, flush_s=1000.0)
     taken = []
 
     def take():
         taken.append("".join(each.text for each in stream.take_now()))
 
-    async def read():
-        while outputs := await stream.take():
-            taken.append("".join(each.text for each in outputs))
-
-    reading = None
-    if subscribed:
-        stream.subscribe(take)
-    else:
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0)
+    stream.subscribe(take)
     for text in "abc":
         stream.push(output(text))
         await asyncio.sleep(0.001)
@@ -187,9 +225,7 @@ async def test_a_stream_is_read_once_per_interval_but_for_its_first_output_and_i
     stream.push(output("d", finish="stop"))
     stream.end_run()
     await asyncio.sleep(0.001)
-    assert taken[:2] == ["a", "bcd"]
-    if reading is not None:
-        await asyncio.wait_for(reading, HANG_S)
+    assert taken == ["a", "bcd"]
     stream.subscribe(None)
 
 
