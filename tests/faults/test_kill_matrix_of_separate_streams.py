@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, router=("--set", "step_streams=false")) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, router=("--step-streams=false",)) as made:
         yield made
 
 

@@ -32,6 +32,7 @@ from pdserve.worker.engine_host.host_transfers import HostTransfers
 from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.engine_host.make_host import make_host
 from pdserve.worker.worker import Worker
+from tests.support.settings_with import settings_with
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S, eventually
 
@@ -89,8 +90,8 @@ async def running_pair(
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
+        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
     ):
         host = await make_host(settings, folder, key)
         workers.append(Worker(settings, role, host, key, service.add_servicers))

@@ -30,6 +30,7 @@ from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
 from pdserve.worker.worker import Worker
+from tests.support.settings_with import settings_with
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
 from tests.support.worker_pair import host_of, transfers_of
@@ -53,8 +54,8 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
     }
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**fields), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_service),
+        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_service),
     ):
         model = load_model(tiny_checkpoints("llama"), settings, None)
         host = make_inproc_host(settings, model, make_connectors(settings), DEVELOPMENT_KEY)

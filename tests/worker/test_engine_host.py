@@ -38,6 +38,7 @@ from pdserve.worker.engine_host.make_host import make_host
 from tests.support.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing_host, start_host
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
+from tests.support.settings_with import settings_with
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import KEY
 
@@ -50,7 +51,7 @@ PEER = PeerId("decode-1", 7)
 
 
 async def started(folder: Path, kind: str) -> EngineHost:
-    return await make_host(PrefillSettings(**SETTINGS, engine_process=kind == "in its own"), folder, KEY)
+    return await make_host(settings_with(PrefillSettings, **SETTINGS, engine_process=kind == "in its own"), folder, KEY)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)

@@ -63,13 +63,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Session(self, request_iterator: _Turns, context: Context) -> AsyncIterator[decode_pb2.DecodeEvent]:
         engine, settings = self.engine, self.settings
-        if engine.num_sessions >= settings.max_sessions:
+        if engine.num_sessions >= settings.limits.max_sessions:
             # a call that is ended while its first turn is on the way here may lose this answer
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(settings.session_idle_timeout_s):
+                async with asyncio.timeout(settings.limits.session_idle_timeout_s):
                     await _next_turn(request_iterator)
             raise Overloaded(
-                f"{engine.num_sessions} sessions are open on this worker, at most {settings.max_sessions} may be "
+                f"{engine.num_sessions} sessions are open on this worker, at most {settings.limits.max_sessions} may be "
                 "(max_sessions)"
             )
         engine.num_sessions += 1
@@ -211,7 +211,7 @@ class _Session:
         """The next turn; None when the router has closed its side. Raises: what ends the session meanwhile."""
         reading = asyncio.ensure_future(_next_turn(turns))
         ended = asyncio.ensure_future(_end(self._stream))
-        idle_s = self.settings.session_idle_timeout_s
+        idle_s = self.settings.limits.session_idle_timeout_s
         async with first_of(reading, ended, timeout_s=idle_s):
             if ended.done():
                 ended.result()

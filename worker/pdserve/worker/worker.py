@@ -108,7 +108,7 @@ class Worker:
         host.begin_transfers(PeerId(*self.identity.key))
         self._watchdog: EngineWatchdog | None = None
         self._health = health.aio.HealthServicer()
-        self.telemetry = WorkerTelemetry(settings, self.identity, self.engine)
+        self.telemetry = WorkerTelemetry(self.identity, self.engine)
         self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, host.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
@@ -144,15 +144,15 @@ class Worker:
             vocab_size=info.engine.vocab_size,
             num_blocks=info.engine.num_blocks,
             connectors=info.connectors,
-            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+            max_local_prefill_tokens=settings.limits.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
             hidden_size=0 if info.engine.num_labels or prompts is not None else info.engine.hidden_size,
             decoder_prompt_len=0 if prompts is None else prompts.num_decoder_prompt_tokens,
             num_labels=info.engine.num_labels,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,
-            max_logprobs=settings.max_logprobs,
-            max_n_sequences=settings.max_n_sequences,
+            max_logprobs=settings.limits.max_logprobs,
+            max_n_sequences=settings.limits.max_n_sequences,
             step_stream_version=STEP_STREAM_VERSION,
         )
 
@@ -181,8 +181,10 @@ class Worker:
         if self.engine.died.is_set():
             raise RuntimeError("the engine failed while it was warmed up")
         await self.lora_modules.start()
-        if self.settings.engine_stuck_exit_s:
-            self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s, self.host.kill)
+        if self.settings.limits.engine_stuck_exit_s:
+            self._watchdog = EngineWatchdog(
+                lambda: self.engine.tick, self.settings.limits.engine_stuck_exit_s, self.host.kill
+            )
             self._watchdog.start()
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)

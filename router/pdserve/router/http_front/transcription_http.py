@@ -41,7 +41,7 @@ class TranscriptionHttp:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await authenticated(inference.keys, request)
-            call = call_fields(request, inference.settings.request_timeout_s)
+            call = call_fields(request, inference.settings.limits.request_timeout_s)
             content_type = request.headers.get("content-type", "")
             async with body_bytes(request, inference.bodies, FORM_DATA) as data:
                 prepared = await inference.bodies.in_background_pool(

@@ -37,7 +37,7 @@ def make_inproc_host(
     """Give the model's pool to engine and connectors. Used in the asyncio thread. Raises: ConfigError; WorkerLost when another rank
     has ended."""
     kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
-    pool = serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
+    pool = serve_pool(connectors, kv_cache, settings.limits.kv_ring_mib << 20, settings.kernels)
     if model.ranks is not None:
         join_ranks(connectors, model.ranks)
     digests = DigestRule(
@@ -70,12 +70,14 @@ def make_inproc_host(
             layout=model.layout,
             connectors=connectors.names,
             engine_tick=lambda: host.tick,
-            attach_timeout_s=settings.attach_timeout_s,
-            grace_s=settings.lease_grace_s,
+            attach_timeout_s=settings.limits.attach_timeout_s,
+            grace_s=settings.limits.lease_grace_s,
             digests=digests,
         )
         manager = KvTransferManager(host, outbox, connectors, pool, peers, receiving)
-        limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
+        limits = LeaseLimits(
+            settings.limits.attach_timeout_s, settings.limits.lease_grace_s, settings.limits.lease_max_s
+        )
         source_transfers = SourceTransfers(connectors, limits, manager)
 
         def make_attach(transfers: SourceTransfers, callers: CallerRoles) -> AttachServicer:

@@ -157,7 +157,7 @@ class ProcHost:
             encoder=engine.encoder,
             encoder_decoder=prompts,
             max_num_seqs=engine.max_num_seqs,
-            max_sequences=settings.max_n_sequences,
+            max_sequences=settings.limits.max_n_sequences,
             vocab_size=engine.vocab_size,
             hidden_size=engine.hidden_size,
             num_labels=engine.num_labels,

@@ -74,7 +74,7 @@ class EmbeddingTask:
         self._holds: RunningPlace | None = None
         self._prepared: dict[tuple[str, int], HashedRequest] = {}
         self._crash_guard = CrashGuard(services.deny_list, services.fleet, services.company, self._request.client)
-        self._full = FullWorkers(services.settings.queue_timeout_s)
+        self._full = FullWorkers(services.settings.limits.queue_timeout_s)
 
     async def run(self) -> array[float]:
         """The vector, in float32. Raises: PdServeError."""
@@ -147,7 +147,7 @@ class EmbeddingTask:
                 log.info("request %s: attempt %d failed: %s", self._request_id, number - 1, failure)
                 num_counted += 1
                 self._crash_guard.count(failure, prepared.request_digest)
-                if not failure.error.retryable or num_counted >= self._services.settings.max_attempts:
+                if not failure.error.retryable or num_counted >= self._services.settings.limits.max_attempts:
                     raise failure.error from failure
             blamed = frozenset((worker.key,))
             await asyncio.sleep(backoff_s(num_counted))

@@ -85,7 +85,7 @@ class PromptTask:
         self._crash_guard = CrashGuard(
             services.deny_list, services.fleet, services.company, request.client, request.sampling_params
         )
-        self._full = FullWorkers(services.settings.queue_timeout_s)
+        self._full = FullWorkers(services.settings.limits.queue_timeout_s)
         self._record = record.run(self.timeline)
 
     async def run(self) -> None:
@@ -209,7 +209,7 @@ class PromptTask:
             except PrefillNeeded as needed:
                 retry_state.hint, retry_state.blamed = PlacementHint.REMOTE, frozenset()
                 retry_state.num_uncounted += 1
-                if retry_state.num_uncounted <= self._services.settings.max_attempts:
+                if retry_state.num_uncounted <= self._services.settings.limits.max_attempts:
                     continue
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
@@ -274,7 +274,7 @@ class PromptTask:
         if (
             not error.retryable
             or isinstance(error, PositionConflict)
-            or num_counted >= self._services.settings.max_attempts
+            or num_counted >= self._services.settings.limits.max_attempts
         ):
             raise error
         if failure.in_transfer:
