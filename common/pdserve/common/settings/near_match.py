@@ -18,4 +18,5 @@ def near_match(name: str, known: Iterable[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("-", "_")
+    """The name of the setting, also of an option or a variable."""
+    return name.lower().replace("-", "_").strip("_").removeprefix("pdserve_")
