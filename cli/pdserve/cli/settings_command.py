@@ -138,10 +138,11 @@ def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _parameter(setting: Setting) -> inspect.Parameter:
     """Values are text: `load_settings` reads them, as those of the environment."""
     kind: Any = bool if setting.is_flag else list[str] if setting.is_list or setting.is_map else str
+    default = setting.default_text
     negative = f"/--no-{setting.option.removeprefix('--')}" if setting.default is True else ""
     option = typer.Option(
         setting.option + negative,
-        help=escape(f"{setting.meaning} (default: {setting.default_text})"),
+        help=escape(setting.meaning if default == "none" else f"{setting.meaning} (default: {default})"),
         metavar=None if setting.is_flag else escape(setting.type_text.replace(", ", "|")),
         show_default=False,
         rich_help_panel=setting.owner.group,
