@@ -108,7 +108,7 @@ def together(
         settings["num_blocks"] = 9 if has_groups else 20
     if "enable_lora" in settings:
         settings["lora_modules"] = f"own={adapter}"
-    flags = [word for name, value in settings.items() for word in ("--set", f"{name}={_as_text(value)}")]
+    flags = [f"--{name}={_as_text(value)}" for name, value in settings.items()]
     authority = Authority(tmp_path / "inside") if "TLS" in features else None
     with running_cluster(tmp_path) as cluster:
         if authority is not None:

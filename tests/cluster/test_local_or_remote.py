@@ -37,7 +37,7 @@ def served(
     tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Oracle]]:
     model = tiny_checkpoints("llama")
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=256")
+    flags = ("--dtype=float32", "--num-blocks=256")
     # so that no estimate, of models that take a millisecond, sends a whole prompt to decode
     decode = ("--max-local-prefill-tokens", str(MAX_LOCAL))
     with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, decode=decode) as cluster:

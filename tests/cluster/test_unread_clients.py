@@ -59,7 +59,7 @@ def model(tiny_checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=64")
+    flags = ("--dtype=float32", "--num-blocks=64")
     with pd_cluster(tmp_path_factory.mktemp("unread"), model, both=flags) as cluster:
         # what a first flood leaves: threads of gRPC, with an arena each
         for port in GRPC_PORTS:

@@ -37,7 +37,7 @@ from .worker_faults import (
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
-PIECES = {"decode-2": ("--set", "stream_interval=3")}
+PIECES = {"decode-2": ("--stream-interval=3",)}
 """An answer that goes on elsewhere may come in pieces of another size."""
 HOST_TIER = ("num_blocks=60", "kv_host_mib=16")
 """Pools of a few sequences, and behind them room for all blocks."""
@@ -76,7 +76,7 @@ class Run:
             settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
             settings.append(f"speculative_config={json.dumps(DRAFTS | {'model': str(model)})}")
-        return [word for setting in settings for word in ("--set", setting)]
+        return [f"--{setting}" for setting in settings]
 
 
 _NAMES = ("one", "two", "three")

@@ -343,7 +343,7 @@ async def test_a_mean_is_not_placed_by_what_is_cached(cluster):
 
 async def test_one_trace(cluster):
     with otlp_receiver() as collector:
-        await cluster.start(prefill=1, decode=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+        await cluster.start(prefill=1, decode=0)
         cluster.of("prefill").scripts = [play(Overloaded("full"))]
         headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
         response = await cluster.http.post("/v1/embeddings", json={"input": "hello"}, headers=headers)

@@ -33,6 +33,7 @@ from pdserve.router.responses.shared_response_store import SharedResponseStore, 
 from pdserve.router.service import run_router
 from pdserve.router.telemetry.metric_families import MetricFamilies, added, families_of
 from pdserve.router.tenants.client import Client
+from tests.support.settings_with import settings_with
 from tests.support.waiting import eventually
 
 COST = Cost(num_tokens=4, max_tokens=8)
@@ -294,7 +295,7 @@ async def test_what_cannot_be_read_ends_the_link_alone(frame, caplog):
 
 
 async def test_stored_responses_are_those_of_the_parent():
-    settings = RouterSettings(max_stored_response_bytes=4096)
+    settings = settings_with(RouterSettings, max_stored_response_bytes=4096)
     store = MemoryResponseStore(settings)
     links = [await linked(store_handlers(store)) for _ in range(2)]
     first, second = (SharedResponseStore(here, settings) for here, _ in links)

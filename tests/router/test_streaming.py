@@ -335,7 +335,7 @@ async def test_the_largest_whole_answer_takes_bounded_memory():
             for token_id in range(20)
         }
 
-    stream = ClientStream(1, RouterSettings().max_answer_bytes, whole=True)
+    stream = ClientStream(1, RouterSettings().limits.max_answer_bytes, whole=True)
     positions = itertools.count()
 
     def push_without_end():

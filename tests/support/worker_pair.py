@@ -30,6 +30,7 @@ from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.make_engine import make_engine
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 from pdserve.worker.worker import Worker
+from tests.support.settings_with import settings_with
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_call import WorkerCall
@@ -88,8 +89,8 @@ async def running_pair(
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
+        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
     ):
         engine = await make_engine(settings, folder, key)
         workers.append(Worker(settings, role, engine, key, service.add_servicers))

@@ -25,6 +25,7 @@ from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
+from tests.support.settings_with import settings_with
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
 from tests.support.worker_call import WorkerCall
@@ -49,8 +50,8 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
     }
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**fields), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_service),
+        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_service),
     ):
         engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
         workers.append(Worker(settings, role, engine, DEVELOPMENT_KEY, service.add_servicers))

@@ -56,7 +56,7 @@ class DecodeSession:
     async def events(self) -> AsyncGenerator[Message, None]:
         """Raises: Overloaded beyond `max_sessions`, DeadlineExceeded when idle, Draining, InvalidRequest; and what the engine ends
         it with."""
-        num_sessions, max_sessions = self.engine.num_sessions, self.settings.max_sessions
+        num_sessions, max_sessions = self.engine.num_sessions, self.settings.limits.max_sessions
         if num_sessions >= max_sessions:
             raise Overloaded(
                 f"{num_sessions} sessions are open on this worker, at most {max_sessions} may be (max_sessions)"
@@ -98,7 +98,7 @@ class DecodeSession:
         """The next turn, encoded. Raises: what ends the session meanwhile."""
         reading = asyncio.ensure_future(self._turns.get())
         ended = asyncio.ensure_future(_end(stream))
-        idle_s = self.settings.session_idle_timeout_s
+        idle_s = self.settings.limits.session_idle_timeout_s
         async with first_of(reading, ended, timeout_s=idle_s):
             if ended.done():
                 ended.result()

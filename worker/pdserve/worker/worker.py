@@ -115,7 +115,7 @@ class Worker:
         engine.call_utility("begin_transfers", *self.identity.key)
         self._watchdog: EngineWatchdog | None = None
         self._health = health.aio.HealthServicer()
-        self.telemetry = WorkerTelemetry(settings, self.identity, self.engine)
+        self.telemetry = WorkerTelemetry(self.identity, self.engine)
         self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.engine.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
@@ -153,15 +153,15 @@ class Worker:
             vocab_size=info.vocab_size,
             num_blocks=info.num_blocks,
             connectors=transfers.connectors,
-            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+            max_local_prefill_tokens=settings.limits.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
             hidden_size=0 if info.num_labels or prompts is not None else info.hidden_size,
             decoder_prompt_len=0 if prompts is None else prompts.num_decoder_prompt_tokens,
             num_labels=info.num_labels,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,
-            max_logprobs=settings.max_logprobs,
-            max_n_sequences=settings.max_n_sequences,
+            max_logprobs=settings.limits.max_logprobs,
+            max_n_sequences=settings.limits.max_n_sequences,
             max_request_bytes=self._max_request_bytes,
         )
 
@@ -196,8 +196,10 @@ class Worker:
         except PdServeError as error:
             raise RuntimeError("the engine failed while it was warmed up") from error
         await self.lora_modules.start()
-        if self.settings.engine_stuck_exit_s:
-            self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s, self.core.kill)
+        if self.settings.limits.engine_stuck_exit_s:
+            self._watchdog = EngineWatchdog(
+                lambda: self.engine.tick, self.settings.limits.engine_stuck_exit_s, self.core.kill
+            )
             self._watchdog.start()
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)

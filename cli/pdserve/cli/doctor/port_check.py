@@ -101,8 +101,8 @@ def check_descriptors(settings: WorkerSettings | RouterSettings) -> Iterator[Fin
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
     needed = 0
-    if isinstance(settings, RouterSettings) and settings.max_connections is not None:
-        needed = 2 * settings.max_connections + KEPT_BACK
+    if isinstance(settings, RouterSettings) and settings.limits.max_connections is not None:
+        needed = 2 * settings.limits.max_connections + KEPT_BACK
     shown = f"at most {limit} files may be open"
     if needed > limit:
         what = f"{shown}, and max_connections of two front ends with what workers need are {needed}"

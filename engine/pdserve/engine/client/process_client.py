@@ -207,7 +207,7 @@ class ProcessClient(EngineCoreClient):
             encoder=info.encoder,
             encoder_decoder=prompts,
             max_num_seqs=info.max_num_seqs,
-            max_sequences=info.max_num_seqs if transfers is None else settings.max_n_sequences,
+            max_sequences=info.max_num_seqs if transfers is None else settings.limits.max_n_sequences,
             vocab_size=info.vocab_size,
             hidden_size=info.hidden_size,
             num_labels=info.num_labels,

@@ -63,7 +63,7 @@ class RankProcesses:
         """This end of each rank's second socket, from rank 1 on; empty without `transfer_program`. Who uses one closes it."""
         self._owner = os.getpid()
         size = settings.tensor_parallel_size
-        self._wait_s = settings.engine_stuck_exit_s or DEFAULT_WAIT_S
+        self._wait_s = settings.limits.engine_stuck_exit_s or DEFAULT_WAIT_S
         self._ended_with: PdServeError | None = None
         self._closing = threading.Lock()
         self._lock = threading.Lock()

@@ -130,7 +130,7 @@ class InferenceServicer(PoolingServicer):
         reading = asyncio.ensure_future(_next(requests))
         ends = [asyncio.ensure_future(end) for end in (session.ended(), self.inference.admission.until_closed())]
         # the worker limits the idle time of an open session
-        timeout_s = self.inference.settings.request_timeout_s if session.worker is None else None
+        timeout_s = self.inference.settings.limits.request_timeout_s if session.worker is None else None
         async with first_of(reading, *ends, timeout_s=timeout_s):
             if reading.done():
                 return reading.result()

@@ -42,7 +42,7 @@ class TranscriptionHttp:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await authenticated(inference.keys, request)
-            call = call_fields(request, inference.settings.request_timeout_s)
+            call = call_fields(request, inference.settings.limits.request_timeout_s)
             async with body_form(request, inference.bodies) as form:
                 prepared = await inference.bodies.in_background_pool(
                     form_bytes(form), lambda: self._prepared(form, call, client)

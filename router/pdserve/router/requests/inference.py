@@ -75,9 +75,9 @@ class Inference:
             limits = AdmissionLimits.of(settings)
             self.admission = Admission(limits, self._capacity, num_tenants=lambda: self.keys.num_tenants)
         else:
-            self.admission = SharedAdmission(parent, self._capacity, settings.queue_timeout_s)
+            self.admission = SharedAdmission(parent, self._capacity, settings.limits.queue_timeout_s)
         self._held_embeds = HeldBytes(
-            settings.max_prompt_embeds_bytes,
+            settings.limits.max_prompt_embeds_bytes,
             "prompt_embeds has {asked} bytes, and requests in the router keep {held} of at most {limit} "
             "(max_prompt_embeds_bytes)",
         )
@@ -146,8 +146,8 @@ class Inference:
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
         num_sessions = sum(worker.load.max_sessions for worker in self.fleet.workers(WorkerRole.DECODE))
-        if self.settings.max_running_requests is not None:
-            return Capacity(num_requests=self.settings.max_running_requests, num_sessions=num_sessions)
+        if self.settings.limits.max_running_requests is not None:
+            return Capacity(num_requests=self.settings.limits.max_running_requests, num_sessions=num_sessions)
         workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
         prefilling = self.fleet.workers(WorkerRole.PREFILL) or workers
         return Capacity(
@@ -235,7 +235,7 @@ class Inference:
         Raises: InvalidRequest naming the client's field, its value and the smaller limit.
         """
         sampling, limits, settings = request.sampling_params, self.limits(), self.settings
-        most_logprobs, most_sequences = settings.max_logprobs, settings.max_n_sequences
+        most_logprobs, most_sequences = settings.limits.max_logprobs, settings.limits.max_n_sequences
         if limits is not None:
             most_logprobs = min(most_logprobs, limits.max_logprobs)
             most_sequences = min(most_sequences, limits.max_n_sequences)
@@ -263,7 +263,7 @@ class Inference:
         settings = self.settings
         return ClientStream(
             num_runs,
-            settings.max_unread_bytes if stream else settings.max_answer_bytes,
+            settings.limits.max_unread_bytes if stream else settings.limits.max_answer_bytes,
             whole=not stream,
             returns_token_ids=returns_token_ids,
             flush_s=settings.stream_flush_ms / 1000,

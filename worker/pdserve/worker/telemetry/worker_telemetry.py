@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from pdserve.common.request.engine_types import EngineCoreRequest
-from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
@@ -18,14 +17,8 @@ log = logging.getLogger(__name__)
 class WorkerTelemetry(ServiceTelemetry):
     """Telemetry of one worker."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        identity: WorkerIdentity,
-        engine: EngineClient,
-    ) -> None:
-        """Raises: ConfigError for an invalid collector."""
-        super().__init__(settings, identity.role_name, identity.worker_id)
+    def __init__(self, identity: WorkerIdentity, engine: EngineClient) -> None:
+        super().__init__(identity.role_name, identity.worker_id)
         self._identity = identity
         self._metrics = WorkerMetrics(self._registry, identity, engine)
 

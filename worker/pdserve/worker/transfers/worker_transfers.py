@@ -79,7 +79,7 @@ class WorkerTransfers:
         self._loop = asyncio.get_running_loop()
         self.connectors: ConnectorSet = make_connectors(settings, tls=tls)
         kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
-        self._pool = serve_pool(self.connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
+        self._pool = serve_pool(self.connectors, kv_cache, settings.limits.kv_ring_mib << 20, settings.kernels)
         if model.ranks is not None:
             join_ranks(self.connectors, model.ranks)
         self._digests = DigestRule(
@@ -147,12 +147,14 @@ class WorkerTransfers:
             layout=self._model.layout,
             connectors=self.connectors.names,
             engine_tick=self._tick,
-            attach_timeout_s=settings.attach_timeout_s,
-            grace_s=settings.lease_grace_s,
+            attach_timeout_s=settings.limits.attach_timeout_s,
+            grace_s=settings.limits.lease_grace_s,
             digests=self._digests,
         )
         self.manager = KvTransferManager(self._side, self.connectors, self._pool, self.peers, receiving)
-        limits = LeaseLimits(settings.attach_timeout_s, settings.lease_grace_s, settings.lease_max_s)
+        limits = LeaseLimits(
+            settings.limits.attach_timeout_s, settings.limits.lease_grace_s, settings.limits.lease_max_s
+        )
         self.source_transfers = SourceTransfers(self.connectors, limits, self.manager)
         self._has_begun = True
         if self._attach_server is not None:

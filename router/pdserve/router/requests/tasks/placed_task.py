@@ -78,7 +78,7 @@ class PlacedTask(ABC, Generic[T]):
         self._crash_guard = CrashGuard(
             services.deny_list, services.fleet, services.company, request.client, request.sampling_params
         )
-        self._full = FullWorkers(services.settings.queue_timeout_s)
+        self._full = FullWorkers(services.settings.limits.queue_timeout_s)
 
     @abstractmethod
     async def serve(self) -> T:
@@ -158,7 +158,7 @@ class PlacedTask(ABC, Generic[T]):
             except PrefillNeeded as needed:
                 retry_state.hint, retry_state.blamed = PlacementHint.REMOTE, frozenset()
                 retry_state.num_uncounted += 1
-                if retry_state.num_uncounted <= self._services.settings.max_attempts:
+                if retry_state.num_uncounted <= self._services.settings.limits.max_attempts:
                     continue
                 failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
             except AttemptFailed as failed:
@@ -198,7 +198,7 @@ class PlacedTask(ABC, Generic[T]):
         if (
             not error.retryable
             or isinstance(error, PositionConflict)
-            or num_counted >= self._services.settings.max_attempts
+            or num_counted >= self._services.settings.limits.max_attempts
         ):
             raise error
         if failure.in_transfer:
