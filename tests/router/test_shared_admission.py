@@ -46,7 +46,7 @@ def alice(**limits):
 async def linked(handlers=None):
     """(end of a process, end of its parent)."""
     here, there = socket.socketpair()
-    return await ProcessLink.open(here, {}), await ProcessLink.open(there, handlers or {})
+    return ProcessLink(here, {}), ProcessLink(there, handlers or {})
 
 
 class Process:
@@ -286,7 +286,7 @@ async def test_errors_arrive_as_they_were_raised():
 async def test_what_cannot_be_read_ends_the_link_alone(frame, caplog):
     lost = []
     here, there = socket.socketpair()
-    link = await ProcessLink.open(here, {})
+    link = ProcessLink(here, {})
     link.on_lost = lambda: lost.append(True)
     with there:
         there.send(frame)

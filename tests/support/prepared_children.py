@@ -126,7 +126,7 @@ def prepare_children(begin: Callable[[], None] = lambda: None) -> None:
         return run_engine()
 
     engine = PreparedChild(ENGINE_PROCESS, prepare_and_run, unneeded)
-    process_client.start_program = lambda descriptor, _: engine.start([str(descriptor)], descriptor)
+    process_client.start_program = lambda descriptor, module: engine.start([str(descriptor)], descriptor)
 
 
 def _prepare_engine(arguments: Sequence[str], begin: Callable[[], None], unneeded: Sequence[int]) -> None:

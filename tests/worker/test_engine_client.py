@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdserve.common.errors import (
 )
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.request.wire import outputs_to_wire
+from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.engine.stats.iteration_stats import IterationStats
@@ -284,7 +286,7 @@ async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(eng
     for message in engine.outbox.take():
         if isinstance(message, ReceiveInto):
             returned = HoldReturned(message.request_id, message.hold)
-            engine.door.side.post(lambda core, event=returned: core.apply(event))
+            engine.door.side.post(partial(EngineCore.apply, event=returned))
 
 
 async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: ClientHarness) -> None:

@@ -188,7 +188,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
         error = await call.end()
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-    assert not door_of(pair.p).counts.num_expected
+    assert not pair.p.engine.transfer_counts.num_expected
 
 
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])

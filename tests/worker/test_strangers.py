@@ -102,8 +102,8 @@ def untouched(worker: Worker) -> bool:
     transfers = transfers_of(worker)
     return (
         nothing_ran
-        and not transfers.counts.num_expected
-        and not transfers.counts.num_open
+        and not worker.engine.transfer_counts.num_expected
+        and not worker.engine.transfer_counts.num_open
         and not transfers.peers._kept
     )
 

@@ -108,10 +108,9 @@ async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(ri
 async def test_a_receiver_with_blocks_of_another_format_is_refused_by_name(rig: Any) -> None:
     """The dimensions are equal, and only the order of the bytes differs."""
     rig.expect()
-    worker_id, epoch = RECEIVER
     opening = kv_source_pb2.Open(
         transfer_id=TRANSFER_ID, source_epoch=SOURCE_EPOCH, request_digest=DIGEST,
-        receiver=prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch), digest_algorithms=["xxh3_64"],
+        receiver=prefill_pb2.Receiver(worker_id=RECEIVER.worker_id, epoch=RECEIVER.epoch), digest_algorithms=["xxh3_64"],
         layout=layout_to_wire(msgspec.structs.replace(LAYOUT, format=FORMAT + 1)), connectors=["tcp"],
     )  # fmt: skip
     asked = kv_source_pb2.AttachRequest(open=opening)
