@@ -90,7 +90,7 @@ PLAIN_WITHOUT_TLS = {
 }  # fmt: skip
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
-    "pdserve.cli.main", "pdserve.engine.client.engine_process",
+    "pdserve.cli.main",
     "pdserve.engine.structured_outputs.grammar_process",
     "pdserve.router.router_process", "pdserve.worker.engine_process",
     "pdserve.worker.ranks.worker_rank",

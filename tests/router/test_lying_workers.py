@@ -312,7 +312,7 @@ BEYOND = {
 
 @pytest.mark.parametrize("name", BEYOND)
 async def test_tokens_beyond_the_vocabulary_reach_no_client(cluster, monkeypatch, name):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
     cluster.of("decode").scripts = [play(decode_pb2.DecodeEvent(outputs=BEYOND[name]))] * 50
     answer = await cluster.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
@@ -332,7 +332,7 @@ def logprobs_of(token_id: int) -> request_pb2.Logprobs:
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_wrong_log_probabilities_reach_no_client(cluster, monkeypatch, role, logprobs):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
     right = logprobs_of(tokens("a")[0])
     prefill, decode = cluster.of("prefill"), cluster.of("decode")

@@ -278,9 +278,9 @@ async def test_errors_arrive_as_they_were_raised():
     "frame",
     [
         b"\xff\xff\xff\xff",
-        b"\x01\x00\x00\x00\xc1",
-        b"\x06\x00\x00\x00\x94\x00\x01\xa1x\x01",
-        b"\x02\x00\x00\x00\x91\x00",
+        b"\x00\x00\x00\x01\xc1",
+        b"\x00\x00\x00\x06\x94\x00\x01\xa1x\x01",
+        b"\x00\x00\x00\x02\x91\x00",
     ],
 )
 async def test_what_cannot_be_read_ends_the_link_alone(frame, caplog):

@@ -93,14 +93,15 @@ async def test_large_requests_and_answers_go_over_the_bulk_stream(cluster, monke
     large = {"logprobs of the prompt": {"prompt_logprobs": 1}, "many logprobs": {"logprobs": 21}}
     response = await cluster.complete(**large.get(why, {}))
     assert why in large or response.json()["choices"][0]["text"] == said(5)
-    assert used == {"step": [], "bulk": ["decode"]}
+    # without the answer that it asked for, a request is tried again
+    assert (used["step"], set(used["bulk"])) == ([], {"decode"})
 
 
 async def test_embeddings_go_over_the_bulk_stream_and_small_requests_do_not(cluster, used):
     await cluster.start()
     await cluster.complete(logprobs=20)
     assert (await cluster.http.post("/v1/embeddings", json={"input": "hey"})).status_code == 200
-    assert used == {"step": ["prefill", "decode"], "bulk": ["embed"]}
+    assert (set(used["step"]), used["bulk"]) == ({"prefill", "decode"}, ["embed"])
 
 
 async def test_a_request_that_is_too_large_for_a_worker_ends_no_stream(cluster, monkeypatch):

@@ -50,7 +50,9 @@ PEER = PeerId("decode-1", 7)
 
 
 async def loaded(folder: Path, kind: str) -> EngineCoreClient:
-    return await make_engine(PrefillSettings(**SETTINGS, engine_process=kind == "in its own"), folder, KEY)
+    return await make_engine(
+        settings_with(PrefillSettings, **SETTINGS, engine_process=kind == "in its own"), folder, KEY
+    )
 
 
 async def started(folder: Path, kind: str) -> EngineClient:

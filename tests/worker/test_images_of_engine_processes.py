@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import msgspec
 import pytest
 import pytest_asyncio
 from PIL import Image
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import PlaceholderRange, hashed_spans, images_extras
@@ -110,7 +110,7 @@ async def test_an_image_that_does_not_fit_is_refused_by_name(pair: Pair, image_f
     moved = msgspec.structs.replace(feature, mm_position=PlaceholderRange(1, feature.mm_position.length))
     cut = msgspec.structs.replace(feature, data=b"")
     for wrong, message in ((moved, r"mm_features\[0\]: prompt_token_ids has other tokens"), (cut, r"data has 0 bytes")):
-        with pytest.raises(grpc.aio.AioRpcError, match=message):
+        with pytest.raises(InvalidRequest, match=message):
             await prefilled_at_decode(pair, request_of(pair.d, PromptWithImages(prompt.token_ids, [wrong])))
 
 

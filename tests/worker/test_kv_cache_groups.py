@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import TransferFailed
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
@@ -95,10 +95,10 @@ async def test_workers_with_and_without_groups_refuse_each_other_by_name(make_pa
     async with make_pair(**{without: {"disable_hybrid_kv_cache_manager": True}}) as pair:
         p, d = pair.p.identity.layout, pair.d.identity.layout
         assert [line.partition(":")[0] for line in p.differences(d)] == ["num_layers", "group_windows"]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(TransferFailed) as caught:
             await ask(pair, prompt_of(40))
-        assert "KV layouts differ (source != receiver): num_layers: " in str(caught.value.details())
-        assert f"group_windows: {p.group_windows} != {d.group_windows}" in str(caught.value.details())
+        assert "KV layouts differ (source != receiver): num_layers: " in caught.value.message
+        assert f"group_windows: {p.group_windows} != {d.group_windows}" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ async def test_the_first_output_and_the_last_are_events_and_the_others_columns(p
 
 async def test_what_one_call_brings_ends_no_other(pair: Pair) -> None:
     router = Router(pair)
-    garbage = submission("decode", b"\xff\xff\xff", key=2)
+    garbage = submission("decode", b"\xc1\xff\xff", key=2)
     wrong_role = submission("prefill", b"", key=3)
     empty, too_many = step_stream_pb2.Submission(key=4), router.submission(5, n=100)
     await router.send(router.submission(1), garbage, wrong_role, empty, too_many, cancelled=[77])
