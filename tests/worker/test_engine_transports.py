@@ -38,6 +38,7 @@ from pdserve.worker.make_engine import make_engine
 from tests.support.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
+from tests.support.settings_with import settings_with
 from tests.support.waiting import HANG_S, eventually
 from tests.support.worker_pair import KEY
 
