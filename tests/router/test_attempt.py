@@ -344,7 +344,7 @@ async def test_what_follows_a_failed_transfer(cluster, policy, local_prefill, se
 
 
 async def test_never_local_without_prefill_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.1)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.1)
     await cluster.start(prefill=0, local_prefill="never")
     response = await cluster.complete()
     assert response.status_code == 503

@@ -101,7 +101,7 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
 
 
 async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has_not_noticed(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.3)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.3)
     await cluster.start(prefill=0, decode=1)
     broken = cluster.of("decode")
     broken.scripts = [play(ADMITTED, WorkerLost("the engine has failed"))]

@@ -273,8 +273,7 @@ async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, step
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkeypatch, code, path):
-    for task in ("prompt_task", "embedding_task"):
-        monkeypatch.setattr(f"pdserve.router.requests.tasks.{task}.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
     for worker in cluster.workers:
         worker.scripts = [sends(code)] * 50

@@ -135,7 +135,7 @@ async def test_evictions_are_no_failed_attempts(cluster):
 
 
 async def test_evictions_without_end_end_with_their_error(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.MAX_EVICTIONS", 2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.MAX_EVICTIONS", 2)
     await cluster.start(prefill=0)
     decode_scripts(cluster, *[play(ADMITTED, Evicted("no room"))] * 9)
     response = await cluster.complete(max_tokens=9)

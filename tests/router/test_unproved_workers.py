@@ -243,7 +243,7 @@ async def test_a_call_that_reaches_another_life_is_tried_again_there_and_is_no_d
     worker = cluster.of("decode")
     worker.epoch += 1  # its server refuses what is meant for the epoch before
     with monkeypatch.context() as patched:
-        patched.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.3)
+        patched.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.3)
         assert (await cluster.complete(max_tokens=3)).status_code in (200, 503)
     assert not worker.calls
     await worker.kill()

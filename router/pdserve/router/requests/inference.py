@@ -33,7 +33,8 @@ from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
 from pdserve.router.requests.tasks.beam_task import BeamPromptTask
 from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
-from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S, PromptTask
+from pdserve.router.requests.tasks.placed_task import WAIT_FOR_WORKER_S
+from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys

@@ -16,4 +16,5 @@ def resampled(samples: NDArray[np.float32], rate: int, new_rate: int) -> NDArray
     num_new = -(-len(samples) * new_rate // rate)
     # libsoxr rounds the length, down too: a single sample may become none
     found = soxr.resample(samples, rate, new_rate)[:num_new]
-    return np.pad(found, (0, num_new - len(found)))
+    padded: NDArray[np.float32] = np.pad(found, (0, num_new - len(found)))
+    return padded
