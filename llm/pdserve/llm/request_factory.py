@@ -72,7 +72,7 @@ class RequestFactory:
     ) -> ValidRequest:
         """Tokenize, fill in, check. sampling_params: None takes the defaults, `max_tokens` of the prompt's kind.
 
-        fields: those of `GenerationRequest` that a caller gives beside the prompt, and `lora_request`; None: the default.
+        fields: those of `GenerationRequest` that a caller gives next to the prompt, and `lora_request`; None: the default.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         verify_generates(self.num_labels)

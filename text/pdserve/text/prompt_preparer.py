@@ -75,7 +75,7 @@ class PromptRequest(GenerationRequest, kw_only=True, gc=False):
     images: tuple[object, ...] = ()
     """Images given next to the prompt, in the order of their places; a chat has its own."""
     sounds: tuple[object, ...] = ()
-    """Likewise."""
+    """Sound given next to the prompt."""
 
 
 def embeds_fields(prompt: Prompt) -> dict[str, Any]:

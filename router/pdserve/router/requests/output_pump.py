@@ -40,7 +40,7 @@ class OutputPump:
         outputs = first
         self._stream.subscribe(self._on_output)
         try:
-            self._num_open -= _num_ended(first)
+            self._count_ended(first)
             while outputs and self._num_open:
                 if not self._write_now(outputs):
                     self._stream.is_blocked = True
@@ -68,7 +68,7 @@ class OutputPump:
             return
         try:
             outputs = self._stream.take_now()
-            self._num_open -= _num_ended(outputs)
+            self._count_ended(outputs)
             if outputs and self._num_open and self._write_now(outputs):
                 if self._stream.ended:
                     # an error follows, or an end without output
@@ -78,6 +78,7 @@ class OutputPump:
         except Exception as error:
             waiting.set_exception(error)
 
-
-def _num_ended(outputs: list[CompletionOutput]) -> int:
-    return sum(output.finish_reason is not None for output in outputs)
+    def _count_ended(self, outputs: list[CompletionOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._num_open -= 1

@@ -53,7 +53,7 @@ class PlacedTask(ABC, Generic[T]):
     """`served` once. T: the result."""
 
     roles: tuple[WorkerRole, ...] = tuple(WorkerRole)
-    """Of the workers that may serve it."""
+    """Roles of the workers that may serve it."""
 
     def __init__(
         self,
