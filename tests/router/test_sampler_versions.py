@@ -89,11 +89,3 @@ async def test_prefill_and_decode_of_two_samplers_are_counted(cluster):
     assert await counted(cluster) == 0
     assert (await cluster.complete(**SAMPLED)).status_code == 200
     assert await counted(cluster) == 1
-
-
-async def test_a_worker_that_sends_no_sampler_version_counts_as_sampler_1(cluster):
-    await fleet(cluster, 0)
-    await fleet(cluster, 1, role="prefill")
-    await cluster.start(prefill=0, decode=0)
-    assert (await cluster.complete(**SAMPLED)).status_code == 200
-    assert await counted(cluster) == 0

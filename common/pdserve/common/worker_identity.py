@@ -50,7 +50,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Most likely tokens per position for which a client may ask."""
     max_n_sequences: int = 16
     """Sequences of one request, at most."""
-    max_request_bytes: int = 0
+    max_request_bytes: int = 1 << 20
     """Bytes of one encoded request (`request/request_bytes.py`), at most."""
     data_parallel_rank: int | None = None
     """The setting of this name: requests may prefer the decode workers of a rank."""
