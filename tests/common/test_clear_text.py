@@ -29,7 +29,7 @@ def load(kind: type[ServiceSettings], environ: Mapping[str, str] | None = None, 
 def test_a_router_sends_no_prompt_in_the_clear_to_another_machine(
     setting: str, address: str, authority: Authority
 ) -> None:
-    addresses = {setting: ["127.0.0.1:7000", address]}
+    addresses: dict[str, Any] = {setting: ["127.0.0.1:7000", address]}
     with pytest.raises(ConfigError) as caught:
         load(RouterSettings, **addresses)
     for part in (f"{setting} names {address}", "tls_cert_file", "--insecure"):
