@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -23,7 +25,8 @@ def refused(*arguments: str) -> str:
 
 @pytest.mark.parametrize("kind", SERVICES, ids=lambda kind: kind.section)
 def test_each_setting_and_limit_of_a_service_is_an_option_with_its_meaning(kind):
-    command = typer.main.get_command(app).commands[kind.section]
+    group: Any = typer.main.get_command(app)
+    command = group.commands[kind.section]
     options = {option: one.help for one in command.get_params(typer.Context(command)) for option in one.opts}
     for setting in settings_of(kind).values():
         assert setting.meaning.replace("[", "") in options[setting.option].replace("\\[", "")
