@@ -30,7 +30,7 @@ DEATH_S = 5.0
 """Seconds within which a rank's death ends its worker."""
 
 
-def ranks(size: int) -> tuple[str]:
+def ranks(size: int) -> tuple[str, ...]:
     return (f"--tensor-parallel-size={size}",)
 
 
