@@ -330,7 +330,9 @@ def test_what_cannot_be_sent_is_refused_by_name(make_client: MakeClient) -> None
     """In this process these arguments reach the plug-in; msgpack has no integers of more than 64 bits."""
     client = make_client(ProcessClient)
     args = {"args": {"big": 2**70}}
-    client.add_request(request("r", [5], logits_processors=(NamedLogitsProcessor(name="any", **args),)))
+    client.add_request(
+        request("r", [5], logits_processors=(NamedLogitsProcessor(name="any", **args),)), is_verified=True
+    )
     error = read(client, 1).error("r")
     assert isinstance(error, InvalidRequest)
     assert error.field == "logits_processors"
