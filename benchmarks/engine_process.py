@@ -119,13 +119,13 @@ def main() -> None:
     print_conditions()
     settings = [f"max_num_seqs={max(options.streams)}", *options.set]
     flags = ["--local-prefill", "never", "--connector", "tcp"]
-    flags += [flag for assignment in settings for flag in ("--set", assignment)]
+    flags += [f"--{assignment}" for assignment in settings]
     found: dict[str, list[Figures]] = defaultdict(list)
     with ExitStack() as stack:
         places = {}
         for name in VARIANTS:
             port = free_port()
-            own = ["--set", f"engine_process={str(name == 'engine_process').lower()}"]
+            own = [f"--engine-process={str(name == 'engine_process').lower()}"]
             stack.enter_context(serving(folder, [*flags, *own], grpc_port=port))
             places[name] = port, newest_child()
         for number in range(options.rounds):

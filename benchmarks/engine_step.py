@@ -33,7 +33,7 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.clients.loaded_engine import LoadedEngine
+from pdserve.engine.client.loaded_engine import LoadedEngine
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.scheduler.kv_messages import NoTransfers
@@ -56,7 +56,7 @@ def full(model: str, batch: int, context: int, num_steps: int) -> dict[str, floa
     """us per stage of a decode step."""
     num_blocks = batch * (-(-(context + num_steps + 2) // BLOCK_SIZE) + 1)
     settings = WorkerSettings(max_num_seqs=batch, num_blocks=num_blocks, enable_prefix_caching=False)
-    core = LoadedEngine(model_folder(model), settings).make_core()
+    core = LoadedEngine.load(model_folder(model), settings).make_core()
     if context + num_steps + 2 > core.scheduler.config.max_model_len:
         raise ValueError(f"context {context}: the model has {core.scheduler.config.max_model_len} positions")
     core.warm_up()

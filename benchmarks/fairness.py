@@ -111,16 +111,16 @@ def fleet(num_prefill: int, max_num_seqs: int, keys: Path, pace: dict[str, str])
     http_port, grpc_port = free_port(), free_port()
     paced = str(Path(__file__).with_name("paced_worker.py"))
     commands = [
-        [sys.executable, paced, role, "--port", str(port), "--set", f"max_num_seqs={max_num_seqs}", *interval]
+        [sys.executable, paced, role, "--port", str(port), f"--max-num-seqs={max_num_seqs}", *interval]
         for role, ports in addresses.items()
         for port in ports
-        for interval in [["--set", "stream_interval=8"] if role == "decode" else []]
+        for interval in [["--stream-interval=8"] if role == "decode" else []]
     ]
     known = [flag for role, ports in addresses.items() for port in ports for flag in (f"--{role}", f"127.0.0.1:{port}")]
     commands.append(
         [
             sys.executable, "-m", "pdserve.cli.main", "router", "--port", str(http_port), "--grpc-port", str(grpc_port),
-            *known, "--set", f"api_keys_file={keys}", "--set", "log_level=warning",
+            *known, f"--api-keys-file={keys}", "--log-level=warning",
         ]
     )  # fmt: skip
     environ = os.environ | pace | {"OMP_NUM_THREADS": "1"}

@@ -120,7 +120,7 @@ def main() -> None:
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     print_conditions()
     print(f"settings     {' '.join(options.set) or 'defaults'}\n")
-    given = [flag for assignment in options.set for flag in ("--set", assignment)]
+    given = [f"--{assignment}" for assignment in options.set]
     with ExitStack() as running:
         clusters: dict[str, tuple[str, int]] = {}
         for place in options.prefill:

@@ -77,7 +77,7 @@ def main() -> None:
     port = free_port()
     print(f"{options.num} prompts of {options.prompt_tokens} tokens, {options.streams} other streams at decode\n")
     flags = ["--local-prefill", "never", "--connector", "tcp"]
-    flags += [flag for assignment in options.set for flag in ("--set", assignment)]
+    flags += [f"--{assignment}" for assignment in options.set]
     with serving(folder, flags, grpc_port=port):
         seconds = asyncio.run(measure(f"127.0.0.1:{port}", options, vocabulary))
     for name, values in seconds.items():

@@ -24,7 +24,7 @@ from conditions import conditions
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.clients.loaded_engine import local_hasher
+from pdserve.engine.client.loaded_engine import local_hasher
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.loaded_model import LoadedModel, load_model

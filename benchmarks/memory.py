@@ -198,7 +198,7 @@ def measure_services(model: Path, parts: set[str], load: Load) -> None:
     port = free_port()
     weights, pool = size_of(model), POOL_MIB * (1 << 20) / MB
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    with serving(model, ["--set", f"kv_cache_mib={POOL_MIB}"], grpc_port=port) as url:
+    with serving(model, [f"--kv-cache-mib={POOL_MIB}"], grpc_port=port) as url:
         found = processes(int(url.rpartition(":")[2]))
         address = f"127.0.0.1:{port}"
         asyncio.run(warm_up(address, vocabulary, load))

@@ -78,15 +78,15 @@ def fleet(checkouts: Sequence[Path], folder: Path, streams: int, settings: Seque
         for role in ("prefill", "decode"):
             port = free_port()
             command = [sys.executable, str(HERE / "paced_worker.py"), role, "--model", str(folder), "--port", str(port)]
-            started.enter_context(running([*command, "--set", f"max_num_seqs={streams}"], HERE.parent, PACE))
+            started.enter_context(running([*command, f"--max-num-seqs={streams}"], HERE.parent, PACE))
             known += [f"--{role}", f"127.0.0.1:{port}"]
         routers = []
         for checkout in checkouts:
             ports = free_port(), free_port()
             command = [
                 str(checkout / ".venv/bin/python"), "-m", "pdserve.cli.main", "router", "--model", str(folder),
-                "--port", str(ports[0]), "--grpc-port", str(ports[1]), *known, "--set", "local_prefill=never",
-                "--set", "log_level=warning", *(flag for setting in settings for flag in ("--set", setting)),
+                "--port", str(ports[0]), "--grpc-port", str(ports[1]), *known, "--local-prefill=never",
+                "--log-level=warning", *(f"--{setting}" for setting in settings),
             ]  # fmt: skip
             process = started.enter_context(running(command, checkout, {}))
             routers.append(Router(checkout.name, process, *ports))

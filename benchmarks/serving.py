@@ -27,7 +27,7 @@ def main() -> None:
     folder = model_folder(options.model)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     print_conditions()
-    with serving(folder, [flag for assignment in options.set for flag in ("--set", assignment)]) as url:
+    with serving(folder, [f"--{assignment}" for assignment in options.set]) as url:
         for concurrency, num_requests in ((1, 10), (4, 32), (16, 96)):
             shape = LoadShape(num_requests, concurrency, options.prompt_tokens, options.output_tokens, vocabulary)
             result = asyncio.run(run_load(PdServe(f"{url}/v1/completions", Path(folder).name), shape))

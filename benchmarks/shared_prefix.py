@@ -142,9 +142,9 @@ async def measure(urls: dict[str, str], prompts: list[list[int]], concurrency: i
 
 def run_all(folder: Path, prompts: list[list[int]], concurrency: int, settings: list[str]) -> dict[str, Served]:
     """Fresh clusters, both policies."""
-    flags = ["--prefill", str(NUM_WORKERS), "--decode", str(NUM_WORKERS), "--set", f"num_blocks={NUM_BLOCKS}"]
+    flags = ["--prefill", str(NUM_WORKERS), "--decode", str(NUM_WORKERS), f"--num-blocks={NUM_BLOCKS}"]
     for setting in settings:
-        flags += ["--set", setting]
+        flags += [f"--{setting}"]
     with ExitStack() as stack:
         urls = {policy: stack.enter_context(serving(folder, [*flags, "--policy", policy])) for policy in POLICIES}
         return asyncio.run(measure(urls, prompts, concurrency))

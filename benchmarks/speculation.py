@@ -29,7 +29,7 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
+from pdserve.engine.client.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.engine_core import EngineCore
 from pdserve.models.model_folder import model_folder
 
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace, folder: Path, config: SpeculativeConfig) -
     import torch
 
     torch.set_num_threads(args.threads)
-    loaded = LoadedEngine(folder, settings)
+    loaded = LoadedEngine.load(folder, settings)
     vocab_size = loaded.info.vocab_size
     for name, value in conditions().items():
         print(f"{name}: {value}")

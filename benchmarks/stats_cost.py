@@ -21,7 +21,7 @@ from conditions import conditions
 from pdserve.common.request.engine_types import EngineCoreRequest, ModelRunnerStats
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.clients.loaded_engine import LoadedEngine
+from pdserve.engine.client.loaded_engine import LoadedEngine
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.runner.device_runtime import ProcessorRuntime
 from pdserve.engine.runner.loaded_model import model_folder
@@ -98,7 +98,9 @@ def main() -> None:
         print(f"{name}: {value}")
     print(f"sampling: {'greedy' if options.greedy else 'seeded'}")
     torch.set_num_threads(1)
-    core = LoadedEngine(model_folder(options.model), WorkerSettings(max_num_seqs=max(options.sequences))).make_core()
+    core = LoadedEngine.load(
+        model_folder(options.model), WorkerSettings(max_num_seqs=max(options.sequences))
+    ).make_core()
     core.warm_up()
     num_layers = core.executor.runner._model.config.num_layers  # type: ignore[attr-defined]
     alone: dict[int, list[float]] = {0: [], num_layers: []}

@@ -124,7 +124,7 @@ def main() -> None:
     print(f"{PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens a request, greedy, no two alike\n")
     port = free_port()
     settings = [f"max_num_seqs={max(options.streams)}", *options.set]
-    flags = [flag for assignment in settings for flag in ("--set", assignment)]
+    flags = [f"--{assignment}" for assignment in settings]
     with serving(folder, flags, grpc_port=port) as url:
         asyncio.run(measure(url, port, folder, options))
     print(f"\nload after   {os.getloadavg()[0]:.2f}")

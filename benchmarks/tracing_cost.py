@@ -30,7 +30,6 @@ from cluster_of_processes import serving
 from conditions import print_conditions
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.telemetry.telemetry import make_telemetry
 from pdserve.common.telemetry.tracing import Event
 from pdserve.common.timeline import PATH_PHASES, now_unix_ns
@@ -57,15 +56,20 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def collecting() -> Iterator[tuple[Collector, str]]:
-    """A collector and its URL."""
+def collecting() -> Iterator[Collector]:
+    """A collector, to which services that begin meanwhile send their spans."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
+    os.environ |= {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+        "OTEL_BSP_SCHEDULE_DELAY": "2000",
+    }
     try:
-        yield collector, f"grpc://127.0.0.1:{port}"
+        yield collector
     finally:
         server.stop(1).wait()
 
@@ -93,9 +97,9 @@ def request_ms(client: httpx.Client, url: str, body: dict[str, Any], pids: list[
     return (processor_s(pids) - start) * 1e3
 
 
-def spans_alone_ms(otlp: str, num_requests: int = 3000) -> float:
+def spans_alone_ms(num_requests: int = 3000) -> float:
     """Processor milliseconds of this process for the spans of one request, the collector's part among them."""
-    telemetry = make_telemetry(RouterSettings(otlp=otlp), "router", "benchmark")
+    telemetry = make_telemetry("router", "benchmark")
     if telemetry is None:
         raise RuntimeError("nothing is traced")
     start = time.process_time()
@@ -140,7 +144,7 @@ def main() -> None:
     )
     draw = random.Random(1)
     costs: dict[bool, list[float]] = {False: [], True: []}
-    with collecting() as (collector, otlp), cluster(folder, "--otlp", otlp) as (url, pids), httpx.Client() as client:
+    with collecting() as collector, cluster(folder) as (url, pids), httpx.Client() as client:
         for pair in range(-WARM_UP, options.pairs):
             for sampled in (True, False) if pair % 2 else (False, True):
                 prompt = [draw.randrange(10, vocabulary) for _ in range(options.prompt_tokens)]
@@ -150,7 +154,7 @@ def main() -> None:
                     costs[sampled].append(cost)
         time.sleep(LAST_EXPORT_S)
         num_spans = collector.num_spans
-        alone_ms = spans_alone_ms(otlp)
+        alone_ms = spans_alone_ms()
     print(f"load after   {os.getloadavg()[0]:.2f}")
     for sampled, each in costs.items():
         quartiles = statistics.quantiles(each, n=4)

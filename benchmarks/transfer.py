@@ -37,7 +37,7 @@ from raw_reads import BareSockets, Memcpy, RawNixl, SocketSource
 from pdserve.common.errors import TransferFailed
 from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, BlockDigest, Gmac
-from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
@@ -185,7 +185,7 @@ class Receiver:
 
     def _over(self, name: str, token: bytes, blocks: list[BlockToRead], digest: BlockDigest = XXH3) -> None:
         arrival = Arrival()
-        self._connectors[name].read(self._metadata[name], token, blocks, arrival, digest)
+        self._connectors[name].read(ReadOrder(self._metadata[name], token, blocks, digest), arrival)
         arrival.wait()
 
     def _over_unverified(self, name: str, token: bytes, blocks: list[BlockToRead]) -> None:

@@ -42,8 +42,7 @@ def test_each_service_is_given_the_settings_that_it_has() -> None:
     ("name", "why"),
     [
         ("stream_intervall", "no service has such a setting, did you mean 'stream_interval'"),
-        ("data_port", "chosen by `up`"),
-        ("prefill", "chosen by"),
+        ("waiting", "no service has such a setting, did you mean 'max_waiting'"),
     ],
 )
 def test_a_setting_that_up_cannot_give_is_refused_by_name(name: str, why: str) -> None:
@@ -74,11 +73,13 @@ def test_workers_get_cores_of_their_own_from_those_that_the_cluster_may_use(
 
 def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "up.toml"
-    file.write_text('port = 1\ngrpc_port = 2\nlog_level = "error"\nmax_model_len = 30\n[router]\nmax_attempts = 7\n')
+    file.write_text(
+        'port = 1\ngrpc_port = 2\nlog_level = "error"\nmax_model_len = 30\n[router.limits]\nmax_attempts = 7\n'
+    )
     environ = {"PDSERVE_PORT": "11", "PDSERVE_GRPC_PORT": "12", "PDSERVE_LOG_LEVEL": "info"}
     made = plan({"port": 21}, file.rename(tmp_path / "shared.toml"), environ)
     router = made.router
-    assert (router.port, router.grpc_port, router.max_attempts, router.log_level) == (21, 12, 7, "info")
+    assert (router.port, router.grpc_port, router.limits.max_attempts, router.log_level) == (21, 12, 7, "info")
     for child in made.children:
         assert (child.settings.port, child.settings.max_model_len, child.settings.log_level) == (0, 30, "info")
     assert plan().router.log_level == "warning"
@@ -87,8 +88,6 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path: Pa
 def test_no_setting_stands_in_a_childs_command_line() -> None:
     secrets = {
         "deployment_key": "s3cr3t of many characters",
-        "otlp_headers": "auth=s3cr3t",
-        "otlp": "http://a:s3cr3t@127.0.0.1:1",
         "redis": "redis://:s3cr3t@127.0.0.1",
     }
     kinds: tuple[type[WorkerSettings], ...] = (PrefillSettings, DecodeSettings)

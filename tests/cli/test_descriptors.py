@@ -10,6 +10,7 @@ from pdserve.cli.doctor.finding import Verdict
 from pdserve.cli.doctor.port_check import check_descriptors
 from pdserve.common.address.descriptors import KEPT_BACK, default_max_connections, raise_descriptor_limit
 from pdserve.common.settings.router_settings import RouterSettings
+from tests.support.settings_with import settings_with
 
 
 @pytest.fixture
@@ -53,5 +54,5 @@ def test_the_doctor_looks_at_it(limit: list[tuple[int, int]]) -> None:
         (65_536, 40_000, Verdict.FAILED),
     ):
         limit.append((256, hard))
-        (finding,) = list(check_descriptors(RouterSettings(max_connections=max_connections)))
+        (finding,) = list(check_descriptors(settings_with(RouterSettings, max_connections=max_connections)))
         assert finding.verdict is verdict

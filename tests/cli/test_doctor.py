@@ -16,7 +16,7 @@ from pdserve.cli.doctor.examination import examine
 from pdserve.cli.doctor.finding import Check, Examined, Finding, Verdict, failed, ok, warning
 from pdserve.cli.doctor.report import make_report, show, show_summary
 
-WITHOUT_NIXL = ["--set", "connector=tcp"]
+WITHOUT_NIXL = ["--connector=tcp"]
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_costs_no_other() -> None:
@@ -87,7 +87,7 @@ def test_a_router_in_json_and_a_port_in_use_exits_with_1() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        arguments = ["doctor", "--role", "router", "--json", "--set", f"grpc_port={port}", "--set", "port=0"]
+        arguments = ["doctor", "--role", "router", "--json", f"--grpc-port={port}", "--port=0"]
         result = CliRunner().invoke(app, [*arguments, "--decode", "127.0.0.1:1"], env={"COLUMNS": "40"})
     assert result.exit_code == 1, result.output
     report = json.loads(result.output)
@@ -99,7 +99,7 @@ def test_a_router_in_json_and_a_port_in_use_exits_with_1() -> None:
 
 
 def test_no_line_is_broken_where_the_output_is_no_terminal() -> None:
-    arguments = ["doctor", "--role", "router", "--set", "port=0", "--set", "grpc_port=0", "--decode", "127.0.0.1:1"]
+    arguments = ["doctor", "--role", "router", "--port=0", "--grpc-port=0", "--decode", "127.0.0.1:1"]
     lines = CliRunner().invoke(app, arguments, env={"COLUMNS": None}).output.splitlines()
     advice = "-> start it (the order does not matter), or look at the address and at firewalls"
     assert [line.strip() for line in lines].count(advice) == 1
@@ -108,9 +108,8 @@ def test_no_line_is_broken_where_the_output_is_no_terminal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--set", "block_size=0"], "block_size"),
-        (["--set", "no_such=1"], "no_such"),
-        (["--set", "host=0.0.0.0"], "--insecure"),
+        (["--block-size=0"], "block_size"),
+        (["--host=0.0.0.0"], "--insecure"),
         (["--config", "/no/such/file"], "/no/such/file"),
     ],
 )

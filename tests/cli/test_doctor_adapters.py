@@ -13,6 +13,7 @@ from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.lora_check import check_adapters
 from pdserve.common.settings.worker_settings import DecodeSettings
 from tests.support.lora_adapters import make_adapter
+from tests.support.settings_with import settings_with
 
 Check = Callable[..., list[Finding]]
 
@@ -25,7 +26,7 @@ def base(tiny_checkpoints: Callable[..., Path]) -> Path:
 @pytest.fixture
 def check(base: Path) -> Check:
     def checked(**settings: Any) -> list[Finding]:
-        given = DecodeSettings(model=str(base), enable_lora=True, max_lora_rank=8, **settings)
+        given = settings_with(DecodeSettings, model=str(base), enable_lora=True, max_lora_rank=8, **settings)
         given.verify()
         findings = list(check_adapters(given))
         assert all(bool(found.advice) is (found.verdict is not Verdict.OK) for found in findings)

@@ -93,6 +93,11 @@ def test_a_broken_model_folder_fails_and_names_what_is_broken(
     assert named in text([finding for finding in findings if finding.verdict is Verdict.FAILED])
 
 
+def test_settings_that_the_model_does_not_take_fail(tiny_checkpoints: Folders) -> None:
+    folder = tiny_checkpoints("llama")
+    assert "tensor_parallel_size is 7" in text(model(folder, tensor_parallel_size=7))
+
+
 def test_what_a_model_lacks_is_a_warning(tmp_path: Path) -> None:
     folder = copy_of(model_folder("demo"), tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
@@ -225,7 +230,9 @@ def test_gpus_are_named_and_the_device_is_one_of_them(make_torch: Callable[..., 
     assert "cuda:1 Made 1" in text(findings)
     assert "not used" in text(list(check_gpu(PrefillSettings())))
     assert verdicts(list(check_gpu(PrefillSettings(device="cuda:2")))) == ["failed"]
-    assert verdicts(list(check_gpu(PrefillSettings(device="mps")))) == ["failed"]
+    beyond = list(check_gpu(PrefillSettings(device="cuda:1", tensor_parallel_size=2)))
+    assert verdicts(beyond) == ["failed"]
+    assert "device is 'cuda:2', but torch 9.9 sees 2 CUDA devices here" in text(beyond)
 
 
 def test_no_gpu_and_a_torch_that_breaks(make_torch: Callable[..., None], tmp_path: Path) -> None:

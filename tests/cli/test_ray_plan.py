@@ -38,10 +38,11 @@ def test_a_node_gets_every_setting_and_nothing_else_of_this_machine(tmp_path: Pa
     kinds: tuple[type[WorkerSettings], ...] = (PrefillSettings, DecodeSettings)
     for child, kind in zip(made.children, kinds, strict=True):
         assert child.flags == ()
+        assert child.environ.pop("OTEL_SERVICE_NAME") == "mine"
         assert all(name.startswith("PDSERVE_") for name in child.environ)
         settings = load_settings(kind, environ=child.environ)
         assert settings == child.settings
-        assert (settings.insecure, settings.max_model_len, settings.otel_service_name) == (True, 30, "mine")
+        assert (settings.insecure, settings.max_model_len) == (True, 30)
         assert (settings.logits_processors, settings.log_level) == (("one", "two"), "warning")
         assert settings.deployment_key_file is None
         assert settings.key()[0] == made.router.key()[0]

@@ -36,7 +36,7 @@ def folder(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "config", "said"),
     [
-        (["--set", "device=cuda:99"], {}, "device is 'cuda:99', but torch"),
+        (["--device=cuda:99"], {}, "device is 'cuda:99', but torch"),
         ([], {"architectures": ["FooForCausalLM"], "model_type": "foo"}, "architecture FooForCausalLM; supported: "),
     ],
 )

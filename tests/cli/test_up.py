@@ -57,7 +57,7 @@ def test_errors_are_one_line_with_status_2(
 
 
 def test_an_api_key_in_the_command_line_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    result = CliRunner().invoke(app, ["up", "--api-key", "s3cr3t-of-many-characters", "--port", "-1"])
+    result = CliRunner().invoke(app, ["up", "--api-keys", "s3cr3t-of-many-characters", "--port", "-1"])
     assert "pdserve: api_keys is in the command line" in result.output
     assert "PDSERVE_API_KEYS" in result.output
     assert "port is -1" in str(result.exception)

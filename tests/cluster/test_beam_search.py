@@ -18,7 +18,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 SEARCHES: list[tuple[int, dict[str, Any]]] = [
     (3, {"max_tokens": 9}),
     (4, {"max_tokens": 7, "length_penalty": 2.5, "early_stopping": True}),

@@ -21,7 +21,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "num_blocks=256", "--set", "block_size=8")
+FLAGS = ("--num-blocks=256", "--block-size=8")
 APIS = ["completions", "chat", "grpc"]
 
 

@@ -15,7 +15,7 @@ from tests.support.random_prompts import prompt_of
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 MAX_TOKENS = 20
 
 

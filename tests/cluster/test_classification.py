@@ -19,7 +19,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=128", "--set", "max_num_batched_tokens=32")
+FLAGS = ("--dtype=float32", "--num-blocks=128", "--max-num-batched-tokens=32")
 QUERY, TEXTS = "Where does the water go?", ["To the sea, said the miller. " * 4, "one, two, three", "rain"]
 
 

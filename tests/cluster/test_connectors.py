@@ -17,7 +17,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "max_tokens": 12}
 SEEDED = [[3 + (place * place + length) % 297 for place in range(length)] for length in (15, 40)]
 PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for length in (17, 250, 1000)]

@@ -24,7 +24,7 @@ from tests.support.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=16")
+FLAGS = ("--dtype=float32", "--num-blocks=300", "--max-num-batched-tokens=16")
 SOON_S = 10.0
 """Twice what a worker's death may take to be noticed."""
 
@@ -156,7 +156,7 @@ async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
     pauses = PhasePauses(tmp_path / "pauses")
     prompt = prompt_of(40)
     sampling: dict[str, Any] = {"max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True}
-    decode_flags, program = ("--set", "stream_interval=3"), pauses.worker_program
+    decode_flags, program = ("--stream-interval=3",), pauses.worker_program
     with pd_cluster(tmp_path, model, both=FLAGS, decode=decode_flags, worker_program=program) as cluster:
         async with InferenceClient(cluster.router.address) as router:
             undisturbed = await router.ask(prompt, **sampling)
@@ -176,7 +176,7 @@ async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
 async def test_services_start_in_any_order(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("qwen2")
     with running_cluster(tmp_path) as cluster:
-        common = ("--model", str(model), "--set", "dtype=float32", "--set", "num_blocks=64")
+        common = ("--model", str(model), "--dtype=float32", "--num-blocks=64")
         first = cluster.start_worker("prefill", *common)
         port = int(first.address.rpartition(":")[2])
         first.signal(signal.SIGTERM)
@@ -197,8 +197,8 @@ async def test_a_worker_with_another_block_size_is_left_out(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = tiny_checkpoints("llama")
-    common = ("--set", "dtype=float32", "--set", "num_blocks=64")
-    with pd_cluster(tmp_path, model, both=common, prefill=("--set", "block_size=32")) as cluster:
+    common = ("--dtype=float32", "--num-blocks=64")
+    with pd_cluster(tmp_path, model, both=common, prefill=("--block-size=32",)) as cluster:
         async with InferenceClient(cluster.router.address) as router:
             answer = await router.ask(prompt_of(40), max_tokens=6)
             Oracle(model).check(prompt_of(40), answer.token_ids)
@@ -212,9 +212,9 @@ async def test_a_worker_with_another_block_size_is_left_out(
     [
         (["prefill", "--model", "/nonexistent"], "/nonexistent"),
         (["decode", "--host", "0.0.0.0"], "--insecure"),
-        (["decode", "--set", "block_sise=4"], "block_sise"),
-        (["decode", "--set", "block_size=0"], "block_size"),
-        (["decode", "--set", "block_size"], "block_size"),
+        (["decode", "--block-sise=4"], "block-sise"),
+        (["decode", "--block-size=0"], "block_size"),
+        (["decode", "--block-size"], "block-size"),
         (["router", "--decode", "nowhere"], "nowhere"),
     ],
 )
@@ -235,10 +235,10 @@ def check_refused(log: Path, arguments: list[str], named: str) -> None:
 def test_a_port_in_use_is_named(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama")
     with running_cluster(tmp_path) as cluster:
-        worker = cluster.start_worker("decode", "--model", str(model), "--set", "num_blocks=16")
+        worker = cluster.start_worker("decode", "--model", str(model), "--num-blocks=16")
         port = worker.address.rpartition(":")[2]
         second = cluster.launch_worker(
-            "decode", "--model", str(model), "--set", "num_blocks=16", name="second", port=int(port)
+            "decode", "--model", str(model), "--num-blocks=16", name="second", port=int(port)
         )
         assert second.process.wait(HANG_S) == 2
         assert f"127.0.0.1:{port}" in second.read_log()

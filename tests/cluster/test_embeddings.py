@@ -19,7 +19,7 @@ from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=128", "--set", "max_num_batched_tokens=32")
+FLAGS = ("--dtype=float32", "--num-blocks=128", "--max-num-batched-tokens=32")
 TEXTS = ["Where does the water go?", "To the sea, said the miller. " * 4, "one, two, three"]
 
 

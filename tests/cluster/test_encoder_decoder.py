@@ -19,7 +19,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=80")
+FLAGS = ("--dtype=float32", "--num-blocks=80")
 REMOTE = ("--local-prefill", "never")
 
 
@@ -49,9 +49,9 @@ async def ask(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -> dict
 async def test_completions_through_prefill_and_decode(name: str, engine_process: bool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     theirs = GreedyAnswers(make_encoder_decoder(folder, name))
-    flags = (*FLAGS, "--set", "engine_process=true") if engine_process else FLAGS
+    flags = (*FLAGS, "--engine-process=true") if engine_process else FLAGS
     # few blocks at decode: sequences are preempted, and encoded again there, or evicted and placed again
-    small = ("--set", "num_blocks=14", "--set", "max_model_len=96")
+    small = ("--num-blocks=14", "--max-model-len=96")
     with pd_cluster(tmp_path, folder, both=flags, decode=small, router=REMOTE) as cluster:
         async with client(cluster) as http:
             for prompt in (prompt_of(1), prompt_of(16), prompt_of(47)):
@@ -102,7 +102,7 @@ async def test_a_death_of_decode_after_the_first_tokens(tmp_path: Path) -> None:
     theirs = GreedyAnswers(make_encoder_decoder(folder, "bart", max_position_embeddings=1024))
     prompt = prompt_of(40)
     with running_cluster(tmp_path) as cluster:
-        common = ("--model", str(folder), "--set", "dtype=float32", "--set", "num_blocks=160")
+        common = ("--model", str(folder), "--dtype=float32", "--num-blocks=160")
         source = cluster.start_worker("prefill", *common)
         sinks = [cluster.start_worker("decode", *common, name=name) for name in ("first", "second")]
         cluster.start_router(

@@ -37,8 +37,8 @@ def served(
     fields = {name: int(value) for name, _, value in (option.partition("=") for option in options) if value}
     model = tiny_checkpoints(architecture, **fields)
     # chunks of 64 tokens: longer prompts are published while later chunks still compute
-    flags: tuple[str, ...] = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
-    flags += tuple(flag for option in options if "=" not in option for flag in ("--set", f"{option}=true"))
+    flags: tuple[str, ...] = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
+    flags += tuple(f"--{option}=true" for option in options if "=" not in option)
     # what decode holds would be prefilled there, and this is about the way through both
     through_both = ("--local-prefill", "never")
     with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, router=through_both) as cluster:

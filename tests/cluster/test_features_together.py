@@ -28,7 +28,7 @@ from tests.support.waiting import HANG_S
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 COMMON: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 64, "max_model_len": 256}
-_ENGINE_PROCESS = "pdserve.worker.engine_host.host_process"
+_ENGINE_PROCESS = "pdserve.worker.engine_process"
 ROUNDED = ("`kv_cache_dtype`",)
 """Features with which a number between two steps may be rounded to either."""
 NEAR_TIE = {False: 1e-4, True: 0.03}
@@ -108,7 +108,7 @@ def together(
         settings["num_blocks"] = 9 if has_groups else 20
     if "enable_lora" in settings:
         settings["lora_modules"] = f"own={adapter}"
-    flags = [word for name, value in settings.items() for word in ("--set", f"{name}={_as_text(value)}")]
+    flags = [f"--{name}={_as_text(value)}" for name, value in settings.items()]
     authority = Authority(tmp_path / "inside") if "TLS" in features else None
     with running_cluster(tmp_path) as cluster:
         if authority is not None:

@@ -40,8 +40,8 @@ def model(tiny_checkpoints: Callable[..., Path]) -> Path:
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One decode worker, which every request meets; and another behind a router of its own, which no form meets."""
     with running_cluster(tmp_path_factory.mktemp("logs")) as cluster:
-        flags = [flag for name, value in LIMITS.items() for flag in ("--set", f"{name}={value}")]
-        common = ("--model", str(model), "--set", "dtype=float32", "--set", "num_blocks=1200")
+        flags = [f"--{name}={value}" for name, value in LIMITS.items()]
+        common = ("--model", str(model), "--dtype=float32", "--num-blocks=1200")
         worker = cluster.start_worker("decode", *common, *flags)
         cluster.start_router("--model", str(model), decode=[worker.address])
         calm = cluster.start_worker("decode", *common, name="calm")

@@ -84,11 +84,11 @@ async def ask(http: httpx.AsyncClient, case: Case) -> tuple[list[list[int]], int
 async def test_i1_adapters_and_drafts_change_no_answer(tmp_path: Path, family: str, engine_process: bool) -> None:
     model = make_image_checkpoint(tmp_path / "model", family)
     settings = COMMON | {"connector": "tcp", "engine_process": engine_process}
-    both = [word for name, value in settings.items() for word in ("--set", f"{name}={_as_text(value)}")]
-    both += ["--set", f"speculative_config={json.dumps(DRAFTS)}"]
+    both = [f"--{name}={_as_text(value)}" for name, value in settings.items()]
+    both += [f"--speculative-config={json.dumps(DRAFTS)}"]
     both += adapter_flags(tmp_path / "adapters", model, *ADAPTERS)
     # few blocks at decode: sequences are evicted and placed again, and go through the encoder again
-    decode = ("--set", "num_blocks=24")
+    decode = ("--num-blocks=24",)
     expected = answers_of(model, tmp_path / "adapters")
     with pd_cluster(tmp_path, model, both=both, decode=decode, router=("--local-prefill", "never")) as cluster:
         async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=HANG_S, trust_env=False) as http:

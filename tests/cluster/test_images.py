@@ -15,7 +15,7 @@ from PIL import Image
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from pdserve.worker.engine_host import proc_host
+from pdserve.worker.make_engine import ENGINE_PROGRAM
 from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
 from tests.support.image_checkpoints import (
     FAMILIES,
@@ -32,9 +32,9 @@ from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FLAGS = ("--set", "dtype=float32", "--set", "max_num_batched_tokens=48", "--set", "max_model_len=1024")
+FLAGS = ("--dtype=float32", "--max-num-batched-tokens=48", "--max-model-len=1024")
 REMOTE = ("--local-prefill", "never")
-OWN_PROCESS = ("--set", "engine_process=true")
+OWN_PROCESS = ("--engine-process=true",)
 
 
 def body(*parts: str | Image.Image, max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str, eng
     first: list[str | Image.Image] = ["Compare ", picture(1), " with ", picture(2, 64, 48), "!"]
     other: list[str | Image.Image] = ["Compare ", picture(3), " with ", picture(2, 64, 48), "!"]
     # few blocks at decode: sequences are evicted and placed again, and go through the encoder again
-    small = ("--set", "num_blocks=24", "--set", "max_model_len=256")
+    small = ("--num-blocks=24", "--max-model-len=256")
     with (
         serving_file(file_of(picture(6)), "image/png") as web,
         pd_cluster(
@@ -81,7 +81,7 @@ async def test_chats_through_prefill_and_decode(tmp_path: Path, family: str, eng
             folder,
             both=(*FLAGS, *OWN_PROCESS) if engine_process else FLAGS,
             decode=small,
-            router=(*REMOTE, "--set", f"allowed_media_domains={web.address}"),
+            router=(*REMOTE, f"--allowed-media-domains={web.address}"),
         ) as cluster,
     ):
         async with client(cluster) as http:
@@ -104,7 +104,7 @@ async def test_workers_of_two_ranks(tmp_path: Path) -> None:
     """Each rank encodes every image; prefill may have other ranks than decode."""
     folder = make_image_checkpoint(tmp_path / "model")
     expected = Expected(folder, "qwen2_5_vl")
-    ranks = ("--set", "tensor_parallel_size=2")
+    ranks = ("--tensor-parallel-size=2",)
     with pd_cluster(tmp_path, folder, both=FLAGS, prefill=ranks, router=REMOTE) as cluster:
         async with client(cluster) as http:
             many: list[list[str | Image.Image]] = [
@@ -198,7 +198,7 @@ async def kill_busy(cluster: Cluster, sinks: list[Any], *, only_engine: bool) ->
         if any(float(line.rsplit(" ", 1)[1]) for line in running):
             if only_engine:
                 children = psutil.Process(sink.process.pid).children()
-                [engine] = [child for child in children if proc_host._MODULE in child.cmdline()]
+                [engine] = [child for child in children if ENGINE_PROGRAM in child.cmdline()]
                 engine.kill()
             else:
                 sink.signal(signal.SIGKILL)

@@ -33,7 +33,7 @@ async def test_i1_texts_are_those_of_transformers(
 ) -> None:
     model = tiny_checkpoints("llama")
     settings = ("dtype=float32", "num_blocks=20", "kv_host_mib=4", f"kv_cache_dtype={kv_cache_dtype}")
-    flags = [word for setting in settings for word in ("--set", setting)]
+    flags = [f"--{setting}" for setting in settings]
     stored, oracle = STORED.get(kv_cache_dtype), Oracle(model)
     with pd_cluster(tmp_path, model, both=tuple(flags), router=("--local-prefill", "never")) as cluster:
         async with InferenceClient(cluster.router.address) as router:
@@ -54,7 +54,7 @@ async def test_i1_texts_are_those_of_transformers(
 
 async def test_i4_a_text_goes_on_at_another_worker(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
-    flags = ("--model", str(model), "--set", "dtype=float32", "--set", "kv_cache_dtype=int8", "--set", "kv_host_mib=4")
+    flags = ("--model", str(model), "--dtype=float32", "--kv-cache-dtype=int8", "--kv-host-mib=4")
     pauses, oracle = PhasePauses(tmp_path / "pauses"), Oracle(model)
     with running_cluster(tmp_path, pauses.worker_program) as cluster:
         prefill = cluster.start_worker("prefill", *flags)
@@ -80,7 +80,7 @@ async def test_i4_a_text_goes_on_at_another_worker(tiny_checkpoints: Callable[..
 
 async def test_unequal_caches_are_not_paired(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama")
-    int8 = ("--set", "kv_cache_dtype=int8")
-    with pd_cluster(tmp_path, model, both=("--set", "dtype=float32"), prefill=int8) as cluster:
+    int8 = ("--kv-cache-dtype=int8",)
+    with pd_cluster(tmp_path, model, both=("--dtype=float32",), prefill=int8) as cluster:
         await eventually(lambda: "dtype" in cluster.router.read_log(), "the router's log of the difference")
         assert re.search(r"dtype.*int8", cluster.router.read_log())

@@ -14,18 +14,17 @@ import pytest
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
-from pdserve.common.net.service_channel import GENERATE
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
-from pdserve.v1 import decode_pb2, request_pb2
+from pdserve.v1 import decode_pb2
 from tests.support.cluster_processes import KEY, Cluster, pd_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
 from tests.support.signed_channel import identity_of, signed
 from tests.support.waiting import HANG_S
+from tests.support.worker_call import WorkerCall
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +37,7 @@ def served(
     tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Oracle]]:
     model = tiny_checkpoints("llama")
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=256")
+    flags = ("--dtype=float32", "--num-blocks=256")
     # so that no estimate, of models that take a millisecond, sends a whole prompt to decode
     decode = ("--max-local-prefill-tokens", str(MAX_LOCAL))
     with pd_cluster(tmp_path_factory.mktemp("cluster"), model, both=flags, decode=decode) as cluster:
@@ -80,7 +79,7 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
         hasher = BlockHasher(key, identity.layout.block_size)
         root = hasher.root(identity.layout.model_fingerprint)
         hashes = hasher.extend(root, prompt)
-        prepared = GenerationRequest(
+        request = GenerationRequest(
             request_id=secrets.token_hex(8),
             prompt_token_ids=prompt,
             sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True),
@@ -88,17 +87,15 @@ async def ask_decode(cluster: Cluster, prompt: list[int], *, source: bool, limit
             request_digest=hasher.request_digest(root, hashes, prompt),
             deadline=time.monotonic() + HANG_S,
         )
-        request = decode_pb2.DecodeRequest(
-            generation_request=encode_request(prepared), attempt=request_pb2.Attempt(local_prefill_tokens=limit)
-        )
-        if source:
-            # nobody prefills there: whoever waits for these blocks waits in vain
-            request.source.worker_id, request.source.epoch = "prefill", 1
-            request.source.address = cluster.services["prefill"].address
-            request.source.transfer_id = secrets.token_bytes(16)
+        # nobody prefills there: whoever waits for these blocks waits in vain
+        nobody = decode_pb2.Source(
+            worker_id="prefill", epoch=1, address=cluster.services["prefill"].address,
+            transfer_id=secrets.token_bytes(16),
+        )  # fmt: skip
         service = signed(channel, (identity.worker_id, identity.epoch), key)
-        events = service.unary_stream(GENERATE, request, timeout=HANG_S)
-        return [name async for name in _names(events)]
+        fields: dict[str, Any] = {"source": nobody} if source else {}
+        call = WorkerCall(service, "decode", request, local_prefill_tokens=limit, **fields)
+        return [name async for name in _names(call)]
 
 
 async def _names(events: Any) -> AsyncIterator[str]:

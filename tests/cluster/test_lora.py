@@ -54,11 +54,11 @@ def served(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
         adapter = make_adapter(folder / name, base, seed=seed, spread=0.3)
         oracles[name] = Oracle(merged_checkpoint(folder / f"merged-{name}", base, adapter))
     shutil.copytree(folder / WATCHED, lora_dir / WATCHED)
-    flags = ["--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64"]
-    flags += ["--enable-lora", "--set", "max_loras=2", "--set", "max_lora_rank=8", "--lora-dir", str(lora_dir)]
+    flags = ["--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64"]
+    flags += ["--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-dir", str(lora_dir)]
     for name in GIVEN:
         flags += ["--lora-modules", f"{name}={folder / name}"]
-    own_process = ("--set", "engine_process=true")
+    own_process = ("--engine-process=true",)
     with pd_cluster(folder, base, both=flags, decode=own_process, router=("--local-prefill", "never")) as cluster:
         workers = [cluster.services[role] for role in ("prefill", "decode")]
         cluster.start_router(

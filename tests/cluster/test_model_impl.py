@@ -22,7 +22,7 @@ async def test_i1_texts_are_those_of_transformers(engine_process: str, tmp_path:
     make_any_family(model, "stablelm")
     save_tokenizer(model)
     oracle = Oracle(model)
-    flags = ("--model-impl", "auto", "--set", "num_blocks=64", "--set", f"engine_process={engine_process}")
+    flags = ("--model-impl", "auto", "--num-blocks=64", f"--engine-process={engine_process}")
     with pd_cluster(tmp_path, model, both=flags, router=("--local-prefill", "never")) as cluster:
         async with InferenceClient(cluster.router.address) as router:
             for size in (1, 16, 17, 90):

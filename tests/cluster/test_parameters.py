@@ -24,7 +24,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 PROMPT = [3 + (place * place) % 290 for place in range(100)]
 MAX_TOKENS = 16
 NUM_TOP = 5

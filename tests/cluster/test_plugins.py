@@ -21,7 +21,7 @@ from tests.support.waiting import HANG_S
 pytestmark = pytest.mark.process
 
 SETTINGS = ("dtype=float32", "num_blocks=128", "max_num_batched_tokens=32", "logits_processors=ban,broken")
-FLAGS = tuple(part for setting in SETTINGS for part in ("--set", setting))
+FLAGS = tuple(f"--{setting}" for setting in SETTINGS)
 PROMPT = [3 + (place * place) % 290 for place in range(70)]
 TOKENS = range(320)
 CODE = Path(__file__).parents[1] / "support/logits_plugins.py"

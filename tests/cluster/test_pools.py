@@ -27,7 +27,7 @@ def model(tiny_checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=24", "--set", "max_num_batched_tokens=64")
+    flags = ("--dtype=float32", "--num-blocks=24", "--max-num-batched-tokens=64")
     with pd_cluster(tmp_path_factory.mktemp("small"), model, both=flags) as cluster:
         yield cluster
         cluster.check_pools()
@@ -60,7 +60,7 @@ async def test_seeded_sampling_survives_preemption(small: Cluster) -> None:
 async def test_reservations_do_not_wait_for_each_other(model: Path, tmp_path: Path) -> None:
     """Pools of 100 blocks, some 30 in use on decode, requests of 90 and 15: both complete, nothing is prefilled twice."""
     oracle = Oracle(model)
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=100", "--set", "max_num_batched_tokens=256")
+    flags = ("--dtype=float32", "--num-blocks=100", "--max-num-batched-tokens=256")
     with pd_cluster(tmp_path, model, both=flags, router=("--local-prefill", "never")) as cluster:
         source, sink = cluster.services["prefill"], cluster.services["decode"]
         long_running, ninety, fifteen = prompt_of(29 * 16 + 1, 1), prompt_of(89 * 16 + 5, 2), prompt_of(14 * 16 + 5, 3)

@@ -54,7 +54,7 @@ def test_prometheus_reads_metrics_dashboard_and_alerts(tiny_checkpoints: Callabl
     dashboard = json.loads((DEPLOY / "grafana/dashboards/pdserve.json").read_text())
     expressions = {target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])}
     with pd_cluster(
-        tmp_path, tiny_checkpoints("llama"), router=["--local-prefill", "never"], both=["--set", "num_blocks=256"]
+        tmp_path, tiny_checkpoints("llama"), router=["--local-prefill", "never"], both=["--num-blocks=256"]
     ) as cluster:
         asked = 0
 

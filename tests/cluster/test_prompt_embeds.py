@@ -21,8 +21,8 @@ from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FLAGS = ("--set", "dtype=float32", "--set", "max_num_batched_tokens=32", "--set", "enable_prompt_embeds=true")
-ROUTER = ("--set", "enable_prompt_embeds=true", "--local-prefill", "never")
+FLAGS = ("--dtype=float32", "--max-num-batched-tokens=32", "--enable-prompt-embeds=true")
+ROUTER = ("--enable-prompt-embeds=true", "--local-prefill", "never")
 PROMPTS = [[3 + (7 * place + start) % 290 for place in range(length)] for start, length in enumerate((5, 50, 90))]
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 
@@ -41,10 +41,8 @@ async def test_the_text_of_the_tokens(tiny_checkpoints: Callable[..., Path], tmp
     model = tiny_checkpoints("llama")
     oracle = Oracle(model)
     # D has room for some of the sequences alone, so that others are evicted and prefilled again
-    small = ("--set", "num_blocks=20", "--set", "max_model_len=128")
-    with pd_cluster(
-        tmp_path, model, both=FLAGS, prefill=("--set", "num_blocks=128"), decode=small, router=ROUTER
-    ) as cluster:
+    small = ("--num-blocks=20", "--max-model-len=128")
+    with pd_cluster(tmp_path, model, both=FLAGS, prefill=("--num-blocks=128",), decode=small, router=ROUTER) as cluster:
         async with (
             httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=HANG_S, trust_env=False) as http,
             make_public_channel(cluster.router.address) as channel,
@@ -79,7 +77,7 @@ async def test_the_text_of_the_tokens(tiny_checkpoints: Callable[..., Path], tmp
 async def test_i4_after_a_decode_workers_death(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama")
     oracle, prompt = Oracle(model), PROMPTS[2]
-    common = ("--model", str(model), *FLAGS, "--set", "num_blocks=128")
+    common = ("--model", str(model), *FLAGS, "--num-blocks=128")
     with running_cluster(tmp_path) as cluster:
         prefill = cluster.start_worker("prefill", *common)
         decode = [cluster.start_worker("decode", *common, name=name) for name in ("d0", "d1")]

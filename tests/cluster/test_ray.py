@@ -99,11 +99,11 @@ LIMIT_S = 8
         ),
         (
             "{nodes}",
-            ["--set", "device=cuda"],
+            ["--device=cuda"],
             "Ray did not find places for 2 workers within 8 s: they need 2 CPU, 2 GPU, up to 1 CPU, 1 GPU on one node; "
             "free are 6 of 6 CPU, 0 of 0 GPU",
         ),
-        ("{nodes}", ["--set", "attention_backend=nosuch"], "-0 on node 127.0.0."),
+        ("{nodes}", ["--attention-backend=nosuch"], "-0 on node 127.0.0."),
         ("127.0.0.1:{silent}", [], "--ray 127.0.0.1:{silent}: no Ray cluster answered within 8 s"),
         ("ray://127.0.0.1:{silent}", [], "--ray ray://127.0.0.1:{silent}: no Ray cluster answered within 8 s"),
     ],

@@ -95,8 +95,8 @@ async def test_redis_fails_in_every_way_and_no_request_does(
 ) -> None:
     model = tiny_checkpoints("llama")
     with redis_server(tmp_path) as redis, running_cluster(tmp_path) as cluster:
-        common = ("--model", str(model), "--redis", redis.url, "--set", "redis_namespace=test")
-        workers = (*common, "--connector", "tcp", "--set", "dtype=float32", "--set", "num_blocks=300")
+        common = ("--model", str(model), "--redis", redis.url, "--redis-namespace=test")
+        workers = (*common, "--connector", "tcp", "--dtype=float32", "--num-blocks=300")
         router = cluster.start_router(*common)
         start_workers(cluster, workers)
         load = Load()
@@ -155,7 +155,7 @@ async def test_up_with_redis(tmp_path: Path) -> None:
         log = tmp_path / "up.log"
         command = [
             sys.executable, "-m", "pdserve.cli.main", "up", "--prefill", "2", "--decode", "3", "--redis", redis.url,
-            "--port", "0", "--grpc-port", "0", "--ask", "", "--set", "num_blocks=100",
+            "--port", "0", "--grpc-port", "0", "--ask", "", "--num-blocks=100",
         ]  # fmt: skip
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(

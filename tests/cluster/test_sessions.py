@@ -21,8 +21,8 @@ from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=250", "--set", "max_model_len=3500")
-DECODE = ("--set", "max_sessions=2", "--set", "session_idle_timeout_s=2", "--set", f"drain_s={2 * HANG_S}")
+FLAGS = ("--dtype=float32", "--num-blocks=250", "--max-model-len=3500")
+DECODE = ("--max-sessions=2", "--session-idle-timeout-s=2", f"--drain-s={2 * HANG_S}")
 
 
 class Session:

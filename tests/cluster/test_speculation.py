@@ -22,7 +22,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FLAGS = ("--set", "dtype=float32", "--set", "max_num_batched_tokens=64", "--set", f"grammar_timeout_s={HANG_S}")
+FLAGS = ("--dtype=float32", "--max-num-batched-tokens=64", f"--grammar-timeout-s={HANG_S}")
 REMOTE = ("--local-prefill", "never")
 MAX_TOKENS = 40
 SCHEMA = {
@@ -47,7 +47,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def speculation(model: Path, **fields: Any) -> tuple[str, ...]:
     """The model is its own draft model: its drafts are right, but for rounding, so that runs are long."""
     setting = {"model": str(model), "num_speculative_tokens": 4, "disable_by_batch_size": None} | fields
-    return ("--set", f"speculative_config={json.dumps(setting)}")
+    return (f"--speculative-config={json.dumps(setting)}",)
 
 
 async def ask(client: InferenceClient, name: str, num_drafts: int | None, **more: Any) -> list[Any]:
@@ -94,7 +94,7 @@ async def test_i5_every_feature_says_the_same_with_drafts(
 ) -> None:
     """A pool of few blocks: sequences are preempted, and go on with drafts."""
     model = tiny_checkpoints("llama")
-    flags = (*FLAGS, "--set", "num_blocks=40", "--set", "max_model_len=320")
+    flags = (*FLAGS, "--num-blocks=40", "--max-model-len=320")
     with pd_cluster(tmp_path, model, both=flags, decode=speculation(model), router=REMOTE) as cluster:
         async with InferenceClient(cluster.router.address) as client:
             expected = {name: await ask(client, name, 0) for name in REQUESTS}
@@ -144,7 +144,7 @@ async def test_i4_a_drafted_text_goes_on_at_another_worker(
     """A decode worker is killed in mid-stream; the other one, which drafts too, resumes the text behind what was relayed."""
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     pauses = PhasePauses(tmp_path / "pauses")
-    flags = ("--model", str(model), *FLAGS, "--set", "num_blocks=200")
+    flags = ("--model", str(model), *FLAGS, "--num-blocks=200")
     with running_cluster(tmp_path, pauses.worker_program) as cluster:
         workers = [
             cluster.launch_worker(role, *flags, *drafts, name=name)

@@ -16,7 +16,7 @@ from tests.support.cluster_processes import pd_cluster
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256")
+FLAGS = ("--dtype=float32", "--num-blocks=256")
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -26,8 +26,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pd_cluster(
         tmp_path_factory.mktemp("logs"),
         model_folder("demo"),
-        both=("--set", "num_blocks=200"),
-        router=("--set", f"api_keys={keys}"),
+        both=("--num-blocks=200",),
+        router=(f"--api-keys={keys}",),
     ) as cluster:
         yield cluster
         cluster.check_pools()

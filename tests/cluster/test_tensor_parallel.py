@@ -22,7 +22,7 @@ from tests.support.waiting import HANG_S, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 NEVER = ("--local-prefill", "never")
 LENGTHS = (1, 16, 17, 250)
 MAX_TOKENS = 16
@@ -30,8 +30,8 @@ DEATH_S = 5.0
 """Seconds within which a rank's death ends its worker."""
 
 
-def ranks(size: int) -> tuple[str, str]:
-    return ("--set", f"tensor_parallel_size={size}")
+def ranks(size: int) -> tuple[str, ...]:
+    return (f"--tensor-parallel-size={size}",)
 
 
 def ranks_of(service: Service) -> list[int]:
@@ -80,7 +80,7 @@ async def test_i4_the_death_of_a_rank_ends_its_worker_and_no_request(
         addresses: dict[str, Any] = {
             role: [worker.address for worker in workers if worker.role == role] for role in ("prefill", "decode")
         }
-        cluster.start_router("--model", str(model), "--set", "policy=round_robin", *NEVER, **addresses)
+        cluster.start_router("--model", str(model), "--policy=round_robin", *NEVER, **addresses)
         async with InferenceClient(cluster.router.address) as router:
             for name in ("decode-2", "prefill-2"):
                 victim = cluster.services[name]

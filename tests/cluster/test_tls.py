@@ -25,7 +25,7 @@ from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=256", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 PROMPTS = [[3 + (place * place + length) % 297 for place in range(length)] for length in (17, 250, 1000)]
 
 
@@ -61,7 +61,7 @@ async def test_i1_texts_under_mutual_tls_are_those_without(
         front = public.issue("127.0.0.1")
         router = cluster.start_router(
             *("--model", str(model), "--local-prefill", "never", *inside.issue("router").flags()),
-            *("--set", f"front_tls_cert_file={front.cert}", "--set", f"front_tls_key_file={front.key}"),
+            *(f"--front-tls-cert-file={front.cert}", f"--front-tls-key-file={front.key}"),
             prefill=[prefill.address],
             decode=[decode.address, stranger.address],
         )

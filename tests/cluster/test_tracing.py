@@ -58,13 +58,12 @@ def cluster(
     """A router, two prefill and two decode workers, which find each other through a real Redis."""
     folder = tmp_path_factory.mktemp("traced")
     with redis_server(folder) as redis, running_cluster(folder) as cluster:
-        flags = ("--model", str(tiny_checkpoints("llama")), "--redis", redis.url, "--otlp", collector.url)
-        common = (*flags, "--set", "otel_bsp_schedule_delay_ms=50")
-        worker = (*common, "--set", "dtype=float32", "--set", "max_num_batched_tokens=64")
+        flags = ("--model", str(tiny_checkpoints("llama")), "--redis", redis.url)
+        worker = (*flags, "--dtype=float32", "--max-num-batched-tokens=64")
         for role in ("prefill", "decode"):
             for number in range(2):
                 cluster.start_worker(role, *worker, name=f"{role}-{number}")
-        router = cluster.start_router(*common, "--local-prefill", "never", "--policy", "round_robin")
+        router = cluster.start_router(*flags, "--local-prefill", "never", "--policy", "round_robin")
         wait_for_workers(router, 2)
         yield cluster
         cluster.check_pools()

@@ -45,8 +45,8 @@ MAY_KEEP_BYTES = 8 << 20
 GRPC_PORTS = ("router", "prefill", "decode")
 CALLS = {
     "router": "/pdserve.v1.InferenceService/Generate",
-    "prefill": "/pdserve.v1.PrefillService/Prefill",
-    "decode": "/pdserve.v1.DecodeService/Generate",
+    "prefill": "/pdserve.v1.StepStreamService/Open",
+    "decode": "/pdserve.v1.StepStreamService/Open",
 }
 WORKER_DROPS_S, ROUTER_DROPS_S = 5.0, 20.0
 """Promised limits for a connection whose client reads nothing."""
@@ -59,7 +59,7 @@ def model(tiny_checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    flags = ("--set", "dtype=float32", "--set", "num_blocks=64")
+    flags = ("--dtype=float32", "--num-blocks=64")
     with pd_cluster(tmp_path_factory.mktemp("unread"), model, both=flags) as cluster:
         # what a first flood leaves: threads of gRPC, with an arena each
         for port in GRPC_PORTS:

@@ -33,9 +33,9 @@ def is_open(host: str, port: int) -> bool:
 def test_a_router_outside_and_workers_on_loopback_in_one_command(tmp_path: Path) -> None:
     audit = tmp_path / "audit.jsonl"
     options = [
-        "demo", "--host", "0.0.0.0", "--insecure", "--api-key", KEY, "--max-model-len", "128",
+        "demo", "--host", "0.0.0.0", "--insecure", "--api-keys", KEY, "--max-model-len", "128",
         "--served-model-name", "first", "--served-model-name", "second",
-        "--set", "cors_origins=https://chat.example", "--set", "unknown_fields=ignore", "--set", f"audit_log={audit}",
+        "--cors-origins=https://chat.example", "--unknown-fields=ignore", f"--audit-log={audit}",
     ]  # fmt: skip
     with running_up(tmp_path, *options) as up:
         port = int(up.base_url.removesuffix("/v1").rpartition(":")[2])

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S
+from pdserve.router.requests.tasks.placed_task import WAIT_FOR_WORKER_S
 from tests.support.up_cluster import UpCluster, running_up
 from tests.support.waiting import HANG_S, wait_until
 

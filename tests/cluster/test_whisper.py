@@ -22,7 +22,7 @@ from tests.support.whisper_checkpoints import EOS, RATE, Transcripts, make_whisp
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=80")
+FLAGS = ("--dtype=float32", "--num-blocks=80")
 REMOTE = ("--local-prefill", "never")
 PATH = "/v1/audio/transcriptions"
 
@@ -42,7 +42,7 @@ async def ask(http: httpx.AsyncClient, file: bytes, **fields: str) -> httpx.Resp
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("--set", "engine_process=true", "--set", "kv_host_mib=4")],
+    [(), ("--engine-process=true", "--kv-host-mib=4")],
     ids=["plain", "engine-process-and-tier"],
 )
 async def test_transcripts_through_prefill_and_decode(tmp_path: Path, settings: tuple[str, ...]) -> None:
@@ -50,7 +50,7 @@ async def test_transcripts_through_prefill_and_decode(tmp_path: Path, settings: 
     theirs = make_whisper(folder)
     tokenizer = Tokenizer.from_folder(folder)
     # few blocks at decode: sequences are preempted there, evicted and placed again
-    small = ("--set", "num_blocks=14")
+    small = ("--num-blocks=14",)
     with pd_cluster(tmp_path, folder, both=(*FLAGS, *settings), decode=small, router=REMOTE) as cluster:
 
         def expected(seed: int, **given: Any) -> str:

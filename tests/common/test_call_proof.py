@@ -15,7 +15,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 
 KEY = DeploymentKey(b"0123456789abcdef")
 ME = ("decode-0", 0xFEDC_BA98_7654_3210)
-METHOD = "/pdserve.v1.DecodeService/Generate"
+METHOD = "/pdserve.v1.StepStreamService/Open"
 NOW = 1_800_000_000.0
 
 
@@ -49,18 +49,18 @@ def test_a_proof_with_any_byte_changed_is_refused(place: int) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "why"),
     [
-        (None, KeyMismatch, "version 1, which does not authenticate"),
+        (None, KeyMismatch, "none came with it"),
         (b"", KeyMismatch, "0 bytes"),
         (b"x" * 5000, KeyMismatch, "5000 bytes"),
         (proof(key=DeploymentKey(b"fedcba9876543210")), KeyMismatch, "deployment key differs"),
-        (proof(method="/pdserve.v1.PrefillService/Prefill"), KeyMismatch, "is wrong"),
+        (proof(method="/pdserve.v1.WorkerService/Meet"), KeyMismatch, "is wrong"),
         (proof(receiver=("decode-1", ME[1])), WrongWorker, "for worker decode-1.*this is decode-0"),
         (proof(receiver=("decode-0", 7)), WrongWorker, "epoch 0000000000000007.*epoch fedcba9876543210"),
         (proof(receiver=("", ME[1])), WrongWorker, "this is decode-0"),
         (proof(NOW - 61), ClockSkew, r"2027-01-15 07:58:59 UTC.*2027-01-15 08:00:00 UTC"),
         (proof(NOW + 61), ClockSkew, r"2027-01-15 08:01:01 UTC.*2027-01-15 08:00:00 UTC"),
         (proof(1.8e13), ClockSkew, "clocks differ"),
-        (proof(version=1), ProtocolMismatch, "version 1, which does not authenticate"),
+        (proof(version=0), ProtocolMismatch, "speaks protocol version 0, which no release has"),
         (proof(version=PROTOCOL_VERSION + 2), ProtocolMismatch, "may differ by 1"),
     ],
     ids=range(13),  # proofs differ in each process, which would be their names
@@ -149,15 +149,13 @@ def test_a_second_that_was_dropped_takes_no_call_again_when_it_comes() -> None:
     assert memory.is_new((0).to_bytes(16, "big"), 10_060.0, 10_060.0)
 
 
-def test_versions_work_together_when_they_differ_by_one_and_authenticate() -> None:
-    assert [works_with(2, other) for other in range(5)] == [False, False, True, True, False]
+def test_versions_work_together_when_they_differ_by_one() -> None:
+    assert [works_with(1, other) for other in range(4)] == [False, True, True, False]
     assert works_with(7, 8)
     assert works_with(8, 7)
-    assert not works_with(1, 1)
-    assert version_objection(2, 3) is None
-    assert version_objection(3, 2) is None
-    for theirs in (0, 1):
-        assert "does not authenticate" in (version_objection(theirs, 2) or "")
+    assert version_objection(1, 2) is None
+    assert version_objection(2, 1) is None
+    assert version_objection(0, 1) == ("it speaks protocol version 0, which no release has; this service speaks 1")
     assert "version 4, this service 2" in (version_objection(4, 2) or "")
 
 

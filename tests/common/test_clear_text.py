@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from tests.support.tls_authority import Authority
 KINDS = pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, DecodeSettings])
 
 
-def load(kind: type[ServiceSettings], **flags: Any) -> ServiceSettings:
-    return load_settings(kind, flags=flags, environ={})
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+def load(kind: type[ServiceSettings], environ: Mapping[str, str] | None = None, **flags: Any) -> ServiceSettings:
+    return load_settings(kind, flags=flags, environ=environ or {})
 
 
 @pytest.mark.parametrize("setting", ["prefill", "decode"])
@@ -25,7 +29,7 @@ def load(kind: type[ServiceSettings], **flags: Any) -> ServiceSettings:
 def test_a_router_sends_no_prompt_in_the_clear_to_another_machine(
     setting: str, address: str, authority: Authority
 ) -> None:
-    addresses = {setting: ["127.0.0.1:7000", address]}
+    addresses: dict[str, Any] = {setting: ["127.0.0.1:7000", address]}
     with pytest.raises(ConfigError) as caught:
         load(RouterSettings, **addresses)
     for part in (f"{setting} names {address}", "tls_cert_file", "--insecure"):
@@ -36,24 +40,25 @@ def test_a_router_sends_no_prompt_in_the_clear_to_another_machine(
 
 @KINDS
 @pytest.mark.parametrize(
-    ("setting", "clear", "encrypted"),
+    ("name", "clear"),
     [
-        ("redis", "redis://user:hunter2@10.0.0.9:6379", "rediss://user:hunter2@10.0.0.9:6379"),
-        ("otlp", "grpc://10.0.0.9:4317", "https://10.0.0.9:4318"),
-        ("otlp", "http://user:hunter2@10.0.0.9:4318", "https://user:hunter2@10.0.0.9:4318"),
+        ("PDSERVE_REDIS", "redis://user:hunter2@10.0.0.9:6379"),
+        (ENDPOINT, "http://user:hunter2@10.0.0.9:4318"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://10.0.0.9:4318/traces"),
     ],
 )
 def test_redis_and_collectors_beyond_loopback(
-    kind: type[ServiceSettings], setting: str, clear: str, encrypted: str, authority: Authority
+    kind: type[ServiceSettings], name: str, clear: str, authority: Authority
 ) -> None:
+    told = name.lower().removeprefix("pdserve_") if name.startswith("PDSERVE_") else name
     for more in ({}, authority.issue().settings()):  # the services' own TLS is not that of others
-        with pytest.raises(ConfigError, match=f"{setting} names 10.0.0.9, .*--insecure") as caught:
-            load(kind, **{setting: clear}, **more)
+        with pytest.raises(ConfigError, match=f"{told} names 10.0.0.9, .*--insecure") as caught:
+            load(kind, {name: clear}, **more)
         assert "hunter2" not in caught.value.message
-    load(kind, **{setting: clear}, insecure=True)
-    load(kind, **{setting: encrypted})
-    load(kind, **{setting: clear.replace("10.0.0.9", "127.0.0.1")})
+    load(kind, {name: clear}, insecure=True)
+    load(kind, {name: clear.replace("http:", "https:").replace("redis:", "rediss:")})
+    load(kind, {name: clear.replace("10.0.0.9", "127.0.0.1")})
 
 
 def test_a_collector_that_gets_nothing_needs_no_tls() -> None:
-    load(DecodeSettings, otlp="grpc://10.0.0.9:4317", otel_sdk_disabled=True)
+    load(DecodeSettings, {ENDPOINT: "http://10.0.0.9:4317", "OTEL_SDK_DISABLED": "true"})

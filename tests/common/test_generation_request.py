@@ -1,10 +1,9 @@
-"""Requests in calls between services, in the form of this protocol version and of the one before."""
+"""Requests in calls between services."""
 
 from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,12 +14,10 @@ from hypothesis import strategies as st
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import DigestMismatch, InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.request_bytes import decode_request, encode_request, num_entries
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.security.deployment_key import DeploymentKey
-from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
 from pdserve.worker.request_reader import RequestReader
 from tests.support.request_strategies import TOKENS, pooling_params, sampling_params
 
@@ -29,20 +26,11 @@ PARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 ROOT = b"r" * 16
 
 
-def in_version_4(request: GenerationRequest) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(generation_request=encode_request(request))
-
-
-def in_version_3(request: GenerationRequest) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(request=request_to_version_3(request))
-
-
-forms = pytest.mark.parametrize("form", [in_version_4, in_version_3])
-Form = Callable[[GenerationRequest], decode_pb2.DecodeRequest]
-
-
-def read(message: Any, max_model_len: int = 12, vocab_size: int | None = None) -> GenerationRequest:
-    return RequestReader(HASHER, max_model_len, vocab_size).request(message)
+def read(
+    request: GenerationRequest | bytes, max_model_len: int = 12, vocab_size: int | None = None
+) -> GenerationRequest:
+    data = request if isinstance(request, bytes) else encode_request(request)
+    return RequestReader(HASHER, max_model_len, vocab_size).request(data)
 
 
 def good(**changes: Any) -> GenerationRequest:
@@ -93,11 +81,9 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
     )
 
 
-@forms
 @given(request=requests())
-def test_requests_come_back_but_for_the_moment_of_their_deadline(form: Form, request: GenerationRequest) -> None:
-    raw = form(request).SerializeToString()
-    back = read(decode_pb2.DecodeRequest.FromString(raw), 60)
+def test_requests_come_back_but_for_the_moment_of_their_deadline(request: GenerationRequest) -> None:
+    back = read(request, 60)
     for name in GenerationRequest.__struct_fields__:
         if name not in ("deadline", "timeout_s", "request_id"):
             assert getattr(back, name) == getattr(request, name), name
@@ -106,7 +92,6 @@ def test_requests_come_back_but_for_the_moment_of_their_deadline(form: Form, req
     assert 0 < back.remaining_s <= 86_400
 
 
-@forms
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -127,10 +112,10 @@ def test_requests_come_back_but_for_the_moment_of_their_deadline(form: Form, req
         ({"client_request_id": "c" * 257}, "client_request_id has 257 characters"),
     ],
 )
-def test_a_request_that_does_not_fit_together_is_refused(form: Form, changes: dict[str, Any], named: str) -> None:
-    read(form(good()))
+def test_a_request_that_does_not_fit_together_is_refused(changes: dict[str, Any], named: str) -> None:
+    read(good())
     with pytest.raises(InvalidRequest, match=named):
-        read(form(good(**changes)))
+        read(good(**changes))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +149,7 @@ def test_a_request_that_does_not_fit_together_is_refused(form: Form, changes: di
 )
 def test_fields_of_another_type_or_size_are_refused_by_name(changes: dict[str, Any], field: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read(decode_pb2.DecodeRequest(generation_request=encoded(**changes)))
+        read(encoded(**changes))
     assert refused.value.field == field
 
 
@@ -238,7 +223,6 @@ def decode_refuses(data: bytes) -> bool:
     return False
 
 
-@forms
 @pytest.mark.parametrize(
     ("params", "field"),
     [
@@ -253,13 +237,12 @@ def decode_refuses(data: bytes) -> bool:
         ({"structured_outputs": StructuredOutputsParams(choice=("x",) * 1025)}, "structured_outputs"),
     ],
 )
-def test_entries_are_counted_before_anything_is_made_of_them(form: Form, params: dict[str, Any], field: str) -> None:
+def test_entries_are_counted_before_anything_is_made_of_them(params: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{field}.* must (be at most|have)") as refused:
-        read(form(good(sampling_params=SamplingParams(**params))), vocab_size=64)
+        read(good(sampling_params=SamplingParams(**params)), vocab_size=64)
     assert refused.value.field == field
 
 
-@forms
 @pytest.mark.parametrize(
     "changes",
     [
@@ -271,45 +254,28 @@ def test_entries_are_counted_before_anything_is_made_of_them(form: Form, params:
         {"request_digest": b"d" * 16},
     ],
 )
-def test_a_digest_that_is_not_that_of_the_tokens_is_refused(form: Form, changes: dict[str, Any]) -> None:
+def test_a_digest_that_is_not_that_of_the_tokens_is_refused(changes: dict[str, Any]) -> None:
     changes = {"request_digest": good().request_digest} | changes
     with pytest.raises(DigestMismatch):
-        read(form(good(**changes)))
+        read(good(**changes))
 
 
-@forms
-def test_hashes_are_of_the_workers_own_making(form: Form) -> None:
-    assert read(form(good())).block_hashes == HASHER.extend(ROOT, [1] * 9)  # type: ignore[attr-defined]
+def test_hashes_are_of_the_workers_own_making() -> None:
+    assert read(good()).block_hashes == HASHER.extend(ROOT, [1] * 9)  # type: ignore[attr-defined]
     other = BlockHasher(DeploymentKey(b"fedcba9876543210"), 4)
     with pytest.raises(DigestMismatch):
-        RequestReader(other, 12).request(form(good()))
+        RequestReader(other, 12).request(encode_request(good()))
 
 
 def test_block_hashes_of_a_caller_are_not_read() -> None:
-    sent = request_to_version_3(good()).SerializeToString()
-    # field 5 carried block hashes in version 1
-    forged = request_pb2.PreparedRequest.FromString(sent + b"\x2a\x10" + b"h" * 16)
-    assert read(decode_pb2.DecodeRequest(request=forged)).block_hashes == HASHER.extend(ROOT, [1] * 9)  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match=r"block_hashes.* is a field that this worker does not know"):
-        read(decode_pb2.DecodeRequest(generation_request=encoded(block_hashes=[b"h" * 24])))
+        read(encoded(block_hashes=[b"h" * 24]))
 
 
-@forms
-def test_trace_headers_that_are_no_trace_context_are_left_out(form: Form) -> None:
+def test_trace_headers_that_are_no_trace_context_are_left_out() -> None:
     headers = {f"x-{number}": "y" for number in range(50)}
-    assert read(form(good(trace_headers=headers))).trace_headers == {}
-    assert read(form(good(trace_headers=headers | {"traceparent": PARENT}))).trace_headers == {"traceparent": PARENT}
-
-
-def test_an_embedding_of_version_3_reads_no_sampling_and_resumes_nothing() -> None:
-    message = prefill_pb2.PoolingRequest(request=request_to_version_3(good()))
-    message.request.pooling.SetInParent()
-    message.request.sampling.n = 99
-    message.request.sampling.structured_outputs.json_object = True
-    assert read(message).sampling_params == SamplingParams()
-    message.request.resume.SetInParent()
-    with pytest.raises(InvalidRequest, match="an embedding has no output to go on from"):
-        read(message)
+    assert read(good(trace_headers=headers)).trace_headers == {}
+    assert read(good(trace_headers=headers | {"traceparent": PARENT})).trace_headers == {"traceparent": PARENT}
 
 
 def test_a_salt_does_not_travel() -> None:

@@ -110,9 +110,9 @@ def test_a_signed_record_verifies_and_no_other_does() -> None:
             RecordSigner(DeploymentKey(key), namespace).verify(signed)
 
 
-def test_a_record_of_version_1_is_refused_by_name() -> None:
-    values = stored(RECORD, protocol_version=b"1", signature=None)
-    with pytest.raises(InvalidRequest, match="version 1, which does not authenticate"):
+def test_a_record_of_no_version_is_refused_by_name() -> None:
+    values = stored(RECORD, protocol_version=b"0", signature=None)
+    with pytest.raises(InvalidRequest, match="version 0, which no release has"):
         read_record("decode-0", values)
 
 

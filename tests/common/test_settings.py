@@ -11,8 +11,9 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey, is_loopback
+from pdserve.common.settings.catalogue import SECRETS, SERVICES, catalogue, settings_of
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.settings.settings import SECRETS, describe, load_settings
+from pdserve.common.settings.settings import describe, load_settings
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
@@ -64,6 +65,51 @@ def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
         load_settings(PrefillSettings, toml=tmp_path / "absent.toml", environ={})
 
 
+def test_limits_have_a_table_of_their_own_and_names_like_all_others(tmp_path: Path) -> None:
+    toml = write(tmp_path, "[limits]\nmax_logprobs = 7\nmax_waiting = 8\n[decode.limits]\nmax_waiting = 9\n")
+    router, prefill, decode = (
+        load_settings(kind, toml=toml, environ={"PDSERVE_MAX_N_SEQUENCES": "5"}, flags={}) for kind in SERVICES
+    )
+    assert (router.limits.max_logprobs, router.limits.max_n_sequences) == (7, 5)
+    assert isinstance(prefill, PrefillSettings)
+    assert isinstance(decode, DecodeSettings)
+    assert (prefill.limits.max_waiting, prefill.waiting_limit, decode.limits.max_waiting) == (8, 8, 9)
+    flags = {"max_logprobs": "3", "max_attempts": 2}
+    given = load_settings(RouterSettings, toml=toml, environ={}, flags=flags)
+    assert (given.limits.max_logprobs, given.limits.max_attempts) == (3, 2)
+    assert "max_attempts=2" in describe(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max_waiting = 1", r"max_waiting is a limit: write it below \[limits\]"),
+        ("[decode]\nmax_waiting = 1", r"max_waiting in \[decode\] is a limit: write it below \[decode.limits\]"),
+        ("[limits]\nblock_size = 1", r"block_size in \[limits\] is no limit: write it above \[limits\]"),
+        ("[limits]\nmax_waitin = 1", r"unknown key 'max_waitin' in \[limits\], did you mean 'max_waiting'"),
+        ("[router.limits]\nmax_waiting = 1", r"'max_waiting' in \[router.limits\], but of prefill and decode"),
+        ("limits = 3", "limits is '3', a table is needed"),
+        ("[limits]\nmax_waiting = 'x'", "max_waiting is 'x': Expected `int | null`"),
+    ],
+)
+def test_a_limit_in_the_wrong_place_is_told_the_right_one(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_settings(PrefillSettings, toml=write(tmp_path, text), environ={})
+
+
+def test_every_setting_says_what_it_means_and_has_one_name() -> None:
+    for setting in catalogue():
+        assert setting.meaning.endswith("."), setting.name
+        assert setting.type_text, setting.name
+    names = [setting.name for setting in catalogue()]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == ["port"]
+    settings = {setting.name for setting in catalogue() if not setting.is_limit}
+    assert len(settings) <= 90
+    assert settings_of(RouterSettings)["port"].default == 8000
+    ports = [setting.services for setting in catalogue() if setting.name == "port"]
+    assert ports == [("router",), ("prefill", "decode")]
+
+
 @pytest.mark.parametrize(
     ("given", "near"),
     [
@@ -84,11 +130,11 @@ def test_a_misspelt_setting_names_the_nearest_one(tmp_path: Path, given: dict[st
     for source in sources:
         with pytest.raises(ConfigError) as refused:
             load_settings(PrefillSettings, **source)
-        assert refused.value.message.endswith(f", did you mean {near}" if near else "") or near is None
+        assert near is None or f", did you mean {near.rstrip('?')}" in refused.value.message
         assert near is not None or "did you mean" not in refused.value.message
     with pytest.raises(ConfigError) as refused:
         load_settings(PrefillSettings, environ={f"PDSERVE_{name.upper()}": "1"})
-    assert near is None or refused.value.message.endswith(f", did you mean 'PDSERVE_{near[1:-2].upper()}'?")
+    assert near is None or f", did you mean 'PDSERVE_{near[1:-2].upper()}'" in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -318,4 +364,4 @@ def test_loopback_is_recognised_with_and_without_port() -> None:
 def test_limits_of_requests_have_limits(kind: type[PrefillSettings], name: str, value: int, possible: str) -> None:
     given: dict[str, Any] = {name: value}
     with pytest.raises(ConfigError, match=f"{name} is {value}, {possible} are possible"):
-        kind(**given).verify()
+        load_settings(kind, flags=given, environ={})

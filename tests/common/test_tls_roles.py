@@ -16,18 +16,13 @@ from pdserve.common.security.tls import ClientTls
 from pdserve.common.security.tls_roles import PeerRoles, RoleName, ServiceRole, role_names
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
-from pdserve.v1 import decode_pb2_grpc, kv_source_pb2_grpc, prefill_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc
+from pdserve.v1 import kv_source_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc
 from tests.support.tls_authority import ALL_ROLES, Authority, role_uri
 from tests.support.waiting import HANG_S
 
 ROLES = ("router", "prefill", "decode")
 METHODS = {
-    "/pdserve.v1.PrefillService/Prefill": "router",
-    "/pdserve.v1.PrefillService/Embed": "router",
-    "/pdserve.v1.DecodeService/Generate": "router",
     "/pdserve.v1.StepStreamService/Open": "router",
-    "/pdserve.v1.DecodeService/Session": "router",
-    "/pdserve.v1.DecodeService/EndSequences": "router",
     "/pdserve.v1.WorkerService/Watch": "router",
     "/pdserve.v1.WorkerService/Meet": "router",
     "/pdserve.v1.KvSourceService/Attach": "decode",
@@ -204,7 +199,7 @@ async def test_roles_do_not_count_where_they_are_ignored(authority: Authority) -
 def test_every_service_of_a_worker_has_its_callers() -> None:
     services = {
         name
-        for module in (prefill_pb2_grpc, decode_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc, kv_source_pb2_grpc)
+        for module in (step_stream_pb2_grpc, worker_pb2_grpc, kv_source_pb2_grpc)
         for name in module.__dict__
         if name.endswith("ServiceServicer")
     }

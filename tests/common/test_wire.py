@@ -14,7 +14,6 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.params_wire import pooling_from_wire, sampling_from_wire
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.protocol_3 import sampling_to_wire
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.wire import (
     PIECE_BYTES,
@@ -31,6 +30,7 @@ from pdserve.common.request.wire import (
 from pdserve.v1 import kv_source_pb2, request_pb2
 from tests.support.kv_layouts import make_layout
 from tests.support.request_strategies import TOKENS, sampling_params
+from tests.support.sampling_message import sampling_to_wire
 
 
 @given(sampling_params())
@@ -102,12 +102,6 @@ def test_layouts_come_back_and_differ_field_by_field(layout: KvLayout) -> None:
     ]
     names = [line.partition(":")[0] for line in LAYOUT.differences(layout)]
     assert names == differing or (not differing and names == ["tp_size"])
-
-
-def test_a_layout_without_format_is_one_of_a_single_rank() -> None:
-    fields = {name: getattr(LAYOUT, name) for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")}
-    layout = layout_from_wire(kv_source_pb2.KvLayout(**fields, model_fingerprint="f" * 32))
-    assert LAYOUT.differences(layout) == ["format: 1 != 0"]
 
 
 def test_finish_reasons_come_back_and_unknown_ones_are_errors() -> None:

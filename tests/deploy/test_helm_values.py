@@ -13,8 +13,9 @@ import jsonschema
 import pytest
 import yaml
 
+from pdserve.common.settings.catalogue import SERVICES, settings_of
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
+from pdserve.common.settings.worker_settings import PrefillSettings
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/pdserve"
@@ -23,8 +24,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 TEMPLATES = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
 SETS = sorted((CHART / "ci").glob("*-values.yaml"))
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-KINDS = (RouterSettings, PrefillSettings, DecodeSettings)
-SETTINGS = {name for kind in KINDS for name in kind.__struct_fields__}
+SETTINGS = set(settings_of(*SERVICES))
 
 
 def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -82,6 +82,8 @@ def test_values_keep_to_the_schema(path: Path | None) -> None:
         {"router": {"settings": {"api_keys": ["0123456789abcdef"]}}},
         {"decode": {"settings": {"port": 1}}},
         {"decode": {"settings": {"num-threads": 1}}},
+        {"decode": {"settings": {"num_threads": [1]}}},
+        {"decode": {"settings": {"kernels": "fortran"}}},
         {"decode": {"autoscaling": {"kind": "HPA"}}},
         {"prefill": {"podDisruptionBudget": {"maxUnavailable": "half"}}},
         {"image": {"digest": "sha256:short"}},
@@ -114,16 +116,18 @@ def test_templates_name_values_settings_and_metrics_that_exist() -> None:
         assert re.sub(r"\.settings\.connector$", ".settings", path) in known, path
 
 
-def test_the_chart_owns_settings_that_exist_and_every_secret() -> None:
-    owned = set(SCHEMA["definitions"]["settings"]["propertyNames"]["not"]["enum"])
-    assert owned <= SETTINGS
+def test_the_chart_takes_every_setting_but_its_own_and_secrets() -> None:
+    known = SCHEMA["definitions"]["settings"]["properties"].keys()
+    owned = SETTINGS - known
+    assert known < SETTINGS
+    assert {"deployment_key", "api_keys", "redis", "port", "model", "device"} <= owned
+    assert {"max_num_seqs", "max_connections", "log_format", "lora_modules"} <= known
     set_by_templates = {
         name.lower() for name in re.findall(r"name: PDSERVE_([A-Z_]+)\n", "\n".join(TEMPLATES.values()))
     }
     assert set_by_templates <= owned
-    assert {"deployment_key", "api_keys", "otlp_headers", "redis"} <= owned
     for part in ("", "router", "prefill", "decode"):
-        assert (VALUES[part] if part else VALUES)["settings"].keys() <= SETTINGS - owned
+        assert (VALUES[part] if part else VALUES)["settings"].keys() <= known
 
 
 def test_ports_are_those_of_the_services_and_of_compose() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pdserve.engine.child_process import exit_text, wait_for_exit
+from pdserve.common.ipc.child_process import exit_text, wait_for_exit
 from tests.support.waiting import HANG_S
 
 

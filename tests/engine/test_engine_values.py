@@ -176,7 +176,7 @@ def test_a_step_names_the_requests_whose_last_sequence_ended(make_engine: MakeEn
         outputs = engine.core.step()
         named.append(outputs.finished_req_ids)
         if len(named) == 1:
-            engine.core.end_sequence("two", 1)
+            engine.core.scheduler.end_sequence("two", 1)
     assert [each for each in named if each] == [["one"], ["two"]]
     engine.core.add_request(engine.request([7], "three"))
     engine.core.abort_request("three")

@@ -17,6 +17,7 @@ from pdserve.engine.runner.loaded_model import string_chars
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
 from pdserve.models.model_folder import model_folder
 from pdserve.router.requests.fields.tools import FunctionBody, ToolBody, tool_use
+from tests.support.settings_with import settings_with
 
 LIMIT = 4
 STRING = {"type": "string"}
@@ -101,7 +102,7 @@ def test_only_the_bundled_model_has_a_limit_by_default(tmp_path: Path) -> None:
     bundled = model_folder("demo")
     assert string_chars(DecodeSettings(), bundled) == 64
     assert string_chars(DecodeSettings(), tmp_path) == 0
-    assert string_chars(DecodeSettings(grammar_string_chars=0), bundled) == 0
-    assert string_chars(DecodeSettings(grammar_string_chars=9), tmp_path) == 9
+    assert string_chars(settings_with(DecodeSettings, grammar_string_chars=0), bundled) == 0
+    assert string_chars(settings_with(DecodeSettings, grammar_string_chars=9), tmp_path) == 9
     with pytest.raises(ConfigError, match="grammar_string_chars is -1, at least 0"):
-        DecodeSettings(grammar_string_chars=-1).verify()
+        settings_with(DecodeSettings, grammar_string_chars=-1).verify()

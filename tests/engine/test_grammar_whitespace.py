@@ -83,7 +83,7 @@ def test_the_bound_holds_at_every_place(
 def test_no_white_space_is_free_by_default(
     vocabulary: Callable[..., Vocabulary], form: StructuredOutputsParams, text: str
 ) -> None:
-    assert PrefillSettings().grammar_whitespace_chars == WHITESPACE_CHARS
+    assert PrefillSettings().limits.grammar_whitespace_chars == WHITESPACE_CHARS
     grammar = compile_grammar(vocabulary(), form)
     assert max(allowed_in_each_gap(grammar, text, WHITESPACE_CHARS + 2)) == WHITESPACE_CHARS
 

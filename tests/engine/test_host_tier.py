@@ -140,7 +140,7 @@ def test_a_turn_that_ends_while_its_blocks_are_loaded_loses_them(make_engine: Ma
             break
         held.release([load_id for load_id in held.held if not engine.scheduler.loads.is_waited_for(session)])
     assert engine.scheduler.loads.is_waited_for(session), "it was not preempted, or its blocks stayed in the pool"
-    engine.core.end_sequence("s", 0)
+    engine.core.scheduler.end_sequence("s", 0)
     assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
     assert session.num_computed_tokens == 0
     tokens = list(session.token_ids)

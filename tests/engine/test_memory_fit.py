@@ -13,6 +13,7 @@ from pdserve.engine.runner.pool import memory_fit
 from pdserve.engine.runner.pool.memory_fit import allocating
 from pdserve.kernels.free_memory import FreeMemory
 from pdserve.models.model_folder import model_folder
+from tests.support.settings_with import settings_with
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ from pdserve.models.model_folder import model_folder
 )
 def test_the_setting_and_what_is_free_are_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_model(model_folder("demo"), DecodeSettings(**given))
+        load_model(model_folder("demo"), settings_with(DecodeSettings, **given))
     assert refused.value.message.startswith(named)
     assert " MiB, free are " in refused.value.message
     assert "\n" not in refused.value.message

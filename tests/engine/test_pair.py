@@ -91,7 +91,7 @@ def test_a_sequence_that_has_ended_before_its_blocks_landed_never_begins(make_en
     pair.add(prompt, "r", n=3, params={"max_tokens": 9} | SAMPLED)
     pair.round()
     for index in (0, 2):
-        d.core.end_sequence("r", index)
+        d.core.scheduler.end_sequence("r", index)
     pair.run()
     assert pair.answer("r", 1).token_ids == sampled_answer(prompt, 9, seed=3, index=1)
     for index in (0, 2):

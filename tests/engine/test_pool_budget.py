@@ -21,6 +21,7 @@ from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from pdserve.models.model_inputs import ModelInputs
 from tests.support.pretend_device import DEVICE, pretended_device
+from tests.support.settings_with import settings_with
 
 MIB = 1 << 20
 
@@ -83,7 +84,9 @@ class Watched:
 @pytest.mark.parametrize("num_tokens", [40, 100])
 def test_the_largest_steps_are_run(tiny_checkpoints: Callable[..., Path], num_tokens: int) -> None:
     """A chunk at the end of the longest prompts, all rows sampled, and all rows decoding at the longest context."""
-    settings = DecodeSettings(max_num_seqs=6, max_num_batched_tokens=num_tokens, device="cuda", kv_ring_mib=32)
+    settings = settings_with(
+        DecodeSettings, max_num_seqs=6, max_num_batched_tokens=num_tokens, device="cuda", kv_ring_mib=32
+    )
     with pretended_device():
         decoder = load_decoder(tiny_checkpoints("llama"), dtype="float32", device=str(DEVICE))
         kv_cache = make_kv_cache(decoder.config.kv_layout(16, ""), 1, DEVICE)

@@ -263,7 +263,7 @@ class Life:
         victim = self.draw.choice(list(self.widths))
         if self.widths[victim] > 1 and self.draw.random() < 0.5:
             index = self.draw.randrange(self.widths[victim])
-            self.d.core.end_sequence(victim, index)
+            self.d.core.scheduler.end_sequence(victim, index)
             self.ended_elsewhere.add((victim, index))
         elif victim not in self.pair.transfers:
             self.d.core.abort_request(victim)

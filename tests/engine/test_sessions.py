@@ -220,13 +220,13 @@ def test_what_follows_a_stop_string_is_dropped(make_engine: MakeEngine, num_kept
 def test_a_reader_ends_the_turn_that_it_means(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(PROMPT, "s", resumable=True, params={"max_tokens": 50})
-    engine.core.end_sequence("s", 0)  # nothing was said yet
+    engine.core.scheduler.end_sequence("s", 0)  # nothing was said yet
     for _ in range(3):
         engine.step()
-    engine.core.end_sequence("s", 0, 1)  # of another turn
+    engine.core.scheduler.end_sequence("s", 0, 1)  # of another turn
     engine.step()
-    engine.core.end_sequence("s", 0, 0)
-    engine.core.end_sequence("s", 0, 0)  # it has ended
+    engine.core.scheduler.end_sequence("s", 0, 0)
+    engine.core.scheduler.end_sequence("s", 0, 0)  # it has ended
     engine.collect()
     [answer] = engine.turns["s"]
     assert answer.token_ids == greedy_answer(PROMPT, 4)
@@ -246,7 +246,7 @@ def test_a_preempted_turn_is_ended_by_its_reader(make_engine: MakeEngine) -> Non
         if engine.scheduler.requests["s"].num_preemptions:
             break
     assert engine.scheduler.requests["s"].status is RequestStatus.PREEMPTED
-    engine.core.end_sequence("s", 0)
+    engine.core.scheduler.end_sequence("s", 0)
     engine.collect()
     answer = engine.turns["s"][0]
     engine.resume("s", INPUTS[0], num_kept_output_tokens=2)

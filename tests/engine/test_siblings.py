@@ -194,10 +194,10 @@ def test_one_sequence_ends_and_the_others_go_on(make_engine: MakeEngine, index: 
     request_id = engine.add(prompt_of(18), n=3, params=SAMPLED)
     for _ in range(num_steps):
         engine.step()
-    engine.core.end_sequence(request_id, index)
-    engine.core.end_sequence(request_id, index)
-    engine.core.end_sequence(request_id, 17)
-    engine.core.end_sequence("nobody", 0)
+    engine.core.scheduler.end_sequence(request_id, index)
+    engine.core.scheduler.end_sequence(request_id, index)
+    engine.core.scheduler.end_sequence(request_id, 17)
+    engine.core.scheduler.end_sequence("nobody", 0)
     answers = engine.run()
     for other in range(3):
         answer, expected = answers[f"{request_id}/{other}"], sampled_answer(prompt_of(18), 9, seed=11, index=other)
@@ -213,7 +213,7 @@ def test_a_second_request_of_a_living_ones_name_is_dropped(make_engine: MakeEngi
     engine = make_engine()
     request_id = engine.add(prompt_of(9), n=2, params=SAMPLED)
     engine.step()
-    engine.core.end_sequence(request_id, 0)
+    engine.core.scheduler.end_sequence(request_id, 0)
     engine.core.add_request(engine.request([1, 2], request_id))
     assert engine.scheduler.num_dropped_events == 1
     assert engine.run()[f"{request_id}/1"].token_ids == sampled_answer(prompt_of(9), 9, seed=11, index=1)
@@ -265,7 +265,7 @@ def scripted(make_engine: MakeEngine, seed: int) -> None:
                 cut |= {victim, *(f"{victim}/{index}" for index in range(4))}
             else:
                 index = draw.randrange(asked[victim][1])
-                engine.core.end_sequence(victim, index)
+                engine.core.scheduler.end_sequence(victim, index)
                 cut.add(victim if asked[victim][1] == 1 else f"{victim}/{index}")
             engine.scheduler.check()
     answers = engine.run()

@@ -24,11 +24,11 @@ NUM_CLIENTS = 10
 PATIENCE_S = 2 * HANG_S
 """A deadline that no request may need, on a machine with busy loops beside it either."""
 FLAGS = (
-    "--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=64", "--set", "drain_s=10",
-    "--set", f"grammar_timeout_s={HANG_S}",
+    "--dtype=float32", "--num-blocks=300", "--max-num-batched-tokens=64", "--drain-s=10",
+    f"--grammar-timeout-s={HANG_S}",
 )  # fmt: skip
 """Settings of the workers that carry it."""
-ALL_REMOTE = ("--local-prefill", "never", "--policy", "round_robin", "--set", "on_kv_failure=remote")
+ALL_REMOTE = ("--local-prefill", "never", "--policy", "round_robin", "--on-kv-failure=remote")
 """Settings of its router: every request needs a transfer. Sessions are refused, for decode prefills them."""
 SCHEMA = {
     "type": "object",

@@ -80,7 +80,7 @@ async def test_a_worker_that_is_suspended_for_two_seconds_loses_nothing(
 ) -> None:
     """As a machine is that is paused, migrated, or short of processor time; the others work on."""
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
-        flags = ("--set", f"connector={connector}")
+        flags = (f"--connector={connector}",)
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=2), "--local-prefill", "never", workers=flags)
         async with InferenceClient(cluster.router.address) as client:
             load = Load(client, seed=5, num_clients=4, sessions=False)

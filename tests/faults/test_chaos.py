@@ -37,7 +37,7 @@ from .worker_faults import (
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(600)]
 
-PIECES = {"decode-2": ("--set", "stream_interval=3")}
+PIECES = {"decode-2": ("--stream-interval=3",)}
 """An answer that goes on elsewhere may come in pieces of another size."""
 HOST_TIER = ("num_blocks=60", "kv_host_mib=16")
 """Pools of a few sequences, and behind them room for all blocks."""
@@ -76,7 +76,7 @@ class Run:
             settings.append(f"num_blocks={BLOCKS_OF_GROUPS}")
         if self.drafts:
             settings.append(f"speculative_config={json.dumps(DRAFTS | {'model': str(model)})}")
-        return [word for setting in settings for word in ("--set", setting)]
+        return [f"--{setting}" for setting in settings]
 
 
 _NAMES = ("one", "two", "three")
@@ -84,7 +84,6 @@ _PROCESS, _RANKS = frozenset({ENGINE_PROCESS}), frozenset({RANK_1})
 # a worker whose engine has processes of its own starts in seconds, so there are fewer rounds
 RUNS = {
     "tcp": Run(1, num_rounds=15),
-    "separate-streams": Run(16, placement=("--set", "step_streams=false")),
     "nixl-remote": Run(2, "nixl", placement=ALL_REMOTE, num_rounds=15),
     "tcp-remote-two": Run(3, at_once=2, placement=ALL_REMOTE, num_rounds=15),
     "nixl-two": Run(4, "nixl", at_once=2, num_rounds=15),

@@ -59,8 +59,8 @@ class World:
                 stack.push_async_callback(link.close)
                 await link.listen()
             flags = (
-                "--model", model, *FLAGS, "--set", f"connector={connector}",
-                "--set", f"data_port={data_port}", "--set", f"advertise_host={PEERS_HOST}",
+                "--model", model, *FLAGS, f"--connector={connector}",
+                f"--data-port={data_port}", f"--advertise-host={PEERS_HOST}",
             )  # fmt: skip
             worker = await asyncio.to_thread(self._cluster.start_worker, role_of(name), *flags, name=name, port=port)
             worker.address = f"{WORKER_HOST}:{port}"  # what the test itself asks does not go over a link

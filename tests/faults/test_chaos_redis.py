@@ -54,9 +54,9 @@ async def test_i4_redis_at_random_moments_changes_no_answer(
     model = str(tiny_checkpoints("llama", num_hidden_layers=4))
     draw = random.Random(seed)
     with redis_server(tmp_path) as redis, running_cluster(tmp_path, PREPARED_WORKER) as cluster:
-        common = ("--model", model, "--redis", redis.url, "--set", "redis_namespace=test")
+        common = ("--model", model, "--redis", redis.url, "--redis-namespace=test")
         for name in WORKERS:
-            cluster.start_worker(role_of(name), *common, *FLAGS, "--set", "connector=tcp", name=name)
+            cluster.start_worker(role_of(name), *common, *FLAGS, "--connector=tcp", name=name)
         routers = [cluster.start_router(*common, name=name) for name in ("router", "router-2")]
         async with AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(InferenceClient(router.address)) for router in routers]

@@ -47,7 +47,7 @@ async def test_i4_a_router_that_goes_disturbs_no_other(
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
         for name in WORKERS:
-            flags = ("--model", model, *FLAGS, "--set", f"connector={connector}")
+            flags = ("--model", model, *FLAGS, f"--connector={connector}")
             addresses[role_of(name)].append(cluster.start_worker(role_of(name), *flags, name=name).address)
 
         def start(name: str) -> Service:

@@ -28,7 +28,7 @@ from .worker_matrix import FLAGS, SOON_S, WAYS, Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
-OVER_TCP = ("--set", "connector=tcp")
+OVER_TCP = ("--connector=tcp",)
 IN_EVERY_RUN = {
     ("queued", "prefill", "SIGKILL"),
     ("computing", "prefill", "SIGSTOP"),

@@ -17,7 +17,7 @@ PHASES = ("computing", "moving", "landed", "streaming")
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", "engine_process=true") as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--engine-process=true") as made:
         yield made
 
 

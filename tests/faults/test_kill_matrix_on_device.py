@@ -54,7 +54,7 @@ def matrix(
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     pauses = DevicePauses(tmp_path_factory.mktemp("pauses"))
-    flags = ("--set", f"connector={request.param}", "--set", "kv_ring_mib=1")
+    flags = (f"--connector={request.param}", "--kv-ring-mib=1")
     with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags) as made:
         yield made
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     drafts = json.dumps({"model": str(model), "num_speculative_tokens": 3, "disable_by_batch_size": None})
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", f"speculative_config={drafts}") as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, f"--speculative-config={drafts}") as made:
         yield made
 
 

@@ -54,7 +54,7 @@ OF_SOUND = [
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
     folder, pauses = tmp_path_factory.mktemp(request.param), PhasePauses(tmp_path_factory.mktemp("pauses"))
     model = MODELS[request.param](folder)
-    flags, requests = ("--set", "connector=tcp"), requests_of(request.param)
+    flags, requests = ("--connector=tcp",), requests_of(request.param)
     with running_matrix(model, tmp_path_factory.mktemp("logs"), pauses, *flags, requests=requests) as made:
         yield made
 

@@ -14,7 +14,7 @@ from .worker_matrix import Matrix, hurt, running_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
-SMALL_POOL = ("--set", "connector=tcp", "--set", "num_blocks=14")
+SMALL_POOL = ("--connector=tcp", "--num-blocks=14")
 """56 blocks of a group; a request of the matrix has up to 14 in the group without a window, and 2 to 4 in each other one."""
 CELLS = [
     ("computing", "prefill", "SIGKILL"),

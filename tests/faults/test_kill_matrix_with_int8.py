@@ -26,7 +26,7 @@ CELLS = [
 def matrix(
     request: pytest.FixtureRequest, tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Matrix]:
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", request.param) as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, f"--{request.param}") as made:
         yield made
 
 

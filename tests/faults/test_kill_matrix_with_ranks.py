@@ -20,7 +20,7 @@ WHOLE = [("moving", "prefill", "SIGKILL"), ("moving", "decode", "SIGKILL"), ("st
 
 @pytest.fixture(scope="module")
 def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--set", "tensor_parallel_size=2") as made:
+    with tiny_matrix(tiny_checkpoints, tmp_path_factory, "--tensor-parallel-size=2") as made:
         yield made
 
 

@@ -18,7 +18,7 @@ from .worker_matrix import Matrix, hurt, tiny_matrix
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(240)]
 
-SMALL_POOL = ("--set", "num_blocks=30", "--set", "kv_host_mib=8")
+SMALL_POOL = ("--num-blocks=30", "--kv-host-mib=8")
 """The matrix's requests have up to 14 blocks each."""
 
 

@@ -85,10 +85,10 @@ def _start(cluster: Cluster, model: Path, redis: RedisServer) -> None:
             for name, key in KEYS.items()
         )
     )
-    common = ("--model", str(model), "--redis", redis.url, "--set", "redis_namespace=soak")
+    common = ("--model", str(model), "--redis", redis.url, "--redis-namespace=soak")
     for name in WORKERS:
         cluster.start_worker(role_of(name), *common, *FLAGS, name=name)
-    cluster.start_router(*common, "--set", f"api_keys_file={keys}")
+    cluster.start_router(*common, f"--api-keys-file={keys}")
 
 
 async def _ask_too_much(client: InferenceClient, over: asyncio.Event) -> int:

@@ -46,7 +46,7 @@ def _sizes(cluster: Cluster) -> dict[str, Size]:
 
 async def test_no_process_grows(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = str(tiny_checkpoints("llama"))
-    flags = ("--model", model, "--set", "dtype=float32", "--set", "num_blocks=400", "--set", "connector=tcp")
+    flags = ("--model", model, "--dtype=float32", "--num-blocks=400", "--connector=tcp")
     with running_cluster(tmp_path, FAILING) as cluster:
         prefill = cluster.start_worker("prefill", *flags)
         decode = cluster.start_worker("decode", *flags)

@@ -22,7 +22,7 @@ from .prepared_worker import PREPARED_WORKER
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=300", "--set", "max_num_batched_tokens=64")
+FLAGS = ("--dtype=float32", "--num-blocks=300", "--max-num-batched-tokens=64")
 GONE_S = 3.0
 """A killed router's work has stopped within so long."""
 
@@ -56,7 +56,7 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
                 num_left += 1
 
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
-        _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), ("--set", f"connector={connector}"))
+        _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), (f"--connector={connector}",))
         async with InferenceClient(cluster.router.address) as client:
             await asyncio.gather(*(one(client, number) for number in range(1000)))
             assert num_left > 200
@@ -140,4 +140,4 @@ def _start(cluster: Cluster, model: Path, flags: tuple[str, ...]) -> None:
         for number in (1, 2):
             worker = cluster.start_worker(role, "--model", str(model), *FLAGS, *flags, name=f"{role}-{number}")
             addresses[role].append(worker.address)
-    cluster.start_router("--model", str(model), "--set", "policy=round_robin", **addresses)
+    cluster.start_router("--model", str(model), "--policy=round_robin", **addresses)

@@ -22,14 +22,10 @@ from .encoder_requests import MODELS, chat
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(400)]
 
 FLAGS = (
-    "--set",
-    "dtype=float32",
-    "--set",
-    "num_blocks=200",
-    "--set",
-    "max_num_batched_tokens=64",
-    "--set",
-    "connector=tcp",
+    "--dtype=float32",
+    "--num-blocks=200",
+    "--max-num-batched-tokens=64",
+    "--connector=tcp",
 )
 NUM_REQUESTS, AT_ONCE = 400, 48
 MAX_TOKENS = 40
@@ -114,5 +110,5 @@ def _start(cluster: Cluster, model: Path) -> None:
     for worker in workers:
         cluster.wait_for_worker(worker)
         addresses[worker.role].append(worker.address)
-    flags = ("--set", "policy=round_robin", "--local-prefill", "never")
+    flags = ("--policy=round_robin", "--local-prefill", "never")
     cluster.start_router("--model", str(model), *flags, **addresses)

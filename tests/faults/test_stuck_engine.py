@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--set", "dtype=float32", "--set", "num_blocks=100", "--set", "engine_stuck_exit_s=4", "--connector", "tcp")
+FLAGS = ("--dtype=float32", "--num-blocks=100", "--engine-stuck-exit-s=4", "--connector", "tcp")
 
 
 async def test_a_worker_whose_engine_hangs_ends_with_status_1(

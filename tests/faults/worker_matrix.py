@@ -29,7 +29,7 @@ from tests.support.waiting import HANG_S, eventually
 from .conftest import Row
 
 FLAGS = (
-    "--set", "dtype=float32", "--set", "num_blocks=400", "--set", "max_num_batched_tokens=32", "--set", "drain_s=10",
+    "--dtype=float32", "--num-blocks=400", "--max-num-batched-tokens=32", "--drain-s=10",
 )  # fmt: skip
 SOON_S = 10.0
 """Twice what a worker's death or silence may take to be noticed."""
@@ -104,7 +104,7 @@ def running_matrix(
             cluster.wait_for_worker(worker)
             addresses[worker.role].append(worker.address)
         cluster.start_router(
-            "--model", str(model), "--set", "policy=round_robin", "--local-prefill", "never", *router, **addresses
+            "--model", str(model), "--policy=round_robin", "--local-prefill", "never", *router, **addresses
         )
         matrix = Matrix(cluster, pauses, models=models or {}, requests=requests)
 
@@ -127,7 +127,7 @@ def tiny_matrix(
 ) -> Iterator[Matrix]:
     """A matrix of a tiny model over TCP. flags, models, router: as of `running_matrix`."""
     model, pauses = tiny_checkpoints("llama", num_hidden_layers=4), PhasePauses(folders.mktemp("pauses"))
-    flags = ("--set", "connector=tcp", *flags)
+    flags = ("--connector=tcp", *flags)
     with running_matrix(model, folders.mktemp("logs"), pauses, *flags, models=models, router=router) as made:
         yield made
 

@@ -62,7 +62,7 @@ def test_every_service_starts_with_its_environment(name: str, tmp_path: Path) ->
         assert settings.asks_for_keys
     elif settings.device == "cpu":
         # the grammar compiler's part, the pool and what a worker needs by itself
-        needs_mib = settings.grammar_memory_mib + (settings.pool_mib or 0) + 1024
+        needs_mib = settings.limits.grammar_memory_mib + (settings.pool_mib or 0) + 1024
         assert needs_mib < int(interpolated(service["mem_limit"]).removesuffix("g")) << 10
 
 

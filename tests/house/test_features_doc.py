@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import ConfigError
+from pdserve.common.settings.settings import with_limits
 from pdserve.common.settings.worker_settings import DecodeSettings
 from tests.support.features import REFUSED, SETTINGS, TOGETHER, pairs, settings_of
 from tests.support.tls_authority import Authority
@@ -37,11 +38,11 @@ def test_each_pair_is_accepted_or_refused_as_the_table_says(tmp_path: Path) -> N
         given = settings_of(sorted(pair)) | (files if "TLS" in pair else {})
         if cell == "works":
             assert pair not in REFUSED
-            msgspec.convert(given, DecodeSettings).verify()
+            msgspec.convert(with_limits(DecodeSettings, given), DecodeSettings).verify()
             continue
         assert cell == "refused", cell
         with pytest.raises(ConfigError) as caught:
-            msgspec.convert(given, DecodeSettings).verify()
+            msgspec.convert(with_limits(DecodeSettings, given), DecodeSettings).verify()
         assert caught.value.message.startswith(REFUSED[pair])
         reason = caught.value.message.partition(": ")[2]
         assert reason in " ".join(PAGE.read_text().split()), f"the page lacks: {reason}"

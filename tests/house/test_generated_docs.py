@@ -11,7 +11,7 @@ import pytest
 from generated_docs import tests_of_modules
 from generated_docs.imported_modules import package_folders
 from generated_docs.package_drawing import all_below, direct_imports, reduced
-from generated_docs.parts import part, replace_part, texts
+from generated_docs.parts import files, part, replace_part, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(("document", "name"), texts())
 def test_generated_part_is_current(document: str, name: str) -> None:
     assert part(ROOT / document, name) == texts()[document, name], "run `make docs-generated`"
+
+
+@pytest.mark.parametrize("file", files())
+def test_generated_file_is_current(file: str) -> None:
+    assert (ROOT / file).read_text() == files()[file], "run `make docs-generated`"
 
 
 def test_each_module_has_a_test() -> None:
@@ -49,4 +54,4 @@ def test_another_text_replaces_a_part_alone(tmp_path: Path) -> None:
 def test_the_command_prints_every_part() -> None:
     command = [sys.executable, "-m", "generated_docs"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert all(text in printed for text in texts().values())
+    assert all(text in printed for text in (*texts().values(), *files().values()))

@@ -36,11 +36,11 @@ FLOORS = {
         {"telemetry"}, {"attempts"}, {"placement"}, {"admission"}, {"bodies", "process_link", "tenants", "workers"},
     ),
     "engine": (
-        {"clients"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
+        {"client"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
         {"ranks", "sampling", "scheduler", "speculation"}, {"kv_cache", "lora", "stats", "structured_outputs"},
         {"engine_info", "request_messages"},
-        {"arrays", "child_process", "config", "heartbeat", "output_stream", "prompt_embeds_values",
-         "request", "scheduler_output", "socket_frames"},
+        {"arrays", "config", "heartbeat", "output_stream", "prompt_embeds_values",
+         "request", "scheduler_output"},
         {"sequence_blocks"},
     ),
     "models": (
@@ -54,18 +54,18 @@ FLOORS = {
         {"block_digest", "event_thread", "totals"},
     ),
     "worker": (
-        {"worker_process"}, {"worker"}, {"telemetry", "worker_servicer"},
-        {"engine_client", "lora_modules", "redis_publisher"}, {"engine_host"}, {"kv_transfer_manager", "ranks"},
-        {"engine_outbox", "engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
+        {"worker_process"}, {"worker"}, {"engine_process", "make_engine"}, {"telemetry", "worker_servicer"},
+        {"engine_client", "lora_modules", "redis_publisher"}, {"transfers"}, {"kv_transfer_manager", "ranks"},
+        {"engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
          "step_stream", "step_totals"},
     ),
     "common": (
         {"telemetry"}, {"net"}, {"settings"}, {"registry", "request"},
         {"audio_processor_config", "block_hash", "image_processor_config", "worker_identity"}, {"security"},
         {"address", "json_file", "kv_layout"},
-        {"decoder_rules", "device_event", "errors", "hub_name", "kv_events", "method_handler", "priority_queue", "processes",
+        {"decoder_rules", "device_event", "hub_name", "ipc", "kv_events", "method_handler", "priority_queue", "processes",
          "protocol", "rate_limited_log", "timeline", "transfer_order"},
-        {"tasks"},
+        {"errors", "tasks"},
     ),
 }  # fmt: skip
 """Room -> its subfolders and modules, from the roof down: each imports only from floors below its own."""
@@ -81,7 +81,7 @@ STARTS_OF_LOOPS = {"create_subprocess_exec", "create_subprocess_shell", "subproc
 """Functions that start a process with the handlers of `pthread_atfork`, or in an event loop."""
 NEEDS_FORK = {"preexec_fn", "user", "group", "extra_groups"}
 """Arguments with which `subprocess` uses `fork` instead of `vfork`."""
-FORK_SERVERS = {"client_template_process", "grammar_process"}
+FORK_SERVERS = {"grammar_process"}
 """Programs without gRPC and without threads, which fork what they have loaded."""
 EMPTY_NAMES = {"utils", "helpers", "misc", "base", "manager"}
 
@@ -90,9 +90,9 @@ PLAIN_WITHOUT_TLS = {
 }  # fmt: skip
 """Calls with so few arguments, which name no TLS."""
 ENTRY_POINTS = {
-    "pdserve.cli.main", "pdserve.engine.clients.engine_core_proc",
+    "pdserve.cli.main",
     "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.router.router_process", "pdserve.text.templates.client_template_process", "pdserve.worker.engine_host.host_process",
+    "pdserve.router.router_process", "pdserve.worker.engine_process",
     "pdserve.worker.ranks.worker_rank",
 }  # fmt: skip
 """Modules that a process starts with."""
@@ -180,8 +180,8 @@ def test_generated_messages_stay_with_stubs_and_servicers(package: str) -> None:
     for path in sources(package):
         text = path.read_text()
         if "_pb2" in text and path.parent.name != "grpc_front":
-            calls = "_pb2_grpc" in text or "common.net.service_channel" in text
-            assert calls, f"{path.relative_to(ROOT)} touches messages but holds no stub, channel or servicer"
+            calls = any(name in text for name in ("_pb2_grpc", "common.net.service_channel", "StepCall", "CallReader"))
+            assert calls, f"{path.relative_to(ROOT)} touches messages but holds no stub, channel, servicer or call"
 
 
 def test_pdserve_is_a_namespace() -> None:

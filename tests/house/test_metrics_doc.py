@@ -22,9 +22,9 @@ from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.key_metrics import KeyMetrics
-from pdserve.worker.engine_host.engine_host import TransferCounts
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
+from pdserve.worker.transfers.transfer_messages import TransferCounts
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 

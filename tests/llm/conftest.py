@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.clients.inproc_client import InprocClient
+from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.llm import LLM, AsyncLLM
@@ -67,8 +67,8 @@ class CheckedAsyncLLM(AsyncLLM):
     @property
     def _engine_thread(self) -> EngineThread:
         assert isinstance(self._client, InprocClient)
-        assert self._client._thread is not None
-        return self._client._thread
+        assert self._client.side.thread is not None
+        return self._client.side.thread
 
     def step_by_hand(self) -> None:
         """From now on the engine computes only as many steps as `allow` says."""

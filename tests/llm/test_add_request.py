@@ -84,7 +84,7 @@ async def test_refusals_come_from_the_call(running: Running) -> None:
     async with running() as streams, asyncio.timeout(HANG_S):
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"prompt": ""}, "prompt is empty"),
-            ({"prompt": TEXT, "priority": 1}, "priority is 1, and scheduling_policy is 'fcfs'"),
+            ({"prompt": TEXT, "priority": 1}, "priority is 1, and requests run in order of arrival here"),
             ({"prompt": TEXT, "data_parallel_rank": 1}, "data_parallel_rank must be 0, not 1"),
             ({"prompt": TEXT, "params": PoolingParams(dimensions=65)}, "dimensions must be from 1 to 64"),
             ({}, "either prompt or prompt_token_ids is needed"),

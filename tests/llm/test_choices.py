@@ -94,8 +94,8 @@ def test_a_request_may_have_as_many_sequences_as_run_at_a_time(make_llm: Callabl
     [
         ({"n": 0}, "n", "n must be from 1 to 4, not 0"),
         ({"n": 3, "best_of": 2}, "best_of", r"at least n \(3\)"),
-        ({"n": 5}, "n", r"at most 4 sequences run at a time \(max_num_seqs\)"),
-        ({"best_of": 5}, "best_of", r"best_of is 5, at most 4"),
+        ({"n": 5}, "n", "n must be from 1 to 4, not 5"),
+        ({"best_of": 5}, "best_of", r"best_of must be at least n \(1\) and at most 4, not 5"),
     ],
 )
 def test_refusals(make_llm: Callable[..., LLM], fields: dict[str, int], field: str, message: str) -> None:

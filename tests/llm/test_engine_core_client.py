@@ -17,21 +17,21 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import Cancelled, ConfigError, InternalError, InvalidRequest, PeerError, WorkerLost
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve.common.ipc import frames as socket_frames
+from pdserve.common.ipc.frames import MAX_FRAME_BYTES, receive_frame, send_frame
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
+from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine import socket_frames
-from pdserve.engine.clients import engine_connection, frames
-from pdserve.engine.clients.engine_core_client import EngineCoreClient
-from pdserve.engine.clients.frames import Load
-from pdserve.engine.clients.inproc_client import InprocClient
-from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
-from pdserve.engine.clients.process_client import ProcessClient
+from pdserve.engine.client import messages, process_client
+from pdserve.engine.client.engine_core_client import EngineCoreClient
+from pdserve.engine.client.inproc_client import InprocClient
+from pdserve.engine.client.loaded_engine import LoadedEngine, local_hasher
+from pdserve.engine.client.process_client import ENGINE_PROGRAM, ProcessClient
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.request_messages import encode, unsendable
-from pdserve.engine.socket_frames import MAX_FRAME_BYTES, receive_frame, send_frame
 from tests.support.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.llm_requests import prompts_of
 from tests.support.oracle import Oracle
@@ -44,7 +44,7 @@ MakeClient = Callable[..., EngineCoreClient]
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "start_program", start_forked)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 @pytest.fixture
@@ -52,7 +52,10 @@ def make_client(folder: Path) -> Iterator[MakeClient]:
     made: list[EngineCoreClient] = []
 
     def make(kind: type, at: Path = folder) -> EngineCoreClient:
-        made.append(ProcessClient(at, SETTINGS) if kind is ProcessClient else InprocClient(LoadedEngine(at, SETTINGS)))
+        if kind is ProcessClient:
+            made.append(ProcessClient.load(at, SETTINGS))
+        else:
+            made.append(InprocClient(LoadedEngine.load(at, SETTINGS)))
         return made[-1]
 
     yield make
@@ -215,7 +218,7 @@ async def test_in_an_event_loop(make_client: MakeClient, oracle: Oracle, kind: t
 async def test_the_error_that_ends_an_engine_reaches_its_reader(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, kind: type, in_loop: bool
 ) -> None:
-    monkeypatch.setattr(engine_connection, "start_program", start_failing)
+    monkeypatch.setattr(process_client, "start_program", start_failing)
     execute = SingleDeviceExecutor.execute_model
     monkeypatch.setattr(SingleDeviceExecutor, "execute_model", fail_at_fatal_token(execute))
     client = make_client(kind)
@@ -277,7 +280,7 @@ def test_a_killed_process_ends_what_waits(make_client: MakeClient) -> None:
     client.add_request(request("open", [5, 6], max_tokens=200))
     began = time.monotonic()
     os.kill(client.process_id, signal.SIGSTOP)
-    call = client._connection.call("get_stats", [])
+    call = client.call_utility("get_stats")
     os.kill(client.process_id, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="the engine's process ended by signal 9"):
         read(client, 1)
@@ -289,36 +292,47 @@ def test_a_killed_process_ends_what_waits(make_client: MakeClient) -> None:
 
 
 def test_a_process_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def start_killed(descriptor: int) -> Any:
-        process = start_forked(descriptor)
+    def start_killed(descriptor: int, module: str) -> Any:
+        process = start_forked(descriptor, module)
         process.kill()
         return process
 
-    monkeypatch.setattr(engine_connection, "start_program", start_killed)
+    monkeypatch.setattr(process_client, "start_program", start_killed)
     with pytest.raises(WorkerLost, match="ended by signal 9"):
-        ProcessClient(folder, SETTINGS)
+        ProcessClient.load(folder, SETTINGS)
 
 
 def test_the_process_ends_with_its_client_in_the_middle_of_a_request(folder: Path) -> None:
     """As when the client's process is killed: the kernel closes its end."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = start_forked(theirs.fileno())
+        process = start_forked(theirs.fileno(), ENGINE_PROGRAM)
         theirs.close()
-        send_frame(ours, encode(Load(str(folder), SETTINGS)))
+        send_frame(ours, encode(messages.Load.of(str(folder), SETTINGS, DEVELOPMENT_KEY.secret)))
         asked = request("open", [5, 6], max_tokens=200)
-        assert receive_frame(ours)
-        send_frame(ours, encode(frames.AddRequest("open", msgspec.Raw(encode(asked)))))
-        assert receive_frame(ours)
+        while not isinstance(next_message(ours), messages.Loaded):
+            pass
+        send_frame(ours, encode(messages.StartEngine(warm_up=False)))
+        send_frame(ours, encode(messages.AddRequest("open", msgspec.Raw(encode(asked)))))
+        while not (isinstance(outputs := next_message(ours), EngineCoreOutputs) and outputs.outputs):
+            pass
         ours.close()
         assert process.wait(HANG_S) == 0
+
+
+def next_message(process: socket.socket) -> object:
+    payload = receive_frame(process)
+    assert payload is not None
+    return messages.decode_from_engine(payload)
 
 
 def test_what_cannot_be_sent_is_refused_by_name(make_client: MakeClient) -> None:
     """In this process these arguments reach the plug-in; msgpack has no integers of more than 64 bits."""
     client = make_client(ProcessClient)
     args = {"args": {"big": 2**70}}
-    client.add_request(request("r", [5], logits_processors=(NamedLogitsProcessor(name="any", **args),)))
+    client.add_request(
+        request("r", [5], logits_processors=(NamedLogitsProcessor(name="any", **args),)), is_verified=True
+    )
     error = read(client, 1).error("r")
     assert isinstance(error, InvalidRequest)
     assert error.field == "logits_processors"

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import Cancelled, ConfigError, InternalError, InvalidRequest, WorkerLost
-from pdserve.engine.clients import engine_connection
-from pdserve.engine.clients.process_client import ProcessClient
+from pdserve.engine.client import process_client
+from pdserve.engine.client.process_client import ProcessClient
 from pdserve.llm import (
     LLM,
     AsyncLLM,
@@ -42,7 +42,7 @@ broken = tests.support.logits_plugins:Broken
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "start_program", start_forked)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 @pytest.fixture

@@ -346,7 +346,7 @@ def test_a_lower_priority_runs_first_where_it_is_the_policy(make_llm: Callable[.
 
     assert order("priority", priorities) == [1, 3, 2, 0]
     assert order("fcfs", None) == order("fcfs", [0] * 4) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"prompts\[0\]: priority is 3, and scheduling_policy is 'fcfs'"):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: priority is 3, and requests run in order of arrival here"):
         order("fcfs", priorities)
 
 

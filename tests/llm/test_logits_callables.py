@@ -107,11 +107,11 @@ def test_functions_count_in_the_place_of_a_wrong_name(llm: LLM) -> None:
 
 
 def test_an_engine_in_another_process_takes_no_function(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdserve.engine.clients import engine_connection
+    from pdserve.engine.client import process_client
     from tests.llm.conftest import TINY
     from tests.support.forked_engine import start_forked
 
-    monkeypatch.setattr(engine_connection, "start_program", start_forked)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
     with LLM(folder, engine_process=True, **TINY) as llm:
         with pytest.raises(
             InvalidRequest, match=r"logits_processors\[1\] is a function, which an engine in a process"

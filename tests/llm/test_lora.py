@@ -28,6 +28,7 @@ from tests.support.llm_requests import core_of
 from tests.support.lora_adapters import make_adapter, merged_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
+from tests.support.settings_with import settings_with
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -225,7 +226,7 @@ def test_what_cannot_be_used_is_refused_by_name(llm_with_lora: LLM, request_: An
 
 def test_the_slots_are_counted_in_a_workers_memory(folder: Path, make_llm: Callable[..., LLM]) -> None:
     common: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_blocks": 128}
-    plain, with_slots = (memory_needs(folder, DecodeSettings(**common, **more)) for more in ({}, LORA))
+    plain, with_slots = (memory_needs(folder, settings_with(DecodeSettings, **common, **more)) for more in ({}, LORA))
     adapters = core_of(make_llm(**LORA)).adapters
     assert isinstance(adapters, AdapterStore)
     assert with_slots.weights - plain.weights == adapters.targets.nbytes > 0

@@ -12,13 +12,14 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.request.engine_types import FinishReason, SchedulerStats
-from pdserve.engine.clients import engine_connection
+from pdserve.engine.client import process_client
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.stats import stat_recorder
 from pdserve.engine.stats.iteration_stats import IterationStats
 from pdserve.llm import LLM, AsyncLLM, EngineArgs, LLMEngine, StatLoggerBase, StreamingInput
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import start_forked
+from tests.support.kv_layouts import make_layout
 from tests.support.llm_requests import TEXT, greedy, prompts_of, sampled
 from tests.support.waiting import HANG_S
 
@@ -65,7 +66,7 @@ class Broken(Kept):
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "start_program", start_forked)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
@@ -126,7 +127,7 @@ async def test_turns_and_aborts_end_as_requests(folder: Path) -> None:
 
 
 def test_a_broken_logger_is_reported_and_left_out(folder: Path, caplog: Any) -> None:
-    broken, factory = Broken(EngineInfo("", 1, 1, 1, 1, 1, 1)), Makes()
+    broken, factory = Broken(EngineInfo("", 1, 1, 1, 1, 1, 1, make_layout(), "", False)), Makes()
     with LLM(folder, stat_loggers=[lambda info, index: broken, factory], **TINY) as llm:
         [answer] = llm.generate(TEXT, greedy(), use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 12

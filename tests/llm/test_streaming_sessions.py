@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import InvalidRequest, PromptTooLong
-from pdserve.engine.clients import engine_connection
+from pdserve.engine.client import process_client
 from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, StreamingInput, StructuredOutputsParams
 from tests.llm.conftest import TINY
 from tests.support.forked_engine import start_forked
@@ -163,7 +163,7 @@ async def test_a_session_that_is_left_or_whose_input_fails_is_over(running: Runn
 async def test_a_session_in_an_engine_of_its_own_process(
     folder: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_connection, "start_program", start_forked)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
     params = [greedy(max_tokens=5), greedy(max_tokens=7)]
     expected = expected_of(llm, PROMPTS[:2], params)
     turns = [StreamingInput(*each) for each in zip(PROMPTS, params, strict=False)]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import ConfigError, NotFound, WorkerLost
+from pdserve.common.ipc.child_process import ChildProcess
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
-from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses

@@ -31,6 +31,7 @@ def worker(
         role=WorkerRole(role),
         protocol_version=protocol_version,
         address="127.0.0.1:1",
+        attach_address="127.0.0.1:1",
         layout=layout,
         tokenizer_fingerprint="t",
         max_model_len=4096,

@@ -21,6 +21,7 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import FakeWorker, save_tokenizer
 from tests.support.reserved_port import reserved_port
+from tests.support.settings_with import settings_with
 from tests.support.waiting import HANG_S
 
 
@@ -103,7 +104,7 @@ class Cluster:
         ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         self.running = asyncio.create_task(
             run_router(
-                RouterSettings(port=0, grpc_port=0, **settings),
+                settings_with(RouterSettings, port=0, grpc_port=0, **settings),
                 model_folder=self.folder,
                 ready=lambda *addresses: ready.set_result(addresses),
                 shutdown=self.shutdown,

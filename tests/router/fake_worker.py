@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc.aio
 from tokenizers import Tokenizer as Backend
@@ -18,22 +18,22 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
-from pdserve.common.protocol import PROTOCOL_VERSION, STEP_STREAM_VERSION
+from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.protocol_3 import request_to_version_3, turn_to_version_3
-from pdserve.common.request.wire import layout_to_wire, request_from_wire
+from pdserve.common.request.request_bytes import decode_request
+from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
+from pdserve.common.security.peer_message import COMMAND_BYTES
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
-from pdserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
-from pdserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.v1.step_stream_pb2_grpc import add_StepStreamServiceServicer_to_server
 from pdserve.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from pdserve.worker.step_stream.step_call import StepCall
-from pdserve.worker.step_stream.step_stream_servicer import CallHandler, StepStreamServicer
+from pdserve.worker.step_stream.step_stream_servicer import StepStreamServicer
 from tests.support.kv_layouts import make_layout
 from tests.support.waiting import HANG_S
 
@@ -104,12 +104,11 @@ def decode_outputs(*args: Any, **kwargs: Any) -> decode_pb2.DecodeEvent:
     return decode_pb2.DecodeEvent(outputs=outputs(*args, **kwargs))
 
 
-def computed(request: prefill_pb2.PrefillRequest, *first: request_pb2.Outputs) -> prefill_pb2.PrefillEvent:
-    prepared = request.request
+def computed(request: GenerationRequest, *first: request_pb2.Outputs) -> prefill_pb2.PrefillEvent:
     return prefill_pb2.PrefillEvent(
         computed=prefill_pb2.Computed(
-            num_tokens=len(prepared.prompt_token_ids) + len(prepared.resume.output_token_ids),
-            request_digest=prepared.request_digest,
+            num_tokens=len(request.given_token_ids),
+            request_digest=request.request_digest,
             first_outputs=first,
             moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
         )
@@ -133,94 +132,86 @@ def needs_prefill(uncached: int = 100) -> decode_pb2.DecodeEvent:
 class Call:
     """One call that a worker was asked for."""
 
-    request: Any
-    """`PrefillRequest`, `PoolingRequest` or `DecodeRequest`; None for a session."""
-    turns: Any = None
-    """Turns of a session."""
-    seen: list[decode_pb2.DecodeTurn] = field(default_factory=list)
+    sent: Submission
+    request: GenerationRequest
+    """As it was sent; of a session, the first turn."""
+    later: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    """Later turns of a session that its script has not read."""
+    seen: list[GenerationRequest] = field(default_factory=list)
     """The turns that a session's script has read."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """Also set when the call just ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    async def turns(self) -> AsyncIterator[GenerationRequest]:
+        """A session's turns."""
+        while True:
+            turn = decode_request(await self.later.get(), MAX_ANY_LEN) if self.seen else self.request
+            self.seen.append(turn)
+            yield turn
+
+
+class Ended(NamedTuple):
+    """Sequences whose texts are complete."""
+
+    request_id: str
+    attempt: int
+    indexes: list[int]
+    turn: int | None
+
 
 Script = Callable[["FakeWorker", Call], AsyncIterator[Any]]
 
 
-def readable(message: Any) -> Any:
-    """The message of a call with its request as `request`, for scripts and tests to read."""
-    if message.generation_request:
-        message.request.CopyFrom(request_to_version_3(request_from_wire(message, MAX_ANY_LEN)))
-    return message
-
-
-async def readable_turns(
-    turns: AsyncIterator[decode_pb2.DecodeTurn], requests: list[GenerationRequest]
-) -> AsyncIterator[decode_pb2.DecodeTurn]:
-    """The turns of a session as `open` and `next`. requests: gets what they were before."""
-    is_first = True
-    async for turn in turns:
-        if turn.generation_request:
-            request = request_from_wire(turn, MAX_ANY_LEN)
-            requests.append(request)
-            if is_first:
-                turn.open.CopyFrom(request_to_version_3(request))
-            else:
-                turn.next.CopyFrom(turn_to_version_3(request))
-        is_first = False
-        yield turn
-
-
-def sequences(prepared: request_pb2.PreparedRequest) -> list[int]:
+def sequences(request: GenerationRequest) -> range:
     """Indexes that are asked for."""
-    return [prepared.resume.index] if prepared.HasField("resume") else list(range(prepared.sampling.n))
+    return range(request.index, request.index + request.n)
 
 
 async def prefill_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     yield PREFILL_ADMITTED
-    prepared = call.request.request
-    position = len(prepared.resume.output_token_ids)
-    finish = "length" if position == prepared.sampling.max_tokens - 1 else None
+    position = len(call.request.output_token_ids)
+    finish = "length" if position == call.request.sampling_params.output_limit - 1 else None
     await asyncio.sleep(worker.step_s)
     yield computed(
         call.request,
-        *(outputs(position, said(1, index + position), finish, cached=3, index=index) for index in sequences(prepared)),
+        *(
+            outputs(position, said(1, index + position), finish, cached=3, index=index)
+            for index in sequences(call.request)
+        ),
     )
-    if call.request.transfer_id:
+    if call.sent.prefill.transfer_id:
         await asyncio.sleep(worker.step_s)
         yield RELEASED
 
 
 async def decode_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     yield ADMITTED
-    remote = call.request.HasField("source")
+    remote = call.sent.decode.HasField("source")
     if remote:
         await asyncio.sleep(worker.step_s)
         yield LANDED
-    prepared = call.request.request
-    start, max_tokens = len(prepared.resume.output_token_ids), prepared.sampling.max_tokens
+    start, max_tokens = len(call.request.output_token_ids), call.request.sampling_params.output_limit
     for position in range(start + remote, max_tokens):
         await asyncio.sleep(worker.step_s)
         finish = "length" if position == max_tokens - 1 else None
-        for index in sequences(prepared):
+        for index in sequences(call.request):
             yield decode_outputs(position, said(1, index + position), finish, index=index)
 
 
 async def session_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     async for turn in call.turns:
-        call.seen.append(turn)
-        sampling = (turn.open if turn.HasField("open") else turn.next).sampling
+        max_tokens = turn.sampling_params.output_limit
         yield ADMITTED
-        for position in range(sampling.max_tokens):
+        for position in range(max_tokens):
             await asyncio.sleep(worker.step_s)
-            yield decode_outputs(
-                position, TEXT[position % 26], "length" if position == sampling.max_tokens - 1 else None
-            )
+            yield decode_outputs(position, TEXT[position % 26], "length" if position == max_tokens - 1 else None)
 
 
-def embedding(prompt: list[int], pooling: request_pb2.PoolingParams) -> list[float]:
+def embedding(prompt: list[int], dimensions: int | None = None) -> list[float]:
     """The embedding of a prompt at fake workers."""
-    size = pooling.dimensions if pooling.HasField("dimensions") else HIDDEN_SIZE
+    size = HIDDEN_SIZE if dimensions is None else dimensions
     return [len(prompt) + (prompt[0] + place) / 16 for place in range(size)]
 
 
@@ -231,17 +222,17 @@ def classes(token_ids: Sequence[int], num_labels: int) -> list[float]:
 
 async def embed_well(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
     await asyncio.sleep(worker.step_s)
-    prepared = call.request.request
-    token_ids = list(prepared.prompt_token_ids)
+    token_ids, pooling = call.request.prompt_token_ids, call.request.pooling_params
+    assert pooling is not None
     classified = classes(token_ids, worker.num_labels)
-    yield prefill_pb2.PoolingResponse(
-        values=classified or embedding(token_ids, prepared.pooling),
+    yield prefill_pb2.PoolingResult(
+        values=classified or embedding(token_ids, pooling.dimensions),
         num_cached_tokens=2,
         moments=[request_pb2.Moment(name="prefill_computed", unix_ns=1)],
     )
 
 
-class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceServicer):
+class FakeWorker(WorkerServiceServicer):
     """One worker. `script` may be replaced at any time; `scripts`, while there are any, are used once each, first."""
 
     def __init__(
@@ -269,11 +260,10 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.hidden_size = HIDDEN_SIZE
         self.num_labels = 0
         self.sampler_version = 2
-        self.step_stream_version = STEP_STREAM_VERSION if protocol_version == PROTOCOL_VERSION else 0
+        self.max_request_bytes = MAX_MESSAGE_BYTES - COMMAND_BYTES
         self.data_parallel_rank: int | None = None
-        self.max_logprobs: int | None = None
-        self.max_n_sequences = 0
-        """Both are unset in older versions."""
+        self.max_logprobs = 20
+        self.max_n_sequences = 16
         self.interceptors: list[grpc.aio.ServerInterceptor] = []
         """Interceptors of its server, from the next start on; before the guard of calls."""
         self.clock: Callable[[], float] = time.time
@@ -286,9 +276,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.scripts: list[Script] = []
         self.calls: list[Call] = []
         self.num_watches = 0
-        self.session_requests: list[GenerationRequest] = []
-        """Turns of all sessions."""
-        self.ended_sequences: asyncio.Queue[decode_pb2.EndSequencesRequest] = asyncio.Queue()
+        self.ended_sequences: asyncio.Queue[Ended] = asyncio.Queue()
         self.met: list[worker_pb2.MeetRequest] = []
         self.load = worker_pb2.Load(engine_tick=1)
         self.adapters: dict[str, str] = {}
@@ -310,15 +298,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         guard = CallGuard(CallVerifier(self.key, lambda: (self.worker_id, self.epoch)))
         self._server = make_server(*self.interceptors, guard)
         add_WorkerServiceServicer_to_server(self, self._server)
-        steps = {
-            "prefill_request": CallHandler(prefill_pb2.PrefillRequest.FromString, self._begin),
-            "decode_request": CallHandler(decode_pb2.DecodeRequest.FromString, self._begin),
-        }
-        add_StepStreamServiceServicer_to_server(StepStreamServicer(steps), self._server)
-        if self.role == "prefill":
-            add_PrefillServiceServicer_to_server(self, self._server)
-        else:
-            add_DecodeServiceServicer_to_server(self, self._server)
+        kinds = ("prefill", "embed") if self.role == "prefill" else ("decode", "session")
+        add_StepStreamServiceServicer_to_server(StepStreamServicer(dict.fromkeys(kinds, self._begin)), self._server)
         self.port = bind(self._server, "127.0.0.1", self.port, self._tls)
         await self._server.start()
         return self
@@ -355,6 +336,7 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             role=worker_pb2.Role.Value(f"ROLE_{self.said_role.upper()}"),
             protocol_version=self.protocol_version,
             address=self.address,
+            attach_address=self.address,
             layout=layout_to_wire(self.layout),
             tokenizer_fingerprint=self.fingerprint,
             max_model_len=self.max_model_len,
@@ -367,7 +349,8 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
             max_local_prefill_tokens=self.max_local_prefill_tokens,
             max_logprobs=self.max_logprobs,
             max_n_sequences=self.max_n_sequences,
-            step_stream_version=self.step_stream_version,
+            max_num_seqs=64,
+            max_request_bytes=self.max_request_bytes,
         )
 
     async def Watch(self, request_iterator, context):
@@ -407,25 +390,19 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
         self.met.append(request)
         return worker_pb2.MeetResponse()
 
-    async def Prefill(self, request, context):
-        async for event in self._play(Call(readable(request))):
-            yield event
-
-    async def Generate(self, request, context):
-        async for event in self._play(Call(readable(request))):
-            yield event
-
-    def _begin(self, request: Any, call: StepCall) -> None:
-        """A call over the step stream."""
-        if isinstance(request, decode_pb2.DecodeRequest):
-            played = Call(readable(request))
-            ending = {"request_id": played.request.request.request_id, "attempt": request.attempt.number}
-            call.on_ended_sequences = lambda indexes: self.ended_sequences.put_nowait(
-                decode_pb2.EndSequencesRequest(**ending, indexes=indexes)
-            )
-            call.serve(self._stepped(self._play(played), call))
-        else:
-            call.serve(self._play(Call(readable(request))))
+    def _begin(self, submission: Submission, call: StepCall) -> None:
+        played = Call(submission, decode_request(submission.request, MAX_ANY_LEN))
+        kind, script = submission.WhichOneof("call"), None
+        if kind == "session":
+            script = self.session_script
+            call.on_turn = played.later.put_nowait
+        elif kind == "embed" and not self.scripts:
+            script = embed_well
+        call.on_ended_sequences = lambda indexes, turn: self.ended_sequences.put_nowait(
+            Ended(played.request.request_id, submission.attempt, list(indexes), turn)
+        )
+        events = self._play(played, script)
+        call.serve(self._stepped(events, call) if kind == "decode" else events)
 
     async def _stepped(self, events: AsyncGenerator[Any], call: StepCall) -> AsyncGenerator[Any]:
         """Send what is tokens alone in columns, as a worker does."""
@@ -437,21 +414,6 @@ class FakeWorker(WorkerServiceServicer, PrefillServiceServicer, DecodeServiceSer
                     call.tokens(new.index, new.first_position, list(new.token_ids))
                 else:
                     yield event
-
-    async def Session(self, request_iterator, context):
-        async for event in self._play(
-            Call(None, readable_turns(request_iterator, self.session_requests)), self.session_script
-        ):
-            yield event
-
-    async def Embed(self, request, context):
-        script = None if self.scripts else embed_well
-        async with contextlib.aclosing(self._play(Call(readable(request)), script)) as answers:
-            return await anext(answers)
-
-    async def EndSequences(self, request, context):
-        self.ended_sequences.put_nowait(request)
-        return decode_pb2.EndSequencesResponse()
 
     async def _play(self, call: Call, script: Script | None = None) -> AsyncGenerator[Any]:
         self.calls.append(call)

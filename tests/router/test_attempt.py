@@ -70,26 +70,26 @@ async def test_both_calls_carry_the_same_request_and_name_each_other(cluster):
     prompt = "x" * 40
     assert await cluster.text(prompt=prompt) == said(5)
     [prefill], [decode] = cluster.of("prefill").calls, cluster.of("decode").calls
-    sent = decode.request.request
-    assert len(prefill.request.transfer_id) == 16
-    assert decode.request.source.transfer_id == prefill.request.transfer_id
-    assert decode.request.source.address == cluster.of("prefill").address
-    assert decode.request.source.epoch == cluster.of("prefill").epoch
-    assert prefill.request.receiver.worker_id == "decode0"
-    assert prefill.request.receiver.epoch == cluster.of("decode").epoch
-    assert not decode.request.attempt.prefill_here
-    for request in (sent, prefill.request.request):
+    sent = decode.request
+    assert len(prefill.sent.prefill.transfer_id) == 16
+    assert decode.sent.decode.source.transfer_id == prefill.sent.prefill.transfer_id
+    assert decode.sent.decode.source.address == cluster.of("prefill").address
+    assert decode.sent.decode.source.epoch == cluster.of("prefill").epoch
+    assert prefill.sent.prefill.receiver.worker_id == "decode0"
+    assert prefill.sent.prefill.receiver.epoch == cluster.of("decode").epoch
+    assert not decode.sent.decode.prefill_here
+    for request in (sent, prefill.request):
         hasher = BlockHasher(DEVELOPMENT_KEY, 16)
         root = hasher.root("m" * 32)
         assert request.hash_root == root
         hashes = hasher.extend(root, request.prompt_token_ids)
         assert len(hashes) == 2
         assert request.request_digest == hasher.request_digest(root, hashes, request.prompt_token_ids)
-        assert request.sampling.HasField("seed")
+        assert request.sampling_params.seed is not None
         assert list(request.eos_token_ids) == [EOS]
         assert "traceparent" in request.trace_headers
-        assert 0 < request.deadline_s <= 600
-    assert sent.request_id == prefill.request.request.request_id
+        assert 0 < request.timeout_s <= 600
+    assert sent.request_id == prefill.request.request_id
 
 
 async def test_decode_outputs_that_overtake_the_first_token_wait_for_it(cluster):
@@ -129,16 +129,16 @@ async def test_one_token_needs_prefill_alone(cluster):
     assert await cluster.text(max_tokens=1) == "a"
     assert not cluster.of("decode").calls
     [call] = cluster.of("prefill").calls
-    assert call.request.transfer_id == b""
-    assert not call.request.HasField("receiver")
+    assert call.sent.prefill.transfer_id == b""
+    assert not call.sent.prefill.HasField("receiver")
 
 
 async def test_one_token_without_a_prefill_worker_comes_from_decode(cluster):
     await cluster.start(prefill=0)
     assert await cluster.text(max_tokens=1) == "a"
     [call] = cluster.of("decode").calls
-    assert call.request.attempt.prefill_here
-    assert not call.request.HasField("source")
+    assert call.sent.decode.prefill_here
+    assert not call.sent.decode.HasField("source")
 
 
 async def test_first_token_that_ends_the_sequence_ends_both_calls(cluster):
@@ -180,7 +180,7 @@ async def test_stop_string_ends_both_calls(cluster):
 async def test_without_prefill_workers_decode_prefills(cluster):
     await cluster.start(prefill=0)
     assert await cluster.text() == said(5)
-    assert cluster.of("decode").calls[0].request.attempt.prefill_here
+    assert cluster.of("decode").calls[0].sent.decode.prefill_here
 
 
 async def test_needs_prefill_is_placed_anew_and_not_counted(cluster):
@@ -188,9 +188,9 @@ async def test_needs_prefill_is_placed_anew_and_not_counted(cluster):
     cluster.of("decode").scripts = [play(ADMITTED, needs_prefill())]
     assert await cluster.text() == said(5)
     local, remote = cluster.of("decode").calls
-    assert not local.request.HasField("source")
-    assert remote.request.HasField("source")
-    assert (local.request.attempt.number, remote.request.attempt.number) == (0, 1)
+    assert not local.sent.decode.HasField("source")
+    assert remote.sent.decode.HasField("source")
+    assert (local.sent.attempt, remote.sent.attempt) == (0, 1)
 
 
 async def test_needs_prefill_for_ever_is_an_error(cluster, caplog):
@@ -247,7 +247,7 @@ async def test_a_call_that_fails_is_retried_without_a_trace_in_the_text(cluster,
 
     def once(role, well):
         async def script(worker, call):
-            wanted = attempts[role].pop() if call.request.attempt.number == 0 else well
+            wanted = attempts[role].pop() if call.sent.attempt == 0 else well
             async for event in wanted(worker, call):
                 yield event
 
@@ -260,7 +260,7 @@ async def test_a_call_that_fails_is_retried_without_a_trace_in_the_text(cluster,
     assert response.json()["choices"][0]["text"] == said(6)
     assert response.json()["usage"]["completion_tokens"] == 6
     await cluster.idle()
-    seeds = {call.request.request.sampling.seed for worker in cluster.workers for call in worker.calls}
+    seeds = {call.request.sampling_params.seed for worker in cluster.workers for call in worker.calls}
     assert len(seeds) == 1
 
 
@@ -338,13 +338,13 @@ async def test_what_follows_a_failed_transfer(cluster, policy, local_prefill, se
         assert len(calls) == 1
         return
     assert response.json()["choices"][0]["text"] == said(5)
-    assert calls[1].request.HasField("source") == (second == "remote")
+    assert calls[1].sent.decode.HasField("source") == (second == "remote")
     if second == "remote":
-        assert calls[0].request.source.worker_id != calls[1].request.source.worker_id
+        assert calls[0].sent.decode.source.worker_id != calls[1].sent.decode.source.worker_id
 
 
 async def test_never_local_without_prefill_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.1)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.1)
     await cluster.start(prefill=0, local_prefill="never")
     response = await cluster.complete()
     assert response.status_code == 503
@@ -404,16 +404,14 @@ async def test_a_worker_that_dies_is_replaced(cluster, role, when):
     well = prefill_well if role == "prefill" else decode_well
 
     def choose(worker, call):
-        return play(*steps)(worker, call) if call.request.attempt.number == 0 else well(worker, call)
+        return play(*steps)(worker, call) if call.sent.attempt == 0 else well(worker, call)
 
     for victim in victims:
         victim.script = choose
     if role == "prefill" and when == "after a token":
         for worker in cluster.workers:
             if worker.role == "decode":
-                worker.script = lambda w, c: (
-                    play(ADMITTED, forever)(w, c) if c.request.attempt.number == 0 else decode_well(w, c)
-                )
+                worker.script = lambda w, c: play(ADMITTED, forever)(w, c) if c.sent.attempt == 0 else decode_well(w, c)
     assert await cluster.text(max_tokens=6) == said(6)
     await asyncio.gather(*dying)
     assert len(dying) == 1
@@ -438,7 +436,7 @@ async def test_two_deaths_deny_a_prompt(cluster, monkeypatch):
         await asyncio.Event().wait()
 
     def choose(worker, call):
-        bad = len(call.request.request.prompt_token_ids) == 6
+        bad = len(call.request.prompt_token_ids) == 6
         return (play(ADMITTED, die) if bad else decode_well)(worker, call)
 
     for worker in cluster.workers:
@@ -536,7 +534,6 @@ class SilentCall:
 
     def __init__(self, *args, **kwargs):
         self.cancelled = False
-        self.tasks = []
         SilentCall.opened.append(self)
 
     def cancel(self):
@@ -581,14 +578,3 @@ def test_only_legal_edges(start):
         else:
             with pytest.raises(IllegalMove, match=f"from {start.value} to {end.value}"):
                 moved(start, end)
-
-
-async def test_workers_of_protocol_version_3_get_the_message_that_they_read(cluster):
-    workers = [await cluster.worker(role, protocol_version=3).start() for role in ("prefill", "decode")]
-    await cluster.start(prefill=0, decode=0)
-    response = await cluster.complete(max_tokens=4)
-    assert response.json()["choices"][0]["text"] == said(4)
-    for worker in workers:
-        [call] = worker.calls
-        assert not call.request.generation_request
-        assert call.request.request.sampling.max_tokens == 4

@@ -36,7 +36,6 @@ class FedCall:
     def __init__(self, *args, **kwargs):
         self.cancelled = False
         self.has_answered = False
-        self.tasks = []
         calls.append(self)
 
     def cancel(self):

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire import request_from_wire
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.audio_folder import PREVIOUS, PROMPT_IDS, RATE, SECONDS, save_audio_folder
-from tests.router.fake_worker import MAX_ANY_LEN, Call, play, said, tokens
+from tests.router.fake_worker import Call, play, said, tokens
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.wav_files import wav_file
 
@@ -24,7 +23,8 @@ MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the requests."""
 SAMPLES = np.linspace(-1, 1, RATE // 10, dtype=np.float32)
 GOOD = wav_file(SAMPLES, RATE, kind=3, bits=32)
-AT = GOOD.index(b"data") + 4
+STREAMED = GOOD[:4] + b"\xff\xff\xff\xff" + GOOD[8:12]
+"""The beginning of a WAV file of unknown size."""
 NOISE = np.random.default_rng(3).bytes(3 << 20)
 
 
@@ -33,21 +33,21 @@ def silence(seconds: float, rate: int = RATE, **fields: Any) -> bytes:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("empty", {"file": b""}, "audio.file is no WAV file: PCM of 8, 16, 24 or 32 bits"),
-    ("another format", {"file": b"ID3" + NOISE}, "audio.file is no WAV file"),
-    ("noise", {"file": GOOD[:12] + NOISE}, "audio.file has no samples among its first 1024 chunks"),
-    ("cut", {"file": GOOD[:-10]}, "audio.file is cut: its header says 6400 bytes of data, 6390 are there"),
-    ("huge by its header", {"file": GOOD[:AT] + struct.pack("<I", 2**32 - 1) + GOOD[AT + 4 :]},
-     "audio.file is cut: its header says 4294967295 bytes of data"),
+    ("empty", {"file": b""}, "audio.file is no file of sound that is read: WAV of PCM or floats, FLAC, OGG and MP3 are read"),
+    ("another format", {"file": b"FORM" + NOISE}, "audio.file is no file of sound that is read"),
+    ("noise", {"file": STREAMED + NOISE}, "audio.file cannot be read: "),
+    ("cut", {"file": GOOD[:-10]}, f"audio.file is cut: its header says {len(GOOD)} bytes, {len(GOOD) - 10} are there"),
+    ("huge by its header", {"file": GOOD[:4] + struct.pack("<I", 2**32 - 2) + GOOD[8:]},
+     "audio.file is cut: its header says 4294967302 bytes"),
     ("long", {"file": silence(2.5)}, f"audio.file has 2.50 seconds, at most {SECONDS} are read at once"),
     ("long in few bytes", {"file": silence(900, 4_000, bits=8)}, f"audio.file has 900.00 seconds, at most {SECONDS}"),
     ("no samples", {"file": silence(0)}, "audio.file has no samples"),
     ("many chunks", {"file": wav_file(SAMPLES, RATE, chunks=[(b"junk", b"")] * 100_000)},
-     "audio.file has no samples among its first 1024 chunks"),
-    ("a type that is not read", {"file": wav_file(SAMPLES, RATE, header={"kind": 85})}, "audio.file has format 85 with 16 bits"),
-    ("channels", {"file": wav_file(SAMPLES, RATE, header={"channels": 60_000})}, "audio.file has 60000 channels, 1 to 8 are read"),
-    ("rate", {"file": wav_file(SAMPLES, RATE, header={"rate": 2**31})},
-     "audio.file has 2147483648 samples per second, 4000 to 192000 are read"),
+     "audio.file cannot be read: "),
+    ("a type that is not read", {"file": wav_file(SAMPLES, RATE, header={"kind": 85})}, "audio.file "),
+    ("channels", {"file": wav_file(SAMPLES, RATE, header={"channels": 60_000})}, "audio.file cannot be read: "),
+    ("rate", {"file": wav_file(SAMPLES, RATE, header={"rate": 2**30})},
+     "audio.file has 1073741824 samples per second, 4000 to 192000 are read"),
     ("no number", {"file": wav_file(np.full(90, np.nan), RATE, kind=3, bits=32)}, "audio.file: sample 0 is nan"),
     ("language", {"language": "xx"}, "audio.language is 'xx', one of en is needed"),
     ("a long language", {"language": "x" * 2**20}, "audio.language is 'xxxxxxxx"),
@@ -88,7 +88,7 @@ async def refusal(cluster: Any, request: Any, method: str = "Generate") -> grpc.
 def at(worker: Any) -> GenerationRequest:
     """The last request there."""
     call: Call = worker.calls[-1]
-    return request_from_wire(call.request, MAX_ANY_LEN)
+    return call.request
 
 
 async def test_the_samples_reach_prefill_alone(cluster: Any) -> None:

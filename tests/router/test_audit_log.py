@@ -221,7 +221,7 @@ def collector():
 async def test_spans_name_key_and_tenant(collector, cluster, tmp_path):
     trace_id = "ab" * 16
     file = keys_file(tmp_path, alice='tenant = "search"')
-    await cluster.start(api_keys_file=str(file), otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(api_keys_file=str(file))
     headers = bearer("alice") | {"traceparent": f"00-{trace_id}-{'cd' * 8}-01"}
     body = {"prompt": "x", "max_tokens": 1}
     assert (await cluster.http.post("/v1/completions", json=body, headers=headers)).status_code == 200

@@ -23,6 +23,7 @@ from tests.router.fake_worker import (
     play,
     said,
 )
+from tests.support.settings_with import settings_with
 from tests.support.waiting import HANG_S
 
 FULL = Overloaded("7 requests wait on this worker, at most 7 may (max_waiting)")
@@ -120,7 +121,7 @@ async def test_two_routers_that_each_fill_the_fleet_are_served_in_turn(cluster, 
     addresses: dict[str, Any] = {role: (cluster.of(role).address,) for role in ("prefill", "decode")}
     second = asyncio.create_task(
         run_router(
-            RouterSettings(port=0, grpc_port=0, max_attempts=1, max_running_requests=8, **addresses),
+            settings_with(RouterSettings, port=0, grpc_port=0, max_attempts=1, max_running_requests=8, **addresses),
             model_folder=model_folder,
             ready=lambda http, grpc: ready.set_result(http),
             shutdown=Shutdown(stop=stop),

@@ -69,7 +69,7 @@ class Beside:
                 allowed.release()
         assert await asyncio.gather(*self._tasks) == [said(MAX_TOKENS)] * 2
         # nothing malformed came so far; of several prompts a good one, of one token, may have begun before a bad one was seen
-        lengths = [len(call.request.request.prompt_token_ids) for call in self._cluster.of("decode").calls]
+        lengths = [len(call.request.prompt_token_ids) for call in self._cluster.of("decode").calls]
         assert sum(length > 1 for length in lengths) == 2
 
     def go_on(self) -> None:
@@ -135,7 +135,7 @@ async def test_over_http(quick, beside):
         beside.go_on()
     # of several inputs a good one may have begun before a bad one was seen
     asked = quick.of("prefill").calls
-    assert {len(call.request.request.prompt_token_ids) for call in asked} <= {1}
+    assert {len(call.request.prompt_token_ids) for call in asked} <= {1}
 
 
 async def test_bodies_that_are_no_object(quick, beside):

@@ -48,10 +48,10 @@ def likely(given: Sequence[int], num: int) -> list[tuple[int, float]]:
 
 def step(call: Call) -> tuple[request_pb2.Outputs, list[int]]:
     """A worker's answer to a beam's step, and the tokens of the beam."""
-    prepared = call.request.request
-    beam = list(prepared.resume.output_token_ids)
-    found = likely([*prepared.prompt_token_ids, *beam], prepared.sampling.logprobs)
-    assert prepared.sampling.max_tokens == len(beam) + 1
+    prepared = call.request
+    beam = list(prepared.output_token_ids)
+    found = likely([*prepared.prompt_token_ids, *beam], prepared.sampling_params.logprobs or 0)
+    assert prepared.sampling_params.max_tokens == len(beam) + 1
     assert not prepared.eos_token_ids
     logprobs = request_pb2.Logprobs(
         width=len(found) + 1,
@@ -59,7 +59,7 @@ def step(call: Call) -> tuple[request_pb2.Outputs, list[int]]:
         logprobs=[found[0][1], *(logprob for _, logprob in found)],
         sampled_ranks=[1],
     )
-    index = prepared.resume.index
+    index = prepared.index
     return outputs(len(beam), "", "length", [found[0][0]], cached=3, logprobs=logprobs, index=index), beam
 
 

@@ -45,8 +45,8 @@ async def test_openai_client_gets_n_choices(served, client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
     for worker in served.workers:
         [call] = worker.calls
-        assert call.request.request.sampling.n == 3
-        assert not call.request.request.sampling.HasField("best_of")
+        assert call.request.sampling_params.n == 3
+        assert call.request.sampling_params.best_of is None
     messages = [{"role": "user", "content": "hi"}]
     chat = await client.chat.completions.create(model="fake-model", messages=messages, max_tokens=4, n=2)
     assert [(c.index, c.message.content) for c in chat.choices] == [(0, said(4)), (1, said(4, 1))]
@@ -140,8 +140,7 @@ async def test_a_stop_string_ends_its_own_sequence_here_and_at_decode(served, cl
     assert ends == [("abcde", "length", None), ("bcde", "stop", "f"), ("cde", "stop", "f")]
     assert answer.usage.completion_tokens == 5 + 5 + 4
     [ended] = told
-    request = decode.calls[0].request
-    assert (ended.request_id, ended.attempt, list(ended.indexes)) == (request.request.request_id, 0, [2])
+    assert ended == (decode.calls[0].request.request_id, 0, [2], None)
     assert decode.ended_sequences.empty(), "decode was told twice, or of a sequence that ended there"
 
 
@@ -199,9 +198,8 @@ async def test_best_of_answers_the_likeliest(judged, client):
     assert [(c.index, c.text) for c in answer.choices] == [(0, said(2, 1)), (1, said(2, 3)), (2, said(2))]
     assert all(choice.logprobs is None for choice in answer.choices)
     assert answer.usage.completion_tokens == 8
-    sampling = judged.of("decode").calls[0].request.request.sampling
-    assert (sampling.n, sampling.HasField("best_of"), sampling.logprobs) == (4, False, 0)
-    assert sampling.HasField("logprobs")
+    sampling = judged.of("decode").calls[0].request.sampling_params
+    assert (sampling.n, sampling.best_of, sampling.logprobs) == (4, None, 0)
 
 
 async def test_best_of_over_grpc_with_log_probabilities(judged):

@@ -65,8 +65,7 @@ def test_every_class_of_error_is_known_to_this_test():
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 @pytest.mark.parametrize("code", ["worker_lost", "transfer_failed", "layout_mismatch", "internal_error", "draining"])
 async def test_over_http(cluster, caplog, path, code, monkeypatch):
-    for task in ("prompt_task", "embedding_task"):
-        monkeypatch.setattr(f"pdserve.router.requests.tasks.{task}.WAIT_FOR_WORKER_S", 0.3)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.3)
     caplog.set_level("INFO")
     await cluster.start(max_attempts=2)
     for worker in cluster.workers:

@@ -200,23 +200,23 @@ async def test_one_prompt_kills_few_workers_and_takes_no_other_with_it(cluster):
     crowd, num_mates = asyncio.Barrier(12), 11
 
     async def die(worker, call):
-        if call.request.attempt.number == 0:
+        if call.sent.attempt == 0:
             await crowd.wait()
         await asyncio.sleep(0.2)  # the others have been admitted
         dying.append(asyncio.create_task(worker.kill()))
         await asyncio.Event().wait()
 
     async def slow(worker, call):
-        if call.request.attempt.number == 0 and not dying:
+        if call.sent.attempt == 0 and not dying:
             await crowd.wait()
         await asyncio.sleep(0.5)
 
     def choose(worker, call):
-        prepared = call.request.request
+        prepared = call.request
         if len(prepared.prompt_token_ids) == 6:
             return play(ADMITTED, die)(worker, call)
         if len(prepared.prompt_token_ids) == 5:
-            places = range(len(prepared.resume.output_token_ids), 4)
+            places = range(len(prepared.output_token_ids), 4)
             rest = [decode_outputs(p, said(1, p), "length" if p == 3 else None) for p in places]
             return play(ADMITTED, slow, *rest)(worker, call)
         return decode_well(worker, call)

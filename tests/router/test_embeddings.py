@@ -13,13 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.common.errors import Draining, InternalError, InvalidRequest, Overloaded
 from pdserve.common.net.rpc import ERROR_CODE_KEY
+from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.router.requests.tasks import embedding_task as embedding_module
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
 from tests.router.fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, embed_well, embedding, forever, play, tokens
 from tests.support.otlp_receiver import otlp_receiver
 from tests.support.waiting import HANG_S
-
-DEFAULT = request_pb2.PoolingParams()
 
 
 @pytest.fixture
@@ -61,14 +60,14 @@ async def test_every_kind_of_input(cluster, prefill, given, prompts):
     assert (answer["object"], answer["id"]) == ("list", f"embd-{response.headers['x-request-id']}")
     assert answer["created"] > 1_600_000_000, "seconds since 1970"
     assert answer["model"] == "fake-model"
-    assert [entry["embedding"] for entry in answer["data"]] == [embedding(prompt, DEFAULT) for prompt in prompts]
+    assert [entry["embedding"] for entry in answer["data"]] == [embedding(prompt) for prompt in prompts]
     assert {entry["object"] for entry in answer["data"]} == {"embedding"}
     total = sum(map(len, prompts))
     details = {"cached_tokens": 2 * len(prompts)}
     assert answer["usage"] == {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": details}
-    assert response.headers["x-request-id"] in prefill.calls[0].request.request.request_id
+    assert response.headers["x-request-id"] in prefill.calls[0].request.request_id
     # however they came in
-    assert sorted(list(call.request.request.prompt_token_ids) for call in prefill.calls) == sorted(prompts)
+    assert sorted(list(call.request.prompt_token_ids) for call in prefill.calls) == sorted(prompts)
 
 
 async def test_what_is_asked_of_the_worker(cluster, prefill):
@@ -78,15 +77,12 @@ async def test_what_is_asked_of_the_worker(cluster, prefill):
     assert len(response.json()["data"][0]["embedding"]) == 3
     await embed(cluster, input="hey")
     salted, plain = (call.request for call in prefill.calls)
-    pooling = salted.request.pooling
-    assert (pooling.pooling_type, pooling.normalize, pooling.dimensions) == (request_pb2.POOLING_TYPE_MEAN, False, 3)
-    pooling = plain.request.pooling
-    assert (pooling.pooling_type, pooling.normalize) == (request_pb2.POOLING_TYPE_LAST, True)
-    assert not pooling.HasField("dimensions")
-    assert salted.request.hash_root != plain.request.hash_root
-    assert salted.request.trace_headers["traceparent"].split("-")[1] == "ab" * 16
-    assert 0 < salted.request.deadline_s <= 600
-    assert plain.attempt.number == 0
+    assert salted.pooling_params == PoolingParams(pooling_type="mean", normalize=False, dimensions=3)
+    assert plain.pooling_params == PoolingParams(pooling_type="last", normalize=True)
+    assert salted.hash_root != plain.hash_root
+    assert salted.trace_headers["traceparent"].split("-")[1] == "ab" * 16
+    assert 0 < salted.timeout_s <= 600
+    assert prefill.calls[1].sent.attempt == 0
 
 
 async def test_base64_is_float32(cluster, prefill):
@@ -100,9 +96,8 @@ async def test_the_openai_client_asks_for_base64_by_itself(cluster, prefill):
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
         answer = await client.embeddings.create(model="fake-model", input=["a", "bc"], dimensions=4)
         listed = await client.embeddings.create(model="fake-model", input=[tokens("a")], encoding_format="float")
-    pooling = request_pb2.PoolingParams(dimensions=4)
-    assert [entry.embedding for entry in answer.data] == [embedding(tokens(t), pooling) for t in ("a", "bc")]
-    assert listed.data[0].embedding == embedding(tokens("a"), DEFAULT)
+    assert [entry.embedding for entry in answer.data] == [embedding(tokens(t), 4) for t in ("a", "bc")]
+    assert listed.data[0].embedding == embedding(tokens("a"))
     assert answer.usage.total_tokens == 3
 
 
@@ -111,7 +106,7 @@ async def test_over_grpc(cluster, prefill):
     request.inputs.add().tokens.token_ids.extend([5, 6])
     call = cluster.grpc.Embed(request)
     answer = await call
-    expected = [embedding(prompt, request.pooling) for prompt in (tokens("hey"), [5, 6])]
+    expected = [embedding(prompt, 2) for prompt in (tokens("hey"), [5, 6])]
     assert [list(entry.values) for entry in answer.embeddings] == expected
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached_tokens) == (5, 0, 4)
     assert dict(await call.initial_metadata())["x-request-id"] == answer.request_id
@@ -179,14 +174,14 @@ async def test_another_worker_when_one_refuses(cluster, error):
     await cluster.start(prefill=2, decode=0)
     first, second = cluster.workers
     first.scripts = second.scripts = [play(error)]
-    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
-    assert sorted(call.request.attempt.number for worker in cluster.workers for call in worker.calls) == [0, 1]
+    assert await vectors(cluster) == [embedding(tokens("hello"))]
+    assert sorted(call.sent.attempt for worker in cluster.workers for call in worker.calls) == [0, 1]
     assert len(first.calls) == len(second.calls) == 1
 
 
 async def test_what_a_worker_refuses_and_the_router_took_is_that_workers_fault(cluster, prefill, caplog):
     prefill.scripts = [play(InvalidRequest("no", "dimensions"))]
-    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    assert await vectors(cluster) == [embedding(tokens("hello"))]
     assert len(prefill.calls) == 2
     prefill.scripts = [play(InvalidRequest("no", "dimensions"))] * 9
     response = await embed(cluster)
@@ -195,8 +190,8 @@ async def test_what_a_worker_refuses_and_the_router_took_is_that_workers_fault(c
 
 
 async def test_a_vector_of_another_length_is_not_given_out(cluster, prefill, caplog):
-    prefill.scripts = [play(prefill_pb2.PoolingResponse(values=[1.0]))]
-    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    prefill.scripts = [play(prefill_pb2.PoolingResult(values=[1.0]))]
+    assert await vectors(cluster) == [embedding(tokens("hello"))]
     assert "sent 1 numbers, 8 were requested" in caplog.text
 
 
@@ -208,7 +203,7 @@ async def test_a_worker_that_dies_is_replaced_and_two_are_enough(cluster):
         await worker.kill()
 
     first.scripts = [play(die, forever)]
-    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    assert await vectors(cluster) == [embedding(tokens("hello"))]
     await first.start()
     await cluster.live(prefill=2)
     first.scripts, second.scripts = [play(die, forever)], [play(die, forever)]
@@ -219,7 +214,7 @@ async def test_a_worker_that_dies_is_replaced_and_two_are_enough(cluster):
     await cluster.live(prefill=1)
     response = await embed(cluster, input="poison")
     assert "it is refused for another" in response.json()["error"]["message"]
-    assert await vectors(cluster) == [embedding(tokens("hello"), DEFAULT)]
+    assert await vectors(cluster) == [embedding(tokens("hello"))]
 
 
 async def test_one_input_that_fails_ends_the_others(cluster, prefill):
@@ -260,7 +255,7 @@ async def test_a_deadline_ends_it(cluster, prefill):
         await cluster.grpc.Embed(grpc_request("x"), timeout=1.0)
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await prefill.calls[0].cancelled.wait()
-    assert prefill.calls[0].request.request.deadline_s < 1.1
+    assert prefill.calls[0].request.timeout_s < 1.1
 
 
 async def test_keys_and_admission_hold_as_for_generations(cluster):
@@ -348,7 +343,7 @@ async def test_a_mean_is_not_placed_by_what_is_cached(cluster):
 
 async def test_one_trace(cluster):
     with otlp_receiver() as collector:
-        await cluster.start(prefill=1, decode=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+        await cluster.start(prefill=1, decode=0)
         cluster.of("prefill").scripts = [play(Overloaded("full"))]
         headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
         response = await cluster.http.post("/v1/embeddings", json={"input": "hello"}, headers=headers)
@@ -369,7 +364,7 @@ async def test_one_trace(cluster):
     attempts = [span for span in spans if span.part == "attempt"]
     assert sorted(span.failed for span in attempts) == [False, True]
     # the worker hangs its spans under the attempt's
-    sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("prefill").calls]
+    sent = [call.request.trace_headers["traceparent"] for call in cluster.of("prefill").calls]
     assert {header.split("-")[2] for header in sent} == {span.span_id for span in attempts}
 
 
@@ -383,7 +378,7 @@ async def test_inputs_beyond_those_that_run_come_after_them_and_have_no_more_tim
         nonlocal running, most
         running += 1
         most = max(most, running)
-        left_s.append(call.request.request.deadline_s)
+        left_s.append(call.request.timeout_s)
         await asyncio.sleep(0.1)
         running -= 1
         async for event in embed_well(worker, call):
@@ -394,7 +389,7 @@ async def test_inputs_beyond_those_that_run_come_after_them_and_have_no_more_tim
     assert response.status_code == 200, response.text
     assert [entry["index"] for entry in response.json()["data"]] == list(range(7))
     assert [entry["embedding"][0] for entry in response.json()["data"]] == [
-        embedding(tokens("x" * (n + 1)), request_pb2.PoolingParams())[0] for n in range(7)
+        embedding(tokens("x" * (n + 1)))[0] for n in range(7)
     ]
     assert most == 2
     # the last pair began after three others

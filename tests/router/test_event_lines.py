@@ -88,7 +88,7 @@ async def test_an_error_in_mid_stream(cluster: Any, path: str, monkeypatch: pyte
         raise InternalError("x")
 
     monkeypatch.setattr(
-        "pdserve.router.requests.tasks.prompt_task.as_client_sees", lambda error, request_id: InternalError(TEXT)
+        "pdserve.router.requests.tasks.placed_task.as_client_sees", lambda error, request_id: InternalError(TEXT)
     )
     say(cluster, fail)
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"

@@ -39,7 +39,7 @@ async def test_workers_may_come_later_and_come_back(cluster):
     await workers[1].start()
     await cluster.live(prefill=1, decode=1)
     assert await cluster.text() == said(5)
-    assert workers[0].calls[0].request.receiver.epoch == workers[1].epoch
+    assert workers[0].calls[0].sent.prefill.receiver.epoch == workers[1].epoch
 
 
 async def test_a_watch_that_fails_by_a_bug_is_started_again(cluster, monkeypatch, caplog):
@@ -101,7 +101,7 @@ async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, 
 
 
 async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has_not_noticed(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.3)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.3)
     await cluster.start(prefill=0, decode=1)
     broken = cluster.of("decode")
     broken.scripts = [play(ADMITTED, WorkerLost("the engine has failed"))]
@@ -154,7 +154,7 @@ async def test_unequal_blocks_are_not_paired_and_the_difference_is_told(cluster,
     await cluster.start(prefill=0, decode=1)
     assert await cluster.text() == said(5)
     assert not cluster.of("prefill").calls
-    assert not cluster.of("decode").calls[0].request.HasField("source")
+    assert not cluster.of("decode").calls[0].sent.decode.HasField("source")
     [warning] = [record.message for record in caplog.records if "not paired" in record.message]
     assert "block_size: 16 != 32" in warning or "block_size: 32 != 16" in warning
     assert "model_fingerprint" in warning
@@ -178,7 +178,7 @@ async def test_a_worker_with_kv_cache_groups_is_not_paired_with_an_older_one(clu
     await cluster.start(prefill=0, decode=1)
     assert await cluster.text() == said(5)
     assert not cluster.of("prefill").calls
-    assert not cluster.of("decode").calls[0].request.HasField("source")
+    assert not cluster.of("decode").calls[0].sent.decode.HasField("source")
     [warning] = [record.message for record in caplog.records if "not paired" in record.message]
     assert "group_windows: (0, 512) != ()" in warning or "group_windows: () != (0, 512)" in warning
 
@@ -194,12 +194,12 @@ async def test_during_an_upgrade_each_generation_is_hashed_its_own_way(cluster):
         assert len(worker.calls) == 2
         for call in worker.calls:
             hasher = BlockHasher(DEVELOPMENT_KEY, worker.layout.block_size)
-            request = call.request.request
+            request = call.request
             hashes = hasher.extend(request.hash_root, request.prompt_token_ids)
             assert request.hash_root == hasher.root(worker.layout.model_fingerprint)
             assert request.request_digest == hasher.request_digest(request.hash_root, hashes, request.prompt_token_ids)
             if worker.role == "decode":
-                assert call.request.source.worker_id.startswith("new") == worker.worker_id.startswith("new")
+                assert call.sent.decode.source.worker_id.startswith("new") == worker.worker_id.startswith("new")
 
 
 async def test_draining_workers_get_nothing_new(cluster):

@@ -25,6 +25,7 @@ from pdserve.router.tenants.fleet_usage import LEASE_S, MAX_AGE_S, FleetUsage
 from pdserve.router.tenants.tenant_account import TenantAccounts
 from tests.router.fake_worker import ADMITTED, forever, play
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.settings_with import settings_with
 from tests.support.waiting import HANG_S, eventually
 
 KEY = DeploymentKey(b"0123456789abcdef")
@@ -282,7 +283,7 @@ async def test_two_routers_hold_a_tenant_to_one_limit(cluster, server, model_fol
     addresses: dict[str, Any] = {role: (cluster.of(role).address,) for role in ("prefill", "decode")}
     second = asyncio.create_task(
         run_router(
-            RouterSettings(port=0, grpc_port=0, **addresses, **shared),
+            settings_with(RouterSettings, port=0, grpc_port=0, **addresses, **shared),
             model_folder=model_folder,
             ready=lambda http, grpc: ready.set_result(http),
             shutdown=Shutdown(stop=stop),

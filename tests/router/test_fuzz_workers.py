@@ -55,7 +55,7 @@ class Changing:
         if draw.random() >= self.rate:
             return [event]
         match draw.randrange(8):
-            case 0 if not isinstance(event, prefill_pb2.PoolingResponse):
+            case 0 if not isinstance(event, prefill_pb2.PoolingResult):
                 return []
             case 1:
                 return [event, event]

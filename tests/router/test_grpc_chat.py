@@ -105,10 +105,10 @@ async def test_both_front_ends_send_the_worker_the_same(cluster: Any) -> None:
     assert (
         await cluster.http.post("/v1/chat/completions", json=body | {"max_tokens": 2, "seed": 1})
     ).status_code == 200
-    first, second = (call.request.request for call in cluster.of("decode").calls)
+    first, second = (call.request for call in cluster.of("decode").calls)
     assert list(first.prompt_token_ids) == list(second.prompt_token_ids)
-    assert first.sampling == second.sampling
-    assert first.sampling.structured_outputs.structural_tag
+    assert first.sampling_params == second.sampling_params
+    assert first.sampling_params.structured_outputs.structural_tag
 
 
 def with_tools(*functions: dict[str, Any], **fields: Any) -> inference_pb2.ChatPrompt:

@@ -28,6 +28,7 @@ from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.served_file import serving_file
+from tests.support.settings_with import settings_with
 from tests.support.waiting import HANG_S
 
 IMAGE_ID = 0
@@ -139,7 +140,7 @@ def test_requests_to_a_model_with_images_may_be_photos() -> None:
     for given, has_images, expected in (
         (RouterSettings(), False, (1 << 20) + 8 * 4096),
         (RouterSettings(), True, 16 << 20),
-        (RouterSettings(max_request_bytes=5000), True, 5000),
+        (settings_with(RouterSettings, max_request_bytes=5000), True, 5000),
     ):
         bodies = ClientBodies(given, 4096, has_media=has_images)
         try:

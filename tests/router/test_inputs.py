@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from pdserve.common.request.request_bytes import decode_request
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import EOS, MAX_MODEL_LEN, said, tokens
 
@@ -59,8 +58,8 @@ async def test_every_accepted_field_reaches_the_worker(quick):
         spaces_between_special_tokens=False,
     )
     assert response.status_code == 200, response.text
-    request = quick.of("decode").calls[0].request.request
-    sampling = request.sampling
+    request = quick.of("decode").calls[0].request
+    sampling = request.sampling_params
     assert list(request.prompt_token_ids) == tokens("hey")
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 5, 0.1)
     assert (sampling.seed, sampling.max_tokens, sampling.min_tokens) == (-7, 7, 2)
@@ -72,15 +71,15 @@ async def test_every_accepted_field_reaches_the_worker(quick):
     penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
     assert penalties == (-1, 0.5, 1.25)
     assert (list(sampling.allowed_token_ids), list(sampling.bad_words)) == ([2, 3, 4], ["ab"])
-    assert tokens("ab") in [list(sequence.token_ids) for sequence in sampling.bad_words_token_ids]
+    assert tokens("ab") in [list(sequence) for sequence in sampling.bad_words_token_ids]
     await quick.complete(prompt="hey", max_tokens=7)
-    assert quick.of("decode").calls[1].request.request.hash_root != request.hash_root
+    assert quick.of("decode").calls[1].request.hash_root != request.hash_root
 
 
 @pytest.mark.parametrize("stop", ["", [""], []])
 async def test_an_empty_stop_is_none(quick, stop):
     await quick.complete(prompt="hey", max_tokens=7, stop=stop)
-    assert not quick.of("decode").calls[0].request.request.sampling.stop
+    assert not quick.of("decode").calls[0].request.sampling_params.stop
 
 
 async def test_nulls_are_absent_fields(quick):
@@ -112,7 +111,7 @@ async def test_many_prompts_are_many_choices(quick):
     response = await quick.complete(prompt=[[1, 2], [3]], max_tokens=2)
     assert len(response.json()["choices"]) == 2
     assert await quick.text(prompt=[1, 2, 3], max_tokens=2) == "ab"
-    ids = {call.request.request.request_id for call in quick.of("decode").calls}
+    ids = {call.request.request_id for call in quick.of("decode").calls}
     assert len(ids) == 5
 
 
@@ -120,7 +119,7 @@ async def test_a_chat_template_may_speak_in_special_tokens(quick):
     await quick.http.post(
         "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     )
-    assert list(quick.of("decode").calls[0].request.request.prompt_token_ids) == [EOS + 1, *tokens("hi"), EOS + 2]
+    assert list(quick.of("decode").calls[0].request.prompt_token_ids) == [EOS + 1, *tokens("hi"), EOS + 2]
 
 
 @pytest.mark.parametrize("priority", [-(2**31), -1, 0, 2**31 - 1])
@@ -134,7 +133,7 @@ async def test_priority_reaches_both_calls_from_both_front_ends(cluster, priorit
     )
     assert [response.text for response in [response async for response in cluster.grpc.Generate(request)]]
     for role in ("prefill", "decode"):
-        assert [call.request.request.priority for call in cluster.of(role).calls] == [priority] * 2
+        assert [call.request.priority for call in cluster.of(role).calls] == [priority] * 2
 
 
 async def test_a_priority_without_the_policy_is_refused_by_both_front_ends(cluster):
@@ -164,6 +163,6 @@ async def test_speculative_tokens_reach_workers_that_may_ignore_them(cluster, as
     )
     assert [response.text for response in [response async for response in cluster.grpc.Generate(request)]]
     for role in ("prefill", "decode"):
-        carried = [decode_request(call.request.generation_request, 4096) for call in cluster.of(role).calls]
+        carried = [call.request for call in cluster.of(role).calls]
         assert [request.speculative_tokens for request in carried] == [asked] * 2
         assert all(request.ignorable == (() if asked is None else ("speculative_tokens",)) for request in carried)

@@ -42,7 +42,7 @@ REST = logprobs([("b", -3.0), ("z", -0.25), ("y", -2.0)], [("c", -math.inf), ("c
 
 def asked(call, full):
     """As many entries per token as the call asks for."""
-    width = 1 + call.request.request.sampling.logprobs
+    width = 1 + call.request.sampling_params.logprobs
     kept = [place for place in range(len(full.token_ids)) if place % full.width < width]
     return request_pb2.Logprobs(
         width=width,
@@ -114,7 +114,7 @@ async def test_chat(served, client):
         model="fake-model", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2
     )
     assert written(answer.choices[0].logprobs.content) == EXPECTED_CHAT
-    assert [worker.calls[0].request.request.sampling.logprobs for worker in served.workers] == [2, 2]
+    assert [worker.calls[0].request.sampling_params.logprobs for worker in served.workers] == [2, 2]
     stream = await client.chat.completions.create(
         model="fake-model", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2, stream=True
     )

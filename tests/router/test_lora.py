@@ -9,12 +9,11 @@ import pytest
 
 from pdserve.common.block_hash import BlockHasher, request_extras
 from pdserve.common.errors import AdapterUnavailable, WorkerLost
-from pdserve.common.request.wire import request_from_wire
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.placement.placement import LORA_LOAD_BLOCKS, Candidate, Rules, place
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.candidates import worker
-from tests.router.fake_worker import LAYOUT, MAX_ANY_LEN, decode_outputs, play, said
+from tests.router.fake_worker import LAYOUT, decode_outputs, play, said
 from tests.router.test_tenants import headers, keys_file, metadata
 from tests.support.waiting import HANG_S
 
@@ -32,7 +31,7 @@ async def fleet(cluster, *adapters, **settings):
 
 def sent(call):
     """The request of a call, with its adapter."""
-    return request_from_wire(call.request, MAX_ANY_LEN)
+    return call.request
 
 
 async def until(is_there):
@@ -79,8 +78,8 @@ async def test_decode_prefills_alone_where_no_prefill_worker_has_its_content(clu
     assert (await cluster.complete(model="sql", max_tokens=3)).status_code == 200
     prefill, decode = cluster.workers
     assert not prefill.calls
-    assert not decode.calls[0].request.HasField("source")
-    assert decode.calls[0].request.attempt.prefill_here
+    assert not decode.calls[0].sent.decode.HasField("source")
+    assert decode.calls[0].sent.decode.prefill_here
 
 
 async def test_an_unknown_name_is_refused_with_the_names(cluster):
@@ -221,7 +220,7 @@ async def test_a_session_names_its_adapter_once(cluster):
         await call.write(turn(model))
         while not (await call.read()).finish_reason:
             pass
-    asked = [(request.lora_name, request.lora_fingerprint) for request in cluster.workers[0].session_requests]
+    asked = [(request.lora_name, request.lora_fingerprint) for request in cluster.workers[0].calls[0].seen]
     assert asked == [("sql", ONE), ("", ""), ("", "")]
     await call.write(turn("fr"))
     with pytest.raises(grpc.aio.AioRpcError, match="model is 'fr', and the session began with 'sql'"):

@@ -39,12 +39,8 @@ DOCUMENTED = {"digest_mismatch", "position_conflict", "deadline_exceeded", "inte
 """Codes of one lie that another worker does not mend."""
 
 
-STREAMS = [pytest.param(True, id="step stream"), pytest.param(False, id="own stream", marks=pytest.mark.slow)]
-"""Calls in a step stream, or with streams of their own."""
-
-
 class Raw:
-    """A message of any bytes, for gRPC and step streams alike."""
+    """A message of any bytes, for watches and step streams alike."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -114,7 +110,7 @@ EVENTS: dict[str, Message] = {
         landed=decode_pb2.Landed(num_blocks=1, transfer_bytes=4096, connector="local", moments=MOMENTS)
     ),
     "DecodeEvent.outputs": decode_pb2.DecodeEvent(outputs=OUTPUTS),
-    "PoolingResponse": prefill_pb2.PoolingResponse(values=[0.5] * 8, num_cached_tokens=1, moments=MOMENTS),
+    "PoolingResult": prefill_pb2.PoolingResult(values=[0.5] * 8, num_cached_tokens=1, moments=MOMENTS),
     "WatchEvent.load": worker_pb2.WatchEvent(load=worker_pb2.Load(engine_tick=2)),
     "WatchEvent.blocks": worker_pb2.WatchEvent(blocks=worker_pb2.Blocks(sequence=1, stored=bytes(8))),
     "WatchEvent.welcome": worker_pb2.WatchEvent(
@@ -133,7 +129,7 @@ def test_every_event_is_in_the_table():
     for kind, known in (
         (prefill_pb2.PrefillEvent, {"prompt_logprobs"}),
         (decode_pb2.DecodeEvent, {"prompt_logprobs", "needs_prefill", "prefilling_locally", "receiving"}),
-        (worker_pb2.WatchEvent, {"identity"}),
+        (worker_pb2.WatchEvent, set()),
     ):
         missing = {f"{kind.DESCRIPTOR.name}.{field.name}" for field in kind.DESCRIPTOR.fields} - set(EVENTS)
         assert missing == {f"{kind.DESCRIPTOR.name}.{name}" for name in known}
@@ -153,38 +149,35 @@ def cases(event: str, many: int = MANY) -> Iterator[Wrong]:
             yield Wrong(f"{field.name} in its place", [odd.SerializeToString()])
 
 
-async def start(cluster: Cluster, *, steps: bool = True, **settings: Any) -> list[LyingWorker]:
+async def start(cluster: Cluster, **settings: Any) -> list[LyingWorker]:
     for role in ("prefill", "decode"):
         for number in range(2):
             worker = (LyingWorker if not number else FakeWorker)(role, cluster.fingerprint, worker_id=f"{role}{number}")
             cluster.workers.append(await worker.start())
     settings = {"request_timeout_s": TIMEOUT_S, **settings}
-    await cluster.start(prefill=0, decode=0, policy="round_robin", step_streams=steps, **settings)
+    await cluster.start(prefill=0, decode=0, policy="round_robin", **settings)
     return [worker for worker in cluster.workers if isinstance(worker, LyingWorker)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", CALLS)
-@pytest.mark.parametrize("steps", [True, False], ids=["step stream", "own stream"])
-async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog, event, steps):
-    await deceive(cluster, caplog, steps, [event], cases)
+async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog, event):
+    await deceive(cluster, caplog, [event], cases)
 
 
-@pytest.mark.parametrize("steps", STREAMS)
-async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog, steps):
-    await deceive(cluster, caplog, steps, CALLS, lambda event: one_of_each(cases(event, FEW)))
+async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog):
+    await deceive(cluster, caplog, CALLS, lambda event: one_of_each(cases(event, FEW)))
 
 
 async def deceive(
     cluster: Cluster,
     caplog: pytest.LogCaptureFixture,
-    steps: bool,
     events: list[str],
     lies: Callable[[str], Iterator[Wrong]],
 ) -> None:
     """Ask the cluster for completions while one of its workers says each of the lies in place of an event."""
     caplog.set_level(logging.INFO)
-    liars = await start(cluster, steps=steps)
+    liars = await start(cluster)
     problems = []
     for event in events:
         liar = next(worker for worker in liars if (worker.role == "decode") == event.startswith("DecodeEvent"))
@@ -212,7 +205,7 @@ async def told(cluster: Cluster, liar: LyingWorker, event: str, case: Wrong) -> 
     liar.lie = case
     others = [asyncio.create_task(cluster.complete(prompt="others")) for _ in range(2)]
     with LoopWatch() as watch:
-        if event == "PoolingResponse":
+        if event == "PoolingResult":
             asked = [cluster.http.post("/v1/embeddings", json={"input": "hello"}) for _ in range(2)]
         else:
             asked = [cluster.complete(max_tokens=3) for _ in range(2)]
@@ -265,9 +258,8 @@ FINAL = {"prefill": {"digest_mismatch"}, "decode": {"digest_mismatch", "internal
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("steps", STREAMS)
-async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, steps):
-    await start(cluster, steps=steps, request_timeout_s=HANG_S)
+async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code):
+    await start(cluster, request_timeout_s=HANG_S)
     liar = next(worker for worker in cluster.workers if worker.role == role)
     liar.script = sends(code)
     for _ in range(3):
@@ -284,8 +276,7 @@ async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, step
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkeypatch, code, path):
-    for task in ("prompt_task", "embedding_task"):
-        monkeypatch.setattr(f"pdserve.router.requests.tasks.{task}.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
     for worker in cluster.workers:
         worker.scripts = [sends(code)] * 50
@@ -321,7 +312,7 @@ BEYOND = {
 
 @pytest.mark.parametrize("name", BEYOND)
 async def test_tokens_beyond_the_vocabulary_reach_no_client(cluster, monkeypatch, name):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
     cluster.of("decode").scripts = [play(decode_pb2.DecodeEvent(outputs=BEYOND[name]))] * 50
     answer = await cluster.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
@@ -341,7 +332,7 @@ def logprobs_of(token_id: int) -> request_pb2.Logprobs:
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_wrong_log_probabilities_reach_no_client(cluster, monkeypatch, role, logprobs):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
     right = logprobs_of(tokens("a")[0])
     prefill, decode = cluster.of("prefill"), cluster.of("decode")

@@ -71,7 +71,7 @@ async def queue(cluster, count, **body):
 
 @pytest.mark.parametrize("left", ["nobody", "prefill"])
 async def test_who_waits_for_a_place_when_the_last_worker_goes_hears_that_it_is_gone(cluster, monkeypatch, left):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 2.0)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 2.0)
     await cluster.start(max_running_requests=1, queue_timeout_s=300)
     cluster.of("decode").script = play(ADMITTED, forever)
     asking = await queue(cluster, 20)
@@ -98,7 +98,7 @@ async def test_who_waits_for_a_place_may_see_the_last_worker_come_back(cluster):
 
 
 async def test_inputs_wait_for_prefill_workers_alone(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.embedding_task.WAIT_FOR_WORKER_S", 0.2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.2)
     await cluster.start(max_running_requests=1, queue_timeout_s=300)
     cluster.of("decode").script = play(ADMITTED, forever)
     [asking] = await queue(cluster, 1, max_tokens=5)

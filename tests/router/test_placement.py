@@ -150,7 +150,7 @@ def pools(draw, role, most=5):
             f"{role}{number}",
             role,
             layout=draw(st.sampled_from(LAYOUTS)),
-            protocol_version=draw(st.sampled_from([2, 2, 2, 3, 4])),
+            protocol_version=draw(st.sampled_from([1, 1, 1, 2, 3])),
             sampler_version=draw(st.sampled_from([1, 2])),
             limit=draw(st.sampled_from([None, None, 0, 100])),
             prefill_tokens_per_s=draw(st.sampled_from([0.0, 100.0, 5000.0])),

@@ -12,13 +12,11 @@ import grpc
 import pytest
 
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.wire import request_from_wire
 from pdserve.router.openai.pooling_bodies import PAIR_NAMES
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS
-from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1 import inference_pb2
 from tests.router.fake_worker import MAX_MODEL_LEN, classes, embedding, save_tokenizer, tokens
 
-DEFAULT = request_pb2.PoolingParams()
 LABELS = {"0": "sad", "1": "glad", "2": "mixed"}
 CLASSIFY, SCORE, RERANK = "/classify", "/v1/score", "/v1/rerank"
 
@@ -63,7 +61,7 @@ async def refusal(cluster: Any, path: str, **body: Any) -> tuple[str | None, str
 
 def asked(worker: Any, first: int = 0) -> list[tuple[list[int], PoolingParams | None]]:
     """Tokens and parameters of each call from number `first` on, ordered by tokens: calls of one request go side by side."""
-    requests = [request_from_wire(call.request, MAX_MODEL_LEN) for call in worker.calls[first:]]
+    requests = [call.request for call in worker.calls[first:]]
     return sorted(((request.prompt_token_ids, request.pooling_params) for request in requests), key=itemgetter(0))
 
 
@@ -135,7 +133,7 @@ async def test_scores_without_a_head_are_cosines(cluster: Any) -> None:
     """Each different text is embedded once."""
     worker = await started(cluster, 0)
     answer = await answered(cluster, SCORE, text_1="who", text_2=["a", "who", "a"])
-    vectors = {text: embedding(tokens(text), DEFAULT) for text in ("who", "a")}
+    vectors = {text: embedding(tokens(text)) for text in ("who", "a")}
     products = sum(one * other for one, other in zip(vectors["who"], vectors["a"], strict=True))
     cosine = products / math.hypot(*vectors["who"]) / math.hypot(*vectors["a"])
     assert [entry["score"] for entry in answer["data"]] == pytest.approx([cosine, 1.0, cosine])

@@ -13,7 +13,6 @@ from safetensors.torch import save
 
 from pdserve.common.errors import Evicted, InvalidRequest
 from pdserve.common.request.prompt_embeds import PromptEmbeds
-from pdserve.common.request.wire import request_from_wire
 from pdserve.router.requests.fields.prompt_embeds_field import MAX_PROMPT_EMBEDS_BYTES, read_base64_embeds, read_embeds
 from pdserve.v1 import inference_pb2
 from tests.router.fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, play
@@ -40,7 +39,7 @@ async def refusal(cluster: Any, **body: Any) -> tuple[str | None, str]:
 
 def got(worker: Any) -> list[PromptEmbeds | None]:
     """Embeddings in each call."""
-    return [request_from_wire(call.request, MAX_MODEL_LEN).prompt_embeds for call in worker.calls]
+    return [call.request.prompt_embeds for call in worker.calls]
 
 
 async def test_prefill_gets_the_numbers_and_decode_their_digest(cluster: Any) -> None:
@@ -51,11 +50,11 @@ async def test_prefill_gets_the_numbers_and_decode_their_digest(cluster: Any) ->
     assert (answer["usage"]["prompt_tokens"], len(answer["choices"])) == (5, 2)
     assert got(cluster.of("prefill")) == [EMBEDS]
     assert got(cluster.of("decode")) == [EMBEDS.without_data()]
-    requests = [request_from_wire(cluster.of(role).calls[0].request, MAX_MODEL_LEN) for role in ("prefill", "decode")]
+    requests = [cluster.of(role).calls[0].request for role in ("prefill", "decode")]
     assert requests[0].request_digest == requests[1].request_digest
     assert [request.prompt_token_ids for request in requests] == [[0] * 5] * 2
     await complete(cluster, prompt_embeds=written(ROWS + 1))
-    other = request_from_wire(cluster.of("prefill").calls[1].request, MAX_MODEL_LEN)
+    other = cluster.of("prefill").calls[1].request
     assert other.hash_root != requests[0].hash_root
     assert other.request_digest != requests[0].request_digest
 
@@ -154,10 +153,3 @@ async def test_bad_bodies(cluster: Any) -> None:
     # the prompt beside a refused one may be computed before that is known
     _, told = await refusal(cluster, prompt_embeds=[written(), written(ROWS[:, :7])])
     assert "rows of 7 numbers" in told
-
-
-async def test_a_worker_of_an_older_version_gets_none(cluster: Any) -> None:
-    await cluster.worker("decode", protocol_version=3).start()
-    await cluster.start(prefill=0, decode=0, enable_prompt_embeds=True)
-    field, told = await refusal(cluster)
-    assert (field, "has protocol version 3, which takes token ids alone" in told) == ("prompt_embeds", True)

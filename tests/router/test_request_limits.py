@@ -15,7 +15,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
 
 
 async def started(cluster: Cluster, *, ours: dict[str, Any], theirs: dict[str, Any]) -> Cluster:
-    """theirs: of the decode worker; the prefill worker has the defaults of an older version."""
+    """theirs: of the decode worker; the prefill worker has the defaults."""
     await cluster.worker("prefill").start()
     worker = cluster.worker("decode")
     for name, value in theirs.items():

@@ -20,6 +20,7 @@ from pdserve.router.tenants.tenant_digest import tenant_digest
 from tests.support.loop_watch import LOOP_S, watched
 from tests.support.process_memory import TracedMemory
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.settings_with import settings_with
 
 KEY = DeploymentKey(b"0123456789abcdef")
 
@@ -54,7 +55,7 @@ class Stores:
         self.made: list[ResponseStore] = []
 
     def __call__(self, key: DeploymentKey = KEY, **settings: Any) -> Any:
-        limits = RouterSettings(**settings)
+        limits = settings_with(RouterSettings, **settings)
         limits.verify()
         if self.server is None:
             store: Any = MemoryResponseStore(limits, self.clock)
@@ -126,7 +127,7 @@ async def test_nothing_is_kept_where_the_limit_is_0(stores: Stores) -> None:
 async def test_old_responses_are_dropped() -> None:
     """Redis counts its keys' time itself (`test_redis_drops_values_by_itself`)."""
     clock = Clock()
-    store = MemoryResponseStore(RouterSettings(max_stored_response_age_s=60), clock)
+    store = MemoryResponseStore(settings_with(RouterSettings, max_stored_response_age_s=60), clock)
     await store.put("alice", response_id(1), stored())
     clock.now_s += 30
     await store.put("bob", response_id(2), stored())
@@ -140,7 +141,7 @@ async def test_old_responses_are_dropped() -> None:
 
 
 async def test_the_tenant_with_most_bytes_makes_room() -> None:
-    store = MemoryResponseStore(RouterSettings(max_stored_bytes=10_000))
+    store = MemoryResponseStore(settings_with(RouterSettings, max_stored_bytes=10_000))
     await store.put("bob", response_id(0), stored())
     for number in range(1, 20):
         await store.put("alice", response_id(number), stored(1_000))
@@ -169,7 +170,7 @@ async def test_a_response_has_a_limit_of_its_own(stores: Stores) -> None:
 def test_limits_are_checked(name: str) -> None:
     limits: dict[str, Any] = {name: -1}
     with pytest.raises(ConfigError, match=name):
-        RouterSettings(**limits).verify()
+        settings_with(RouterSettings, **limits).verify()
 
 
 @pytest.fixture

@@ -255,7 +255,7 @@ async def sent(cluster: Any, **body: Any) -> Any:
     """The request that the worker got for this body."""
     response = await cluster.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 2, **body})
     assert response.status_code == 200, response.text
-    return cluster.of("decode").calls[-1].request.request
+    return cluster.of("decode").calls[-1].request
 
 
 async def test_what_workers_are_sent(cluster: Any) -> None:
@@ -270,22 +270,26 @@ async def test_what_workers_are_sent(cluster: Any) -> None:
         },
     )
     assert chat.status_code == 200
-    as_chat = cluster.of("decode").calls[-1].request.request
+    as_chat = cluster.of("decode").calls[-1].request
     given = await sent(
         cluster, instructions="s", max_output_tokens=3, temperature=0.5, seed=1, cache_salt="a", priority=3
     )
-    assert (given.sampling.seed, given.priority) == (1, 3)
+    assert (given.sampling_params.seed, given.priority) == (1, 3)
     assert list(given.prompt_token_ids) == list(as_chat.prompt_token_ids)
-    assert (given.sampling.max_tokens, given.sampling.temperature) == (3, 0.5)
+    assert (given.sampling_params.max_tokens, given.sampling_params.temperature) == (3, 0.5)
     form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "null"}, "strict": True}}
-    assert json.loads((await sent(cluster, text=form)).sampling.structured_outputs.json) == {"type": "null"}
-    assert (await sent(cluster, text={"format": {"type": "json_object"}})).sampling.structured_outputs.json_object
-    assert not (await sent(cluster, text={"format": {"type": "text"}})).sampling.HasField("structured_outputs")
+    assert json.loads((await sent(cluster, text=form)).sampling_params.structured_outputs.json_schema) == {
+        "type": "null"
+    }
+    assert (
+        await sent(cluster, text={"format": {"type": "json_object"}})
+    ).sampling_params.structured_outputs.json_object
+    assert not (await sent(cluster, text={"format": {"type": "text"}})).sampling_params.structured_outputs
     plain = await sent(cluster)
     free = await sent(cluster, tools=[SUM])
     assert len(free.prompt_token_ids) > len(plain.prompt_token_ids)
     forced = await sent(cluster, tools=[SUM], tool_choice={"type": "function", "name": "sum"})
-    [tag] = json.loads(forced.sampling.structured_outputs.structural_tag)["format"]["tags"]
+    [tag] = json.loads(forced.sampling_params.structured_outputs.structural_tag)["format"]["tags"]
     assert tag["content"]["json_schema"] == SUM["parameters"]
 
 

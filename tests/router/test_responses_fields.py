@@ -14,17 +14,21 @@ async def test_further_fields_of_vllm(cluster: Any) -> None:
     given = await sent(
         cluster, stop=["zz"], ignore_eos=True, logit_bias={"3": 5}, structured_outputs={"regex": "a+"},
     )  # fmt: skip
-    assert (list(given.sampling.stop), given.sampling.ignore_eos, dict(given.sampling.logit_bias)) == (
+    assert (
+        list(given.sampling_params.stop),
+        given.sampling_params.ignore_eos,
+        dict(given.sampling_params.logit_bias),
+    ) == (
         ["zz"],
         True,
         {3: 5},
     )
-    assert given.sampling.structured_outputs.regex == "a+"
+    assert given.sampling_params.structured_outputs.regex == "a+"
     for stop in ("", [""], []):
-        assert not (await sent(cluster, stop=stop)).sampling.stop
-    assert list((await sent(cluster, stop="x")).sampling.stop) == ["x"]
+        assert not (await sent(cluster, stop=stop)).sampling_params.stop
+    assert list((await sent(cluster, stop="x")).sampling_params.stop) == ["x"]
     options = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"disable_any_whitespace": True}}
-    form = (await sent(cluster, **options)).sampling.structured_outputs
+    form = (await sent(cluster, **options)).sampling_params.structured_outputs
     assert (form.json_object, form.disable_any_whitespace) == (True, True)
     await sent(cluster, include=["reasoning.encrypted_content"])
     answer = await cluster.http.post(
@@ -39,13 +43,13 @@ async def test_allowed_tools_are_the_only_ones(cluster: Any) -> None:
     alone = await sent(cluster, tools=[SUM], tool_choice="required")
     allowed: dict[str, Any] = {"type": "allowed_tools", "tools": [{"type": "function", "name": "sum"}]}
     forced = await sent(cluster, tools=[other, SUM], tool_choice=allowed | {"mode": "required"})
-    assert (forced.prompt_token_ids, forced.sampling.structured_outputs) == (
+    assert (forced.prompt_token_ids, forced.sampling_params.structured_outputs) == (
         alone.prompt_token_ids,
-        alone.sampling.structured_outputs,
+        alone.sampling_params.structured_outputs,
     )
     free = await sent(cluster, tools=[other, SUM], tool_choice=allowed | {"mode": "auto"})
     assert free.prompt_token_ids == alone.prompt_token_ids
-    assert not free.sampling.HasField("structured_outputs")
+    assert not free.sampling_params.structured_outputs
 
 
 @pytest.mark.parametrize("path", ["input_tokens", "compact", "x/cancel"])

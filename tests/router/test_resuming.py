@@ -45,8 +45,13 @@ def decode_scripts(cluster, *scripts):
 
 def decode_requests(cluster):
     """The requests to decode, by attempt."""
-    calls = [call.request for worker in cluster.workers if worker.role == "decode" for call in worker.calls]
-    return sorted(calls, key=lambda request: request.attempt.number)
+    return [call.request for call in decode_calls(cluster)]
+
+
+def decode_calls(cluster):
+    """The calls to decode, by attempt."""
+    calls = [call for worker in cluster.workers if worker.role == "decode" for call in worker.calls]
+    return sorted(calls, key=lambda call: call.sent.attempt)
 
 
 @pytest.fixture
@@ -81,22 +86,20 @@ async def test_i4_an_attempt_goes_on_where_the_last_one_ended(cluster, first_tok
     assert (choice["text"], choice["finish_reason"]) == (said(30), "length")
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (40, 30)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 3, "the second attempt's cache counted"
-    begin, resumed = (request.request for request in decode_requests(cluster))
-    assert not begin.HasField("resume")
-    assert resumed.HasField("resume")
-    assert resumed.resume.index == 0
-    assert list(resumed.resume.output_token_ids) == tokens(said(20))
+    begin, resumed = decode_requests(cluster)
+    assert not begin.is_resumed
+    assert resumed.index == 0
+    assert resumed.output_token_ids == tokens(said(20))
     assert resumed.prompt_token_ids == begin.prompt_token_ids
-    assert resumed.sampling == begin.sampling, "seed and limits stay what they were"
+    assert resumed.sampling_params == begin.sampling_params, "seed and limits stay what they were"
     hasher = BlockHasher(DEVELOPMENT_KEY, 16)
-    given = [*resumed.prompt_token_ids, *resumed.resume.output_token_ids]
+    given = [*resumed.prompt_token_ids, *resumed.output_token_ids]
     hashes = hasher.extend(resumed.hash_root, given)
     assert len(hashes) == 3
     assert resumed.request_digest == hasher.request_digest(resumed.hash_root, hashes, given)
-    calls = [call.request for worker in cluster.workers if worker.role == "prefill" for call in worker.calls]
-    for call in calls:
-        if call.attempt.number == 1:
-            assert call.request.resume == resumed.resume
+    for call in [call for worker in cluster.workers if worker.role == "prefill" for call in worker.calls]:
+        if call.sent.attempt == 1:
+            assert (call.request.index, call.request.output_token_ids) == (0, resumed.output_token_ids)
 
 
 async def test_an_attempt_after_which_the_client_has_nothing_begins_anew(cluster):
@@ -104,7 +107,7 @@ async def test_an_attempt_after_which_the_client_has_nothing_begins_anew(cluster
     cluster.of("prefill").scripts = [play(PREFILL_ADMITTED, forever)]
     decode_scripts(cluster, play(ADMITTED, WorkerLost("gone")))
     assert await cluster.text() == said(5)
-    assert [request.request.HasField("resume") for request in decode_requests(cluster)] == [False, False]
+    assert [request.is_resumed for request in decode_requests(cluster)] == [False, False]
 
 
 async def test_several_attempts_each_go_on_from_the_last(cluster):
@@ -114,7 +117,7 @@ async def test_several_attempts_each_go_on_from_the_last(cluster):
     received = await cluster.streamed(lambda: None, prompt="hello", max_tokens=12)
     assert "".join(part.split('"')[0] for part in received.split('"text":"')[1:]) == said(12)
     requests = decode_requests(cluster)
-    assert [len(request.request.resume.output_token_ids) for request in requests] == [0, 3, 3]
+    assert [len(request.output_token_ids) for request in requests] == [0, 3, 3]
 
 
 async def test_the_last_error_comes_when_every_attempt_has_failed(cluster):
@@ -135,7 +138,7 @@ async def test_evictions_are_no_failed_attempts(cluster):
 
 
 async def test_evictions_without_end_end_with_their_error(cluster, monkeypatch):
-    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.MAX_EVICTIONS", 2)
+    monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.MAX_EVICTIONS", 2)
     await cluster.start(prefill=0)
     decode_scripts(cluster, *[play(ADMITTED, Evicted("no room"))] * 9)
     response = await cluster.complete(max_tokens=9)
@@ -148,9 +151,9 @@ async def test_the_last_token_of_a_resumed_request_comes_from_prefill_alone(clus
     decode_scripts(cluster, begun(first_token_known, 4, Draining("leaving")))
     assert await cluster.text(max_tokens=5) == said(5)
     assert len(decode_requests(cluster)) == 1
-    last = cluster.of("prefill").calls[1].request
-    assert last.transfer_id == b""
-    assert list(last.request.resume.output_token_ids) == tokens(said(4))
+    last = cluster.of("prefill").calls[1]
+    assert last.sent.prefill.transfer_id == b""
+    assert list(last.request.output_token_ids) == tokens(said(4))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ async def test_a_stop_string_that_was_held_back_goes_on_across_attempts(cluster,
     decode_scripts(cluster, play(ADMITTED, *begins, Draining("leaving")))
     choice = (await cluster.complete(max_tokens=9, stop="cde")).json()["choices"][0]
     assert (choice["text"], choice["stop_reason"]) == ("ab", "cde")
-    assert list(decode_requests(cluster)[1].request.resume.output_token_ids) == tokens(said(cut))
+    assert list(decode_requests(cluster)[1].output_token_ids) == tokens(said(cut))
 
 
 def likely(text, *values):
@@ -226,22 +229,22 @@ async def test_each_unfinished_sequence_goes_on_in_calls_of_its_own(cluster):
     ends = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
     assert ends == {0: "length", 1: "length", 2: "stop"}
     assert last["usage"]["completion_tokens"] == 8 + 8 + 4
-    whole, *apart = decode_requests(cluster)
-    assert not whole.request.HasField("resume")
-    resumed = {request.request.resume.index: list(request.request.resume.output_token_ids) for request in apart}
+    whole, *apart = decode_calls(cluster)
+    assert not whole.request.is_resumed
+    resumed = {call.request.index: call.request.output_token_ids for call in apart}
     assert resumed == {0: tokens(said(4)), 1: tokens(said(2, 1))}
-    assert sorted(request.attempt.number for request in apart) == [1, 2]
-    assert len({request.source.transfer_id for request in apart}) == 2
+    assert sorted(call.sent.attempt for call in apart) == [1, 2]
+    assert len({call.sent.decode.source.transfer_id for call in apart}) == 2
 
 
 async def test_a_call_that_speaks_of_another_sequence_than_it_was_given_ends_neither(cluster):
     await cluster.start(prefill=0, decode=1)
 
     async def script(worker, call):
-        request = call.request.request
-        if not request.HasField("resume"):
+        request = call.request
+        if not request.is_resumed:
             events = play(ADMITTED, decode_outputs(0, "a"), decode_outputs(0, "b", index=1), Draining("leaving"))
-        elif request.resume.index == 0:
+        elif request.index == 0:
             events = play(ADMITTED, decode_outputs(1, "cd", "length", index=1), forever)
         else:
             events = play(ADMITTED, forever)
@@ -257,14 +260,14 @@ async def test_a_sequence_that_fails_for_good_ends_the_others_too(cluster):
     await cluster.start(prefill=0, decode=2)
 
     async def script(worker, call):
-        request = call.request.request
-        if not request.HasField("resume"):
+        request = call.request
+        if not request.is_resumed:
             events = play(ADMITTED, decode_outputs(0, "a"), decode_outputs(0, "b", index=1), WorkerLost("gone"))
-        elif request.resume.index == 0:
+        elif request.index == 0:
             events = play(ADMITTED, forever)
         else:
             events = play(ADMITTED, lambda *_: other_began.wait(), InternalError("broken"))
-        if request.HasField("resume") and request.resume.index == 0:
+        if request.is_resumed and request.index == 0:
             other_began.set()
         async for event in events(worker, call):
             yield event
@@ -285,7 +288,7 @@ async def test_a_prompt_that_kills_two_workers_in_mid_stream_is_refused_from_its
     await cluster.start(prefill=0, decode=3)
 
     def next_token(worker, call):
-        position = len(call.request.request.resume.output_token_ids)
+        position = len(call.request.output_token_ids)
         return decode_outputs(position, said(1, position))
 
     async def die(worker, call):
@@ -362,7 +365,7 @@ async def test_prefill_that_dies_after_the_first_token_is_not_asked_for_it_again
             worker.scripts = [play(PREFILL_ADMITTED, first(), WorkerLost("gone"))]
     decode_scripts(cluster, play(ADMITTED, forever))
     assert await cluster.text(max_tokens=6) == said(6)
-    assert list(decode_requests(cluster)[1].request.resume.output_token_ids) == [token("a")]
+    assert list(decode_requests(cluster)[1].output_token_ids) == [token("a")]
 
 
 async def test_openai_client_sees_one_stream_of_three_choices(cluster):

@@ -55,7 +55,7 @@ def trace() -> tuple[str, dict[str, str]]:
 
 
 async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0)
     cluster.of("decode").scripts = [play(ADMITTED, Evicted("gone"))]
     cluster.of("decode").step_s = 0.02
     trace_id, headers = trace()
@@ -71,7 +71,7 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
     assert request.parent_id == "ab" * 8
     assert {span.parent_id for span in spans if span is not request} == {request.span_id}
     assert sum(span.part == "route" for span in spans) == 2
-    sent = [call.request.request.trace_headers["traceparent"] for call in cluster.of("decode").calls]
+    sent = [call.request.trace_headers["traceparent"] for call in cluster.of("decode").calls]
     assert sent == [f"00-{trace_id}-{attempt.span_id}-01" for attempt in (first, second)]
     assert sum(v for name, v in request.attributes.items() if name.startswith("pdserve.phase.")) == pytest.approx(
         request.seconds, rel=0.03
@@ -87,7 +87,7 @@ async def test_a_repeated_attempt_has_a_span_of_its_own(cluster, collector):
 
 
 async def test_the_root_names_operation_model_and_parameters(cluster, collector):
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0)
     chat = {
         "messages": [{"role": "user", "content": "x"}],
         "max_completion_tokens": 2,
@@ -110,7 +110,7 @@ async def test_the_root_names_operation_model_and_parameters(cluster, collector)
 
 
 async def test_a_client_that_leaves(cluster, collector):
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0)
     cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a"), forever)
     trace_id, headers = trace()
     body = {"prompt": "x", "max_tokens": 9, "stream": True}
@@ -131,7 +131,7 @@ async def test_a_client_that_leaves(cluster, collector):
 
 
 async def test_a_deadline_is_named_where_it_cut_an_attempt_short(cluster, collector):
-    await cluster.start(prefill=0, request_timeout_s=1.0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0, request_timeout_s=1.0)
     cluster.of("decode").script = play(ADMITTED, forever)
     trace_id, headers = trace()
     response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
@@ -144,11 +144,11 @@ async def test_a_deadline_is_named_where_it_cut_an_attempt_short(cluster, collec
 
 
 async def test_what_ends_the_others_of_a_request_is_their_cause_too(cluster, collector):
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0)
     other_began = asyncio.Event()
 
     def choose(worker, call):
-        if len(call.request.request.prompt_token_ids) == 1:
+        if len(call.request.prompt_token_ids) == 1:
             return play(ADMITTED, lambda *_: other_began.set(), forever)(worker, call)
         return play(ADMITTED, lambda *_: other_began.wait(), InternalError("broken"))(worker, call)
 
@@ -165,7 +165,7 @@ async def test_what_ends_the_others_of_a_request_is_their_cause_too(cluster, col
 
 
 async def test_requests_that_are_refused(cluster, collector):
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0)
     trace_id, headers = trace()
     too_long = {"prompt": "x" * 5000, "max_tokens": 3}
     response = await cluster.http.post("/v1/completions", json=too_long, headers=headers)
@@ -200,7 +200,7 @@ async def test_requests_that_are_refused_over_grpc(cluster):
 
 
 async def test_a_leaving_router_ends_its_spans(cluster, collector):
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20, drain_s=0.1)
+    await cluster.start(prefill=0, drain_s=0.1)
     cluster.of("decode").script = play(ADMITTED, decode_outputs(0, "a"), forever)
     trace_id, headers = trace()
     body = {"prompt": "x", "max_tokens": 9, "stream": True}
@@ -215,7 +215,7 @@ async def test_a_leaving_router_ends_its_spans(cluster, collector):
 
 
 async def test_several_prompts_share_one_request(cluster, collector):
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start()
     trace_id, headers = trace()
     body = {"prompt": ["x", "yy", "zzz"], "max_tokens": 2}
     assert (await cluster.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
@@ -228,7 +228,7 @@ async def test_several_prompts_share_one_request(cluster, collector):
 
 
 async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector):
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start()
     text, named = inference_pb2.TextPrompt(text="x"), dict[str, Any](client_request_id="order 7")
     sampling = request_pb2.SamplingParams(max_tokens=2)
     first_turn = inference_pb2.GenerateRequest(text=text, sampling=sampling, **named)
@@ -255,12 +255,11 @@ async def test_a_request_has_the_name_that_its_client_gave_it(cluster, collector
         assert ids == ["order 7"] * num_requests, ask
     for role, count in (("prefill", 2), ("decode", 2)):
         calls = cluster.of(role).calls
-        sent = [call.seen[0].open if call.request is None else call.request.request for call in calls]
-        assert [request.client_request_id for request in sent] == ["order 7"] * count
+        assert [call.request.client_request_id for call in calls] == ["order 7"] * count
 
 
 async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(cluster, collector):
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start()
     bodies = {
         "/v1/completions": {"prompt": ["x", "y"], "max_tokens": 2},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
@@ -284,7 +283,7 @@ async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(
             (request,) = (span for span in spans if span.part == "request")
             assert request.attributes.get("pdserve.client_request.id") == (given or None), path
             assert request.attributes["pdserve.request.id"] == response.headers["x-request-id"]
-    sent = [call.request.request.client_request_id for role in ("prefill", "decode") for call in cluster.of(role).calls]
+    sent = [call.request.client_request_id for role in ("prefill", "decode") for call in cluster.of(role).calls]
     assert set(sent) == {name, ""}
     assert sent.count(name) * 2 == sent.count("")
 
@@ -312,12 +311,12 @@ async def test_a_name_in_a_header_is_short_and_one_line(cluster, given, told):
 
 
 async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start()
     trace_id, headers = trace()
     quiet = {"traceparent": headers["traceparent"][:-2] + "00"}
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=quiet)).status_code == 200
     for role in ("prefill", "decode"):
-        sent = cluster.of(role).calls[0].request.request.trace_headers["traceparent"]
+        sent = cluster.of(role).calls[0].request.trace_headers["traceparent"]
         assert sent.split("-")[1::2] == [trace_id, "00"]
     other, headers = trace()
     assert (await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
@@ -327,7 +326,7 @@ async def test_a_caller_that_does_not_sample_is_not_traced(cluster, collector):
 
 async def test_answers_and_errors_have_the_traces_id(cluster, collector):
     """`traceparent` names the request's own span, also where its trace is not sampled; what is refused before has none."""
-    await cluster.start(prefill=0, otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start(prefill=0)
     seen = set()
     for path, body in (
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
@@ -353,7 +352,7 @@ async def test_answers_and_errors_have_the_traces_id(cluster, collector):
 
 
 async def test_calls_have_the_traces_id_in_metadata(cluster, collector):
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20)
+    await cluster.start()
     trace_id, headers = trace()
     request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenPrompt(token_ids=[5, 6]))
     call = cluster.grpc.Generate(request, metadata=tuple(headers.items()))
@@ -384,7 +383,7 @@ async def test_a_router_that_traces_nothing_names_no_trace(cluster):
 
 async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
     """It neither chooses the trace nor whether that is sampled, and finds it by its own id."""
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20, trust_client_trace_headers=False)
+    await cluster.start(trust_client_trace_headers=False)
     for flags in ("01", "00"):
         trace_id, headers = trace()
         headers = {"traceparent": headers["traceparent"][:-2] + flags, "tracestate": "a=b"}
@@ -402,19 +401,19 @@ async def test_a_strangers_trace_is_linked_and_not_joined(cluster, collector):
         assert request.attributes["pdserve.client_trace.id"] == trace_id
         assert response.headers["traceparent"].split("-")[1] == ours
         for role in ("prefill", "decode"):
-            sent = cluster.of(role).calls[-1].request.request.trace_headers
+            sent = cluster.of(role).calls[-1].request.trace_headers
             _, sent_id, _, sent_flags = sent["traceparent"].split("-")
             assert (sent_id, int(sent_flags, 16) & SAMPLED) == (ours, SAMPLED)
             assert "tracestate" not in sent
 
 
-async def test_a_stranger_forces_no_span(cluster, collector):
-    never = {"otel_traces_sampler": "parentbased_always_off", "otel_bsp_schedule_delay_ms": 20}
-    await cluster.start(otlp=collector.url, trust_client_trace_headers=False, **never)
+async def test_a_stranger_forces_no_span(cluster, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    await cluster.start(trust_client_trace_headers=False)
     for _ in range(3):
         _, headers = trace()
         await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-    sent = cluster.of("decode").calls[-1].request.request.trace_headers["traceparent"]
+    sent = cluster.of("decode").calls[-1].request.trace_headers["traceparent"]
     assert not int(sent.split("-")[-1], 16) & SAMPLED
     await asyncio.sleep(0.2)
     assert collector.trace_ids() == set()
@@ -422,7 +421,7 @@ async def test_a_stranger_forces_no_span(cluster, collector):
 
 async def test_a_client_with_a_key_keeps_its_trace(cluster, collector):
     key = "a-key-of-a-client-that-is-known"
-    await cluster.start(otlp=collector.url, otel_bsp_schedule_delay_ms=20, api_keys=(key,))
+    await cluster.start(api_keys=(key,))
     trace_id, headers = trace()
     headers["authorization"] = f"Bearer {key}"
     response = await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
@@ -435,7 +434,7 @@ async def test_without_a_collector_a_strangers_trace_goes_no_further(cluster):
     await cluster.start(trust_client_trace_headers=False)
     trace_id, headers = trace()
     await cluster.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-    sent = cluster.of("decode").calls[-1].request.request.trace_headers["traceparent"]
+    sent = cluster.of("decode").calls[-1].request.trace_headers["traceparent"]
     assert trace_id not in sent
 
 
@@ -455,11 +454,13 @@ def test_whose_trace_headers_are_trusted(settings, trusts):
     assert RouterSettings(**settings).trusts_trace_headers() is trusts
 
 
-async def test_a_collector_that_is_not_there_fails_no_request(cluster):
+async def test_a_collector_that_is_not_there_fails_no_request(cluster, monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        address = f"grpc://127.0.0.1:{nobody.getsockname()[1]}"
-        await cluster.start(otlp=address, otel_bsp_schedule_delay_ms=20)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+        await cluster.start()
         for _ in range(5):
             assert len(await cluster.text()) == 5
         async with asyncio.timeout(HANG_S):

@@ -55,7 +55,7 @@ async def test_what_decode_reports_to_hold_is_prefilled_there(cluster):
     cluster.of("decode").tell_blocks(1, cleared=True, stored=b"".join(map(placement_hash, hashes)))
     await ask_until(cluster, LONG, lambda placement: placement["kind"] == "local")
     call = cluster.of("decode").calls[-1]
-    assert not call.request.HasField("source")
+    assert not call.sent.decode.HasField("source")
     assert call.request.attempt.local_prefill_tokens == 16
 
 
@@ -78,9 +78,9 @@ async def test_decode_says_no_and_prefill_does_it(cluster):
     decode.scripts = [play(ADMITTED, needs_prefill(64))]
     assert await cluster.text(prompt=LONG) == said(5)
     local, remote = decode.calls[-2:]
-    assert not local.request.HasField("source")
+    assert not local.sent.decode.HasField("source")
     assert local.request.attempt.local_prefill_tokens >= len(LONG)
-    assert remote.request.HasField("source")
+    assert remote.sent.decode.HasField("source")
     assert not remote.request.attempt.HasField("local_prefill_tokens")
     assert [it["kind"] for it in (await placements(cluster))[:2]] == ["remote", "local"]
     assert [it["hint"] for it in (await placements(cluster))[:2]] == ["remote", "any"]
@@ -120,7 +120,7 @@ async def test_a_blamed_worker_is_left_out_of_the_next_attempt(cluster):
     evict = play(ADMITTED, Evicted("no room"))
     for it in cluster.workers:
         if it.role == "decode":
-            it.script = lambda w, c: (evict if c.request.attempt.number == 0 else decode_well)(w, c)
+            it.script = lambda w, c: (evict if c.sent.attempt == 0 else decode_well)(w, c)
     assert await cluster.text() == said(5)
     second, first = await placements(cluster)
     assert (first["attempt"], second["attempt"]) == (0, 1)

@@ -28,7 +28,7 @@ def breaks_once(cluster, num_tokens=3):
 
     async def script(worker, call):
         asked.append(worker.sampler_version)
-        begun = len(call.request.request.resume.output_token_ids)
+        begun = len(call.request.output_token_ids)
         texts = (decode_outputs(position, said(1, position)) for position in range(begun, num_tokens))
         events = play(ADMITTED, *texts, Draining("leaving")) if len(asked) % 2 else None
         if events is None:
@@ -89,11 +89,3 @@ async def test_prefill_and_decode_of_two_samplers_are_counted(cluster):
     assert await counted(cluster) == 0
     assert (await cluster.complete(**SAMPLED)).status_code == 200
     assert await counted(cluster) == 1
-
-
-async def test_a_worker_that_sends_no_sampler_version_counts_as_sampler_1(cluster):
-    await fleet(cluster, 0)
-    await fleet(cluster, 1, role="prefill")
-    await cluster.start(prefill=0, decode=0)
-    assert (await cluster.complete(**SAMPLED)).status_code == 200
-    assert await counted(cluster) == 0

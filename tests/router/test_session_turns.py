@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.common.request.wire import prompt_logprobs_to_wire, request_from_wire
+from pdserve.common.request.wire import prompt_logprobs_to_wire
 from pdserve.v1 import decode_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs, tokens
-from tests.router.test_sessions import ask, error_of, turn
+from tests.router.test_sessions import ask, turn
 
 
 async def test_a_stop_string_ends_the_turn_and_not_the_session(cluster):
     async def until_told(worker, call):
         async for given in call.turns:
             yield ADMITTED
-            if request_from_wire(given, 4096).sampling_params.output_limit < 10:
+            if given.sampling_params.output_limit < 10:
                 yield decode_outputs(0, "xyz", "length")
                 continue
             yield decode_outputs(0, "abcdef")
@@ -43,27 +41,17 @@ async def test_a_stop_string_ends_the_turn_and_not_the_session(cluster):
     assert texts == ["ab", "xyz", "ab", "xyz"]
     assert [each[-1].stop_reason for each in answers] == ["cd", "", "cd", ""]
     # four tokens of each stopped turn stand, of eight that the worker has
-    sent = cluster.of("decode").session_requests
+    sent = cluster.of("decode").calls[0].seen
     assert [request.num_kept_output_tokens for request in sent] == [None, 4, None, 4]
     assert [each[-1].usage.prompt_tokens for each in answers] == [5, 5 + 4 + 4, 13 + 3 + 5, 21 + 4 + 1]
-    assert [(request.turn, list(request.indexes)) for request in ended] == [(0, [0]), (2, [0])]
+    assert [(each.turn, each.indexes) for each in ended] == [(0, [0]), (2, [0])]
     call.cancel()
-
-
-async def test_a_worker_of_protocol_version_3_takes_no_stop_strings_in_sessions(cluster):
-    await cluster.worker("decode", protocol_version=3).start()
-    await cluster.start(decode=0)
-    call = cluster.grpc.Session()
-    code, name, details = await error_of(call, turn(sampling={"stop": ["x"]}))
-    assert (code, name) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
-    assert "sampling.stop is not supported in a session of worker" in details
 
 
 async def test_log_probabilities_of_a_turns_prompt(cluster):
     async def with_logprobs(worker, call):
         sequence: list[int] = []
-        async for given in call.turns:
-            request = request_from_wire(given, 4096)
+        async for request in call.turns:
             yield ADMITTED
             first = max(1, len(sequence))
             sequence += request.prompt_token_ids

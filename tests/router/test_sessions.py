@@ -16,11 +16,12 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.attempts.worker_calls import SessionCall
 from pdserve.router.requests.session import StreamingSession
+from pdserve.router.workers.step_stream import StepStream
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router import candidates
 from tests.router.fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
 from tests.support.signed_channel import signed
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, eventually
 
 
 def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True, sampling=None, **fields):
@@ -76,9 +77,7 @@ async def test_turns_go_on_in_one_call_to_one_worker(cluster):
     assert len({turn[-1].request_id for turn in (first, second, third)}) == 1
     assert dict(await call.initial_metadata())["x-request-id"] == first[-1].request_id
     [session] = [call for worker in cluster.workers for call in worker.calls]
-    opened, *later = session.seen
-    assert list(opened.open.prompt_token_ids) == tokens("hello")
-    assert [list(turn.next.prompt_token_ids) for turn in later] == [tokens("more"), [5, 6, 7]]
+    assert [turn.prompt_token_ids for turn in session.seen] == [tokens("hello"), tokens("more"), [5, 6, 7]]
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
@@ -103,9 +102,10 @@ async def test_trace_and_sampling_are_those_of_each_turn(cluster):
     await ask(call, turn(sampling={"temperature": 0.5, "seed": 1}))
     await ask(call, turn(sampling={"temperature": 0.25}))
     [session] = cluster.of("decode").calls
-    opened, following = session.seen[0].open, session.seen[1].next
-    assert (opened.sampling.temperature, opened.sampling.seed, following.sampling.temperature) == (0.5, 1, 0.25)
-    assert following.sampling.HasField("seed")
+    opened, following = session.seen
+    first, second = opened.sampling_params, following.sampling_params
+    assert (first.temperature, first.seed, second.temperature) == (0.5, 1, 0.25)
+    assert second.seed is not None
     for headers in (opened.trace_headers, following.trace_headers):
         assert headers["traceparent"].split("-")[1] == parent.split("-")[1]
     call.cancel()
@@ -219,6 +219,7 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
         # it takes the connection, and says nothing
         worker = candidates.worker("d")
         worker.channel = signed(make_channel(f"127.0.0.1:{mute.getsockname()[1]}"), worker.key)
+        worker.bulk_stream = StepStream(worker.channel, "d")
         session = StreamingSession()
         request = GenerationRequest(
             request_id="r",
@@ -230,16 +231,12 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
             deadline=time.monotonic() + 30,
         )
         session.open(worker, SessionCall(worker, request))
-        writing = asyncio.create_task(session.call.open())
         connection, _ = await asyncio.to_thread(mute.accept)
-        assert not writing.done()
         worker.mark_lost("its watch stream broke")
         async with asyncio.timeout(HANG_S):
-            await writing
             with pytest.raises(WorkerLost, match="its watch stream broke"):
                 await session.next()
-            await session.closed()
-        assert not [task for task in asyncio.all_tasks() if "SessionCall" in repr(task.get_coro())]
+        await eventually(lambda: not [task for task in asyncio.all_tasks() if "step stream" in task.get_name()])
         connection.close()
         await worker.channel.channel.close()
 

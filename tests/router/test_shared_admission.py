@@ -33,6 +33,7 @@ from pdserve.router.responses.shared_response_store import SharedResponseStore, 
 from pdserve.router.service import run_router
 from pdserve.router.telemetry.metric_families import MetricFamilies, added, families_of
 from pdserve.router.tenants.client import Client
+from tests.support.settings_with import settings_with
 from tests.support.waiting import eventually
 
 COST = Cost(num_tokens=4, max_tokens=8)
@@ -45,7 +46,7 @@ def alice(**limits):
 async def linked(handlers=None):
     """(end of a process, end of its parent)."""
     here, there = socket.socketpair()
-    return await ProcessLink.open(here, {}), await ProcessLink.open(there, handlers or {})
+    return ProcessLink(here, {}), ProcessLink(there, handlers or {})
 
 
 class Process:
@@ -277,15 +278,15 @@ async def test_errors_arrive_as_they_were_raised():
     "frame",
     [
         b"\xff\xff\xff\xff",
-        b"\x01\x00\x00\x00\xc1",
-        b"\x06\x00\x00\x00\x94\x00\x01\xa1x\x01",
-        b"\x02\x00\x00\x00\x91\x00",
+        b"\x00\x00\x00\x01\xc1",
+        b"\x00\x00\x00\x06\x94\x00\x01\xa1x\x01",
+        b"\x00\x00\x00\x02\x91\x00",
     ],
 )
 async def test_what_cannot_be_read_ends_the_link_alone(frame, caplog):
     lost = []
     here, there = socket.socketpair()
-    link = await ProcessLink.open(here, {})
+    link = ProcessLink(here, {})
     link.on_lost = lambda: lost.append(True)
     with there:
         there.send(frame)
@@ -294,7 +295,7 @@ async def test_what_cannot_be_read_ends_the_link_alone(frame, caplog):
 
 
 async def test_stored_responses_are_those_of_the_parent():
-    settings = RouterSettings(max_stored_response_bytes=4096)
+    settings = settings_with(RouterSettings, max_stored_response_bytes=4096)
     store = MemoryResponseStore(settings)
     links = [await linked(store_handlers(store)) for _ in range(2)]
     first, second = (SharedResponseStore(here, settings) for here, _ in links)

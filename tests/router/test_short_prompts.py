@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.router.requests import preparation
 from pdserve.router.requests.preparation import SHORT_CHARS, ClientRequest, Preparation
+from pdserve.text import prompt_preparer
 from pdserve.text.prompt import ChatInput, TextInput, encode_prompt
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.support.waiting import eventually
@@ -31,7 +31,7 @@ def prepared(model_folder, monkeypatch):
         threads.append(threading.current_thread())
         return encode_prompt(*args, **kwargs)
 
-    monkeypatch.setattr(preparation, "encode_prompt", encode_here)
+    monkeypatch.setattr(prompt_preparer, "encode_prompt", encode_here)
     made = Preparation(Tokenizer.from_folder(model_folder), DEVELOPMENT_KEY, 1 << 20)
     yield made, threads
     made.close()

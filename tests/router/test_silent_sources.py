@@ -135,7 +135,7 @@ async def test_the_cause_of_a_failed_transfer_is_not_put_off_by_a_late_result(cl
 
 async def test_only_silent_sources_end_the_request_with_the_transfers_error(cluster):
     async def computes(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
-        position = len(call.request.request.resume.output_token_ids)
+        position = len(call.request.output_token_ids)
         yield computed(call.request, outputs(position, said(1, position)))
         await forever(worker, call)
 

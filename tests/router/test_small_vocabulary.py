@@ -40,7 +40,7 @@ async def test_texts_over_http(small, path, body, field):
     assert error["param"] == field
     assert f"{field} {MESSAGE}" in error["message"]
     for worker in small.workers:
-        assert all(VOCAB_SIZE - 1 not in call.request.request.prompt_token_ids for call in worker.calls)
+        assert all(VOCAB_SIZE - 1 not in call.request.prompt_token_ids for call in worker.calls)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""All calls to a worker over one stream: what breaks it, and what a worker may say in it."""
+"""All calls to a worker over its step stream and its bulk stream: what breaks them, and what a worker may say in them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from pdserve.common.errors import Draining, WrongWorker
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import ServiceChannel
-from pdserve.common.request.step_wire import MAX_COMMANDS, StepEvent, StepTokens, step_outputs
+from pdserve.common.request.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, StepEvent, StepTokens, step_outputs
 from pdserve.router.attempts import worker_calls
+from pdserve.router.workers import announced_identity
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.step_stream import StepStream
 from pdserve.v1 import decode_pb2, inference_pb2, request_pb2, step_stream_pb2
@@ -63,37 +64,58 @@ async def test_all_requests_share_one_stream_per_worker(cluster):
     assert texts == [said(5)] * 12
     for each in streams:
         assert each.count("Open") == 1
-        assert not each.count("Prefill") + each.count("Generate")
 
 
-@pytest.mark.parametrize("why", ["setting", "version", "size", "logprobs of the prompt", "many logprobs"])
-async def test_calls_with_streams_of_their_own(cluster, monkeypatch, why):
+@pytest.fixture
+def used(monkeypatch):
+    """Which stream has had which kinds of call."""
+    kinds: dict[str, list[str | None]] = {"step": [], "bulk": []}
+    submit = StepStream.submit
+
+    def note(stream, submission, listener):
+        worker = listener._worker
+        kinds["bulk" if stream is worker.bulk_stream else "step"].append(submission.WhichOneof("call"))
+        return submit(stream, submission, listener)
+
+    monkeypatch.setattr(StepStream, "submit", note)
+    return kinds
+
+
+@pytest.mark.parametrize("why", ["size", "logprobs of the prompt", "many logprobs"])
+async def test_large_requests_and_answers_go_over_the_bulk_stream(cluster, monkeypatch, used, why):
     worker = cluster.worker("decode")
     worker.max_logprobs = 30
-    streams = watched(worker)
-    if why == "version":
-        worker.step_stream_version = 7
-    elif why == "size":
-        monkeypatch.setattr(worker_calls, "MAX_SUBMISSION_BYTES", 100)
+    if why == "size":
+        monkeypatch.setattr(worker_calls, "MAX_STEP_REQUEST_BYTES", 100)
     await worker.start()
-    settings = {"step_streams": False} if why == "setting" else {}
-    await cluster.start(prefill=0, decode=0, max_logprobs=30, **settings)
+    await cluster.start(prefill=0, decode=0, max_logprobs=30)
     # the worker here sends none, which only the call itself is to show
     large = {"logprobs of the prompt": {"prompt_logprobs": 1}, "many logprobs": {"logprobs": 21}}
     response = await cluster.complete(**large.get(why, {}))
     assert why in large or response.json()["choices"][0]["text"] == said(5)
-    # an answer without the log-probabilities that were asked for is the worker's fault: all attempts are made
-    num_attempts = 3 if why == "many logprobs" else 1
-    assert (streams.count("Open"), streams.count("Generate")) == (0, num_attempts)
+    # without the answer that it asked for, a request is tried again
+    assert (used["step"], set(used["bulk"])) == ([], {"decode"})
 
 
-async def test_log_probabilities_come_over_the_shared_stream(cluster):
+async def test_embeddings_go_over_the_bulk_stream_and_small_requests_do_not(cluster, used):
+    await cluster.start()
+    await cluster.complete(logprobs=20)
+    assert (await cluster.http.post("/v1/embeddings", json={"input": "hey"})).status_code == 200
+    assert (set(used["step"]), used["bulk"]) == ({"prefill", "decode"}, ["embed"])
+
+
+async def test_a_request_that_is_too_large_for_a_worker_ends_no_stream(cluster, monkeypatch):
+    monkeypatch.setattr(announced_identity, "LEAST_REQUEST_BYTES", 1)
     worker = cluster.worker("decode")
-    streams = watched(worker)
+    worker.max_request_bytes, worker.step_s = 700, 0.02
     await worker.start()
     await cluster.start(prefill=0, decode=0)
-    await cluster.complete(logprobs=20)
-    assert (streams.count("Open"), streams.count("Generate")) == (1, 0)
+    others = [asyncio.create_task(cluster.text()) for _ in range(3)]
+    await worker.called(3)
+    response = await cluster.complete(prompt="x" * 240, allowed_token_ids=list(range(250)))
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "peer_error")
+    assert await asyncio.gather(*others) == [said(5)] * 3
+    assert len(worker.calls) == 3
 
 
 async def test_a_broken_stream_ends_its_calls_which_go_on_elsewhere(cluster):
@@ -219,36 +241,55 @@ class Silent:
         self._cancelled.set()
 
 
+def small(request: bytes = b"x") -> step_stream_pb2.Submission:
+    return step_stream_pb2.Submission(request=request, decode=decode_pb2.Decode())
+
+
 async def test_commands_that_wait_leave_in_messages_that_a_worker_takes():
     channel, count = Silent(), 3 * MAX_COMMANDS
     stream = StepStream(cast(ServiceChannel, channel), "w")
-    calls = [stream.submit("decode_request", b"x" * 10, Listener()) for _ in range(count)]
+    calls = [stream.submit(small(), Listener()) for _ in range(count)]
     await eventually(lambda: sum(len(each.submissions) for each in channel.written) == count)
     channel.takes.clear()
     for call in calls:
         call.end_sequence(0)
         call.cancel()
         call.cancel()
-    late = stream.submit("decode_request", b"late", Listener())
-    dropped = stream.submit("decode_request", b"dropped", Listener())
+    late = stream.submit(small(b"late"), Listener())
+    dropped = stream.submit(small(b"dropped"), Listener())
     dropped.cancel()
     channel.takes.set()
     await eventually(lambda: sum(len(each.cancelled) for each in channel.written) == count)
     for each in channel.written:
-        assert max(map(len, (each.submissions, each.cancelled, each.ended_sequences))) <= MAX_COMMANDS
+        assert max(len(each.cancelled), len(each.ended_sequences)) <= MAX_COMMANDS
+        assert len(each.submissions) <= MAX_SUBMISSIONS
     assert sorted(key for each in channel.written for key in each.cancelled) == list(range(1, count + 1))
     assert [each.key for message in channel.written for each in message.ended_sequences] == list(range(1, count + 1))
     sent = [each for message in channel.written for each in message.submissions]
     assert [each.key for each in sent] == list(range(1, count + 2))
-    assert sent[-1].decode_request == b"late"
+    assert sent[-1].request == b"late"
     late.cancel()
+    stream.close()
+
+
+async def test_a_large_submission_travels_without_others_and_turns_follow_the_begin_of_their_session():
+    channel, large = Silent(), bytes(1 << 20)
+    stream = StepStream(cast(ServiceChannel, channel), "w")
+    session = stream.submit(small(), Listener())
+    session.send_turn(b"turn")
+    for request in (b"x", large, large, b"y"):
+        stream.submit(small(request), Listener())
+    await eventually(lambda: sum(len(each.submissions) for each in channel.written) == 5)
+    sizes = [[len(each.request) for each in message.submissions] for message in channel.written if message.submissions]
+    assert sizes == [[1, 1], [1 << 20], [1 << 20], [1]]
+    assert [turn.request for turn in channel.written[-1].turns] == [b"turn"]
     stream.close()
 
 
 async def test_a_call_that_cannot_be_ended_keeps_no_other_from_its_end(caplog):
     stream, others = StepStream(cast(ServiceChannel, Silent()), "w"), [Listener(), Listener()]
     for listener in (others[0], Broken(), others[1]):
-        stream.submit("decode_request", b"x", listener)
+        stream.submit(small(), listener)
     stream.close()
     stream.close()
     assert [len(other.ends) for other in others] == [1, 1]
@@ -260,7 +301,7 @@ async def test_a_stream_to_an_earlier_life_of_a_worker_ends_its_calls_which_it_n
     async with make_channel(worker.address) as channel:
         stream = StepStream(signed(channel, (worker.worker_id, worker.epoch - 1)), "w")
         listener = Listener()
-        stream.submit("decode_request", b"x", listener)
+        stream.submit(small(), listener)
         await asyncio.wait_for(listener.ended_once.wait(), HANG_S)
         [failure] = listener.ends
         assert failure is not None

@@ -44,7 +44,7 @@ async def created(cluster: Any, given: Any = "hi", key: str = "", status: int = 
 
 def prompt(cluster: Any) -> list[int]:
     """The prompt that the worker got last."""
-    return list(cluster.of("decode").calls[-1].request.request.prompt_token_ids)
+    return list(cluster.of("decode").calls[-1].request.prompt_token_ids)
 
 
 def says(text: str) -> Any:

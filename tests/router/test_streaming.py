@@ -148,7 +148,7 @@ async def test_a_prompt_that_fails_ends_the_others_though_nobody_reads(cluster):
     many = [decode_outputs(20_000 * i, token_ids=[control] * 20_000) for i in range(120)]
 
     def choose(worker, call):
-        events = many if len(call.request.request.prompt_token_ids) == 1 else []
+        events = many if len(call.request.prompt_token_ids) == 1 else []
         return play(ADMITTED, *events, forever)(worker, call)
 
     cluster.of("decode").script = choose
@@ -236,7 +236,7 @@ async def test_one_failing_prompt_fails_all(cluster):
     await cluster.start(prefill=0)
 
     def choose(worker, call):
-        if len(call.request.request.prompt_token_ids) == 2:
+        if len(call.request.prompt_token_ids) == 2:
             return play(InternalError("no"))(worker, call)
         return play(ADMITTED, forever)(worker, call)
 
@@ -276,16 +276,21 @@ def output(text, index=0, finish=None):
     return CompletionOutput(index=index, text=text, token_ids=[1] * len(text), finish_reason=finish)
 
 
+async def taken(stream):
+    await stream.until_ready()
+    return stream.take_now()
+
+
 async def test_what_waits_is_merged():
     stream = ClientStream(2, 1000)
     for text, index in (("a", 0), ("x", 1), ("b", 0)):
         stream.push(output(text, index))
-    assert [(o.index, o.text, o.token_ids) for o in await stream.take()] == [(0, "ab", [1, 1]), (1, "x", [1])]
+    assert [(o.index, o.text, o.token_ids) for o in await taken(stream)] == [(0, "ab", [1, 1]), (1, "x", [1])]
     stream.push(output("c", 0, "stop"))
     stream.end_run()
     stream.end_run()
-    assert [(o.text, o.finish_reason) for o in await stream.take()] == [("c", "stop")]
-    assert await stream.take() == []
+    assert [(o.text, o.finish_reason) for o in await taken(stream)] == [("c", "stop")]
+    assert await taken(stream) == []
 
 
 async def test_an_error_comes_after_what_was_pushed_and_the_first_counts():
@@ -294,11 +299,11 @@ async def test_an_error_comes_after_what_was_pushed_and_the_first_counts():
     stream.fail(Cancelled("one"))
     stream.fail(InternalError("two"))
     stream.push(output("late"))
-    assert [o.text for o in await stream.take()] == ["a"]
+    assert [o.text for o in await taken(stream)] == ["a"]
     with pytest.raises(Cancelled, match="one"):
-        await stream.take()
+        await taken(stream)
     with pytest.raises(Cancelled, match="one"):
-        await stream.take_all()
+        await taken(stream)
 
 
 async def test_unread_bytes_are_bounded():
@@ -330,7 +335,7 @@ async def test_the_largest_whole_answer_takes_bounded_memory():
             for token_id in range(20)
         }
 
-    stream = ClientStream(1, RouterSettings().max_answer_bytes, whole=True)
+    stream = ClientStream(1, RouterSettings().limits.max_answer_bytes, whole=True)
     positions = itertools.count()
 
     def push_without_end():
@@ -352,7 +357,7 @@ async def test_a_long_whole_answer_waits_as_few_outputs():
     for index in range(2):
         stream.push(output("", index=index, finish="stop"))
         stream.end_run()
-    assert [(o.text, o.finish_reason) for o in await stream.take_all()] == [("a" * 2500, "stop"), ("b" * 2500, "stop")]
+    assert [(o.text, o.finish_reason) for o in await taken(stream)] == [("a" * 2500, "stop"), ("b" * 2500, "stop")]
 
 
 async def test_prompt_logprobs_that_no_answer_could_hold_are_refused_before_they_are_computed(cluster):

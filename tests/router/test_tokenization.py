@@ -53,7 +53,7 @@ async def test_special_tokens_in_messages_are_text_where_the_router_says_so(clus
     for fields in ({}, {"add_special_tokens": True}):
         assert (await ask(cluster, "/tokenize", messages=messages, **fields))["tokens"] == whole
     await cluster.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
-    assert list(cluster.of("decode").calls[0].request.request.prompt_token_ids) == whole
+    assert list(cluster.of("decode").calls[0].request.prompt_token_ids) == whole
     assert (await ask(cluster, "/tokenize", prompt=SPECIAL[0]))["tokens"] == [EOS]
 
 
@@ -64,11 +64,11 @@ async def test_messages_go_through_the_chat_template(quick):
     assert cut["tokens"] == whole[:-1]
     # what a chat is computed from
     await quick.http.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1})
-    assert list(quick.of("decode").calls[0].request.request.prompt_token_ids) == whole
+    assert list(quick.of("decode").calls[0].request.prompt_token_ids) == whole
     await quick.http.post(
         "/v1/chat/completions", json={"messages": [USER], "max_tokens": 1, "add_generation_prompt": False}
     )
-    assert list(quick.of("decode").calls[1].request.request.prompt_token_ids) == whole[:-1]
+    assert list(quick.of("decode").calls[1].request.prompt_token_ids) == whole[:-1]
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -99,7 +99,7 @@ async def test_messages_have_the_tokens_of_the_chat_with_the_same_fields(cluster
     body = {"messages": [USER], **fields}
     response = await cluster.http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
     assert response.status_code == 200, response.text
-    ids = list(cluster.of("decode").calls[0].request.request.prompt_token_ids)
+    ids = list(cluster.of("decode").calls[0].request.prompt_token_ids)
     assert (await ask(cluster, "/tokenize", **body))["tokens"] == ids
     assert (tokens("f")[0] in ids) == bool(fields.get("tools"))
     mark = (fields.get("chat_template_kwargs") or {}).get("mark")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
 from pdserve.router.openai.response_writer import CompletionResponseWriter
@@ -16,7 +17,7 @@ from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningTags
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
-from pdserve.v1 import inference_pb2, request_pb2
+from pdserve.v1 import inference_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -117,36 +118,36 @@ async def long_worker(cluster: Any) -> None:
     await cluster.start(prefill=0, decode=0)
 
 
-async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> request_pb2.PreparedRequest:
-    """The request that the worker got for this body."""
+async def sent(cluster: Any, path: str = "chat/completions", **body: Any) -> Any:
+    """The `GenerationRequest` that the worker got for this body."""
     prompt = {"messages": MESSAGES} if path.startswith("chat") else {"prompt": "x"}
     response = await cluster.http.post(f"/v1/{path}", json={**prompt, "max_tokens": 2, **body})
     assert response.status_code == 200, response.text
-    return cluster.of("decode").calls[-1].request.request
+    return cluster.of("decode").calls[-1].request
 
 
 async def test_forms_reach_the_worker(cluster: Any) -> None:
     await cluster.start(prefill=0, decode=1)
     plain = await sent(cluster)
-    assert not plain.sampling.HasField("structured_outputs")
+    assert not plain.sampling_params.structured_outputs
     for none in ({"type": "text"}, None):
-        assert not (await sent(cluster, response_format=none)).sampling.HasField("structured_outputs")
+        assert not (await sent(cluster, response_format=none)).sampling_params.structured_outputs
     for path in ("chat/completions", "completions"):
         form = {"choice": ["a", "b"], "disable_any_whitespace": True}
-        given = (await sent(cluster, path, structured_outputs=form)).sampling.structured_outputs
-        assert given == request_pb2.StructuredOutputs(choice=["a", "b"], disable_any_whitespace=True)
-        given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling.structured_outputs
-        assert given == request_pb2.StructuredOutputs(json_object=True)
+        given = (await sent(cluster, path, structured_outputs=form)).sampling_params.structured_outputs
+        assert given == StructuredOutputsParams(choice=["a", "b"], disable_any_whitespace=True)
+        given = (await sent(cluster, path, response_format={"type": "json_object"})).sampling_params.structured_outputs
+        assert given == StructuredOutputsParams(json_object=True)
         compact = {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}}
-        given = (await sent(cluster, path, **compact)).sampling.structured_outputs
-        assert given == request_pb2.StructuredOutputs(json_object=True, disable_any_whitespace=True)
+        given = (await sent(cluster, path, **compact)).sampling_params.structured_outputs
+        assert given == StructuredOutputsParams(json_object=True, disable_any_whitespace=True)
         strict = await sent(cluster, path, response_format=schema(name="a", schema={"type": "null"}, strict=True))
-        assert json.loads(strict.sampling.structured_outputs.json) == {"type": "null"}
+        assert json.loads(strict.sampling_params.structured_outputs.json_schema) == {"type": "null"}
     call = inference_pb2.GenerateRequest(text=inference_pb2.TextPrompt(text="x"))
     call.sampling.structured_outputs.regex = "a+"
     async for _ in cluster.grpc.Generate(call):
         pass
-    assert cluster.of("decode").calls[-1].request.request.sampling.structured_outputs.regex == "a+"
+    assert cluster.of("decode").calls[-1].request.sampling_params.structured_outputs.regex == "a+"
 
 
 async def test_what_tools_come_to(cluster: Any) -> None:
@@ -156,21 +157,21 @@ async def test_what_tools_come_to(cluster: Any) -> None:
     assert list(silent.prompt_token_ids) == list(plain.prompt_token_ids)
     free = await sent(cluster, tools=[SUM])
     assert len(free.prompt_token_ids) > len(plain.prompt_token_ids)
-    assert not free.sampling.HasField("structured_outputs")
+    assert not free.sampling_params.structured_outputs
     for choice, names, only_one in (("required", ["sum", "f"], False), (NAMED, ["sum"], True)):
         forced = await sent(cluster, tools=[SUM, tool("f")], tool_choice=choice)
         assert list(forced.prompt_token_ids) != list(free.prompt_token_ids)
-        calls = json.loads(forced.sampling.structured_outputs.structural_tag)["format"]
+        calls = json.loads(forced.sampling_params.structured_outputs.structural_tag)["format"]
         assert [tag["begin"].split('"')[3] for tag in calls["tags"]] == names
         assert calls["tags"][0]["content"]["json_schema"] == SUM["function"]["parameters"]
         assert (calls["at_least_one"], calls["stop_after_first"]) == (True, only_one)
-        assert not forced.sampling.structured_outputs.disable_any_whitespace
+        assert not forced.sampling_params.structured_outputs.disable_any_whitespace
         options: dict[str, Any] = {"structured_outputs": {"disable_any_whitespace": True}}
         body = {"tools": [SUM, tool("f")], "tool_choice": choice} | options
         compact = await sent(cluster, **body)
-        assert compact.sampling.structured_outputs.disable_any_whitespace
+        assert compact.sampling_params.structured_outputs.disable_any_whitespace
     single = await sent(cluster, tools=[SUM, tool("f")], tool_choice="required", parallel_tool_calls=False)
-    assert json.loads(single.sampling.structured_outputs.structural_tag)["format"]["stop_after_first"]
+    assert json.loads(single.sampling_params.structured_outputs.structural_tag)["format"]["stop_after_first"]
 
 
 SAID = 'Well.\n<tool_call>{"name": "sum", "arguments": {"a": [1]}}</tool_call>\n<tool_call>{"name": "f"}</tool_call>'

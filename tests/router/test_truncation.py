@@ -23,7 +23,7 @@ async def quick(cluster: Any) -> Any:
 
 def computed(cluster: Any, role: str = "decode") -> list[int]:
     """Tokens of the prompt that the worker got last."""
-    return list(cluster.of(role).calls[-1].request.request.prompt_token_ids)
+    return list(cluster.of(role).calls[-1].request.prompt_token_ids)
 
 
 KEPT: list[tuple[dict[str, Any], str]] = [
@@ -117,9 +117,9 @@ async def test_of_a_pair_the_longer_text_is_truncated_first(
     ):
         response = await cluster.http.post(path, json=texts | fields)
         assert response.json()["usage"]["prompt_tokens"] == len(expected), response.text
-        assert list(worker.calls[-1].request.request.prompt_token_ids) == expected
+        assert list(worker.calls[-1].request.prompt_token_ids) == expected
     await cluster.grpc.Score(inference_pb2.ScoreRequest(text_1=["abyz"], text_2=[LONG], **fields))
-    assert list(worker.calls[-1].request.request.prompt_token_ids) == expected
+    assert list(worker.calls[-1].request.prompt_token_ids) == expected
     for value, message in (
         (1, "truncate_prompt_tokens must be at least 2, not 1: a pair of texts has 0 special tokens"),
         (0, "truncate_prompt_tokens must be -1 or at least 1, not 0"),

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from pathlib import Path
-from typing import Any
 
 import grpc
 import msgspec
 import pytest
 
 from pdserve.common.errors import PeerError, WorkerLost
-from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
-from pdserve.v1 import worker_pb2
-from tests.router.fake_worker import ADMITTED, LAYOUT, Call, decode_outputs, forever, play, said
+from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, play, said
 from tests.support.waiting import HANG_S
 
-RECORDED = Path(__file__).parents[1] / "recorded_peers"
 WATCH = "/pdserve.v1.WorkerService/Watch"
 FORBIDDEN_WORDS = ("Traceback", "Exception deserializing")
 
@@ -134,33 +128,6 @@ async def test_a_worker_whose_clock_is_off_is_refused_with_both_times(cluster, c
     await cluster.live(decode=1)
 
 
-async def test_a_worker_of_version_1_is_refused_by_name(cluster, caplog):
-    caplog.set_level(logging.WARNING)
-    told = bytes.fromhex(json.loads((RECORDED / "version_1.json").read_text())["watch"]["worker_event"])
-
-    async def watch(request, context):
-        # as version 1 does: one request, and events without an end
-        assert worker_pb2.WatchRequest.FromString(request).protocol_version
-        yield told
-        await asyncio.Event().wait()
-
-    server = make_server()
-    handlers: Any = {"Watch": grpc.unary_stream_rpc_method_handler(watch)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdserve.v1.WorkerService", handlers),))
-    port = bind(server, "127.0.0.1", 0)
-    await server.start()
-    try:
-        cluster.worker("decode").port = port
-        await cluster.worker("decode").start()
-        await cluster.start(prefill=0, decode=0, wait=False)
-        await stands(cluster, live=1, refused=1)
-        assert await cluster.text() == said(5)
-    finally:
-        await server.stop(None)
-    [warning] = warnings(caplog, "is refused")
-    assert "speaks protocol version 1, which does not authenticate" in warning
-
-
 @pytest.mark.parametrize("garbles_first", [True, False])
 async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warning(cluster, caplog, garbles_first):
     caplog.set_level(logging.WARNING)
@@ -182,20 +149,15 @@ async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warn
     await cluster.live(decode=2)
 
 
-@pytest.mark.parametrize(
-    ("role", "method"),
-    [("prefill", "Prefill"), ("decode", "Generate"), ("prefill", "Embed"), ("prefill", "Open"), ("decode", "Open")],
-)
-async def test_a_call_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, role, method):
+@pytest.mark.parametrize(("role", "kind"), [("prefill", "prefill"), ("decode", "decode"), ("prefill", "embed")])
+async def test_a_stream_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, role, kind):
     caplog.set_level(logging.WARNING)
-    odd = cluster.worker(role, worker_id=f"odd-{role}-{method}")
-    if method != "Open":
-        odd.step_stream_version = 0
-    odd.interceptors.append(Garbler(method))
+    odd = cluster.worker(role, worker_id=f"odd-{role}-{kind}")
+    odd.interceptors.append(Garbler("Open"))
     await odd.start()
     await cluster.start(policy="round_robin")
     for _ in range(4):
-        if method == "Embed":
+        if kind == "embed":
             response = await cluster.http.post("/v1/embeddings", json={"input": "abc"})
             assert response.status_code == 200, response.text
         else:
@@ -243,7 +205,7 @@ async def test_a_call_that_reaches_another_life_is_tried_again_there_and_is_no_d
     worker = cluster.of("decode")
     worker.epoch += 1  # its server refuses what is meant for the epoch before
     with monkeypatch.context() as patched:
-        patched.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.3)
+        patched.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 0.3)
         assert (await cluster.complete(max_tokens=3)).status_code in (200, 503)
     assert not worker.calls
     await worker.kill()
@@ -258,7 +220,7 @@ async def test_a_worker_that_says_nothing_of_its_proof_is_given_up_and_tried_aga
     mute = cluster.worker("decode")
 
     async def watch(request_iterator, context):
-        await forever(mute, Call(None))
+        await asyncio.Event().wait()
         yield
 
     mute.Watch, honest = watch, mute.Watch

@@ -39,6 +39,7 @@ top_logprobs""",
 COMPLETION = frozenset(("prompt", "suffix"))
 """The fields of vLLM 0.32 by name; `prompt_embeds` is refused as unknown."""
 REFUSED: dict[str, Any] = {
+    "chat_template": "{{ messages[0].content }}",
     "ec_transfer_params": {"a": 1},
     "kv_transfer_params": {"do_remote_prefill": True},
     "logprob_token_ids": [3],
@@ -130,7 +131,7 @@ async def test_a_prompt_alone(quick: Any, stream: bool) -> None:
     assert by_index == [(0, "hi", "length"), (1, "hi", "length"), (2, "you", "length"), (3, "you", "length")]
     assert all(choice["token_ids"] == [] for choice in choices)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 0)
-    assert all(call.request.request.sampling.max_tokens == 1 for call in quick.of("decode").calls)
+    assert all(call.request.sampling_params.max_tokens == 1 for call in quick.of("decode").calls)
 
 
 async def test_no_output_needs_echo(quick: Any) -> None:

@@ -290,7 +290,7 @@ async def test_the_largest_embeddings_over_grpc(cluster, monkeypatch):
 async def _start_large(cluster, monkeypatch):
     """Workers whose vectors make the largest answer; what they say is made once, for they run here, too."""
     monkeypatch.setattr("tests.router.fake_worker.HIDDEN_SIZE", NUM_DIMENSIONS)
-    answer = prefill_pb2.PoolingResponse(values=[place / 7 for place in range(NUM_DIMENSIONS)], num_cached_tokens=2)
+    answer = prefill_pb2.PoolingResult(values=[place / 7 for place in range(NUM_DIMENSIONS)], num_cached_tokens=2)
 
     async def embed_largest(worker, call):
         yield answer

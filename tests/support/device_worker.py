@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from pdserve.cli.main import main
+from pdserve.engine.client import loaded_engine
 from pdserve.kv_transfer import make_connectors
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.connector_set import ConnectorSet
@@ -30,7 +31,7 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.nixl import nixl, nixl_peer
 from pdserve.kv_transfer.pull import peer_connections
 from pdserve.kv_transfer.pull.digest import matching
-from pdserve.worker.engine_host import make_inproc_host
+from pdserve.worker.transfers import worker_transfers
 from tests.support import pausing_worker
 from tests.support.late_executor import LateExecutor
 from tests.support.pausing_worker import Pauses, around
@@ -49,7 +50,7 @@ def install(folder: Path) -> None:
 
 
 def _late_steps_over_a_device() -> None:
-    serve, make = make_connectors.serve_pool, vars(make_inproc_host)["make_engine_core"]
+    serve, make = make_connectors.serve_pool, vars(loaded_engine)["make_engine_core"]
     served: list[DevicePool] = []
 
     def serve_pool(connectors: ConnectorSet, kv_cache: Tensor, ring_bytes: int, kernels: str) -> PoolMemory:
@@ -64,8 +65,8 @@ def _late_steps_over_a_device() -> None:
         return core
 
     replacements: list[tuple[Any, str, Any]] = [
-        (make_inproc_host, "serve_pool", serve_pool),
-        (make_inproc_host, "make_engine_core", make_engine_core),
+        (worker_transfers, "serve_pool", serve_pool),
+        (loaded_engine, "make_engine_core", make_engine_core),
         (make_connectors, "DevicePool", PretendedPool),
         (make_connectors, "device_digests", lambda *_: digest_on_device),
         (nixl, "pool_region", region_on_host),

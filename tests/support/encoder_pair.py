@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pdserve.common.net.service_channel import GENERATE
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.engine.request_verifier import RequestVerifier
-from pdserve.v1 import decode_pb2
 from pdserve.worker.worker import Worker
 from tests.support.waiting import HANG_S
-from tests.support.worker_pair import Pair
+from tests.support.worker_pair import Pair, decode_call
 
 
 def is_at_rest(worker: Worker) -> bool:
@@ -23,10 +20,8 @@ def is_at_rest(worker: Worker) -> bool:
 
 
 async def prefilled_at_decode(pair: Pair, request: GenerationRequest) -> list[int]:
-    """The answer without a prefill worker. Raises: AioRpcError."""
-    message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
-    message.attempt.prefill_here = True
-    call = pair.service(pair.d).unary_stream(GENERATE, message)
+    """The answer without a prefill worker. Raises: PdServeError."""
+    call = decode_call(pair, request, prefill_here=True)
     async with asyncio.timeout(HANG_S):
         return [token async for event in call for token in event.outputs.token_ids]
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.child_process import ChildProcess
-from pdserve.engine.clients.engine_core_proc import main
+from pdserve.common.ipc.child_process import ChildProcess
+from pdserve.engine.client.engine_process import run_engine_process
 from pdserve.engine.executor.executor import SingleDeviceExecutor
-from pdserve.worker.engine_host import host_process
+from pdserve.worker import engine_process
+from pdserve.worker.make_engine import ENGINE_PROGRAM
 from tests.support.forked_process import ForkedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,9 +21,9 @@ FATAL_TOKEN = 13
 BUG = "a bug in a kernel"
 
 
-def start_forked(descriptor: int) -> ChildProcess:
-    """In place of `engine_connection.start_program`."""
-    return _start(["-m", "pdserve.engine.clients.engine_core_proc", str(descriptor)], descriptor)
+def start_forked(descriptor: int, module: str) -> ChildProcess:
+    """In place of `process_client.start_program`."""
+    return _start(["-m", module, str(descriptor)], descriptor)
 
 
 def start_rank(descriptor: int, module: str) -> ChildProcess:
@@ -30,19 +31,9 @@ def start_rank(descriptor: int, module: str) -> ChildProcess:
     return _start(["-m", module, str(descriptor)], descriptor)
 
 
-def start_host(descriptor: int) -> ChildProcess:
-    """In place of `proc_host.start_program`."""
-    return _start(["-m", "pdserve.worker.engine_host.host_process", str(descriptor)], descriptor)
-
-
-def start_failing(descriptor: int) -> ChildProcess:
+def start_failing(descriptor: int, module: str) -> ChildProcess:
     """The same; the engine fails at `FATAL_TOKEN`."""
-    return _start(["-m", "tests.support.forked_engine", str(descriptor)], descriptor)
-
-
-def start_failing_host(descriptor: int) -> ChildProcess:
-    """The same in place of `proc_host.start_program`."""
-    return _start(["-m", "tests.support.forked_engine", "host", str(descriptor)], descriptor)
+    return _start(["-m", "tests.support.forked_engine", str(descriptor), module], descriptor)
 
 
 def _start(program: list[str], descriptor: int) -> ChildProcess:
@@ -64,7 +55,4 @@ def fail_at_fatal_token(execute: Any) -> Any:
 
 if __name__ == "__main__":
     SingleDeviceExecutor.execute_model = fail_at_fatal_token(SingleDeviceExecutor.execute_model)  # type: ignore[method-assign]
-    if sys.argv[1] == "host":
-        del sys.argv[1]
-        sys.exit(host_process.main())
-    sys.exit(main())
+    sys.exit(engine_process.main() if sys.argv[2] == ENGINE_PROGRAM else run_engine_process())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pdserve.engine.clients.inproc_client import InprocClient
-from pdserve.engine.clients.recorded_client import RecordedClient
+from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.engine_core import EngineCore
 from pdserve.llm import LLM, AsyncLLM, SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
@@ -32,7 +31,5 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 def core_of(llm: LLM | AsyncLLM) -> EngineCore:
     """The engine of one that has it in this process."""
     client = llm._client if isinstance(llm, AsyncLLM) else llm._engine and llm._engine.client
-    if isinstance(client, RecordedClient):
-        client = client.client
     assert isinstance(client, InprocClient)
     return client.core

@@ -6,10 +6,8 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener, ReadOrder
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.pull.block_reader import BlockReader, ReadSettings
@@ -117,20 +115,10 @@ class LocalConnector:
         """As `BlockConnector.grant`."""
         return self._require_started()[1].grants.open(token, parts)
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest = XXH3,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
+    def read(self, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`."""
         reads = self._require_started()[2]
-        return reads.read(lambda: _address(metadata), token, blocks, listener, digest, unused, parts)
+        return reads.read(lambda: _address(order.metadata), order, listener)
 
     def close(self) -> None:
         """As `BlockConnector.close`."""

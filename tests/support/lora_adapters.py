@@ -53,7 +53,7 @@ def make_adapter(
 
 def adapter_flags(folder: Path, base: Path, *names: str) -> list[str]:
     """Write an adapter of each name; returns flags of a worker with two slots that offers them."""
-    flags = ["--enable-lora", "--set", "max_loras=2", "--set", "max_lora_rank=8"]
+    flags = ["--enable-lora", "--max-loras=2", "--max-lora-rank=8"]
     for seed, name in enumerate(names, 1):
         flags += ["--lora-modules", f"{name}={make_adapter(folder / name, base, seed=seed, spread=0.3)}"]
     return flags

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -48,12 +50,21 @@ class ReceivedSpan:
 
 @dataclass
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """`url` is what `--otlp` takes."""
+    """Collects over gRPC."""
 
     url: str = ""
     num_exports: int = 0
     _spans: dict[str, list[ReceivedSpan]] = field(default_factory=dict)
     _came: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """OpenTelemetry's, by which a service sends its spans here, 20 ms after they ended."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.url,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+            "OTEL_BSP_SCHEDULE_DELAY": "20",
+        }
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
@@ -112,13 +123,14 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextmanager
 def otlp_receiver() -> Iterator[OtlpReceiver]:
-    """Listens on a free port of loopback while the block runs."""
+    """Listens on a free port of loopback while the block runs; services that are made meanwhile send their spans there."""
     receiver = OtlpReceiver()
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
-    receiver.url = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
-        yield receiver
+        with patch.dict(os.environ, receiver.variables):
+            yield receiver
     finally:
         server.stop(None).wait()

@@ -20,12 +20,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from pdserve.common.ipc.child_process import ChildProcess
 from pdserve.common.processes.child_environment import child_environment
 from pdserve.common.processes.child_life import end_with_parent
-from pdserve.engine.child_process import ChildProcess
+from pdserve.engine.client import process_client
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.structured_outputs import grammar_fork_server
-from pdserve.worker.engine_host import proc_host
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 
 ENGINE_PROCESS, RANK_1 = "engine-process", "worker-rank-1"
@@ -117,16 +117,16 @@ def prepare_children(begin: Callable[[], None] = lambda: None) -> None:
         return
 
     def run_engine() -> int:
-        from pdserve.worker.engine_host import host_process
+        from pdserve.worker import engine_process
 
-        return host_process.main()
+        return engine_process.main()
 
     def prepare_and_run() -> int:
         _prepare_engine(arguments, begin, ())
         return run_engine()
 
     engine = PreparedChild(ENGINE_PROCESS, prepare_and_run, unneeded)
-    proc_host.start_program = lambda descriptor: engine.start([str(descriptor)], descriptor)
+    process_client.start_program = lambda descriptor, module: engine.start([str(descriptor)], descriptor)
 
 
 def _prepare_engine(arguments: Sequence[str], begin: Callable[[], None], unneeded: Sequence[int]) -> None:

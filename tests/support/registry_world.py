@@ -27,10 +27,10 @@ from pdserve.router.workers.kv_event_subscription import FeedSource
 from pdserve.router.workers.redis_discovery import RedisDirectory, make_directory
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from pdserve.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from pdserve.worker.engine_host.engine_host import TransferCounts
 from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import RedisPublisher, make_publisher
+from pdserve.worker.transfers.transfer_messages import TransferCounts
 from pdserve.worker.worker_servicer import WorkerServicer
 from tests.support.redis_server import RedisServer
 from tests.support.reserved_port import reserved_port
@@ -86,6 +86,7 @@ class Worker:
             protocol_version=PROTOCOL_VERSION,
             role=role,
             address=f"{host}:{self.port}",
+            attach_address=f"{host}:{self.port}",
             layout=LAYOUT,
             tokenizer_fingerprint=TOKENIZER,
             max_model_len=64,

@@ -35,7 +35,7 @@ class IssuedFiles:
 
     def flags(self) -> tuple[str, ...]:
         """As flags of a service."""
-        return tuple(part for name, path in self.settings().items() for part in ("--set", f"{name}={path}"))
+        return tuple(f"--{name}={path}" for name, path in self.settings().items())
 
     def identity(self, server_name: str | None = None, own_host: str | None = None, **roles: Any) -> TlsIdentity:
         certificate, key, ca = (TlsFile(name, path) for name, path in self.settings().items())

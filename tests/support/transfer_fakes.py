@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
-from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer, SourceRef
 from pdserve.kv_transfer.control.source_transfer import (
     ExpectedTransfer,
@@ -105,18 +104,8 @@ class FakeConnector:
         grant = self.grants[token] = FakeGrant(self._fence_at_once)
         return grant
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> FakeRead:
-        read = FakeRead(token, list(blocks), listener, digest)
+    def read(self, order: ReadOrder, listener: ReadListener) -> FakeRead:
+        read = FakeRead(order.token, list(order.blocks), listener, order.digest)
         self.reads.append(read)
         return read
 

@@ -16,46 +16,46 @@ import msgspec
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import make_channel
-from pdserve.common.net.service_channel import GENERATE, PREFILL, ServiceChannel
+from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import without_pixels
-from pdserve.common.request.protocol_3 import request_to_version_3
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
+from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.prefill import service as prefill_service
-from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2
-from pdserve.worker.engine_host.host_transfers import HostTransfers
-from pdserve.worker.engine_host.inproc_host import InprocHost
-from pdserve.worker.engine_host.make_host import make_host
+from pdserve.v1 import decode_pb2, prefill_pb2
+from pdserve.worker.make_engine import make_engine
+from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 from pdserve.worker.worker import Worker
+from tests.support.settings_with import settings_with
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S, eventually
+from tests.support.worker_call import WorkerCall
 
 KEY = DeploymentKey(b"the key of this deployment")
 PROMPT = list(range(3, 43))
 BLOCK_SIZE = 16
 
 
-def host_of(worker: Worker) -> InprocHost:
+def door_of(worker: Worker) -> InprocClient:
     """The engine of a worker, in this process."""
-    assert isinstance(worker.host, InprocHost)
-    return worker.host
+    assert isinstance(worker.core, InprocClient)
+    return worker.core
 
 
-def transfers_of(worker: Worker) -> HostTransfers:
+def transfers_of(worker: Worker) -> WorkerTransfers:
     """The transfers of a worker, in this process."""
-    transfers = host_of(worker).kv_transfers
-    assert transfers is not None
+    transfers = door_of(worker).side.transfers
+    assert isinstance(transfers, WorkerTransfers)
     return transfers
 
 
 async def check_at_rest(worker: Worker) -> None:
     """The pool check, when the engine has removed what has ended: blocks of a transfer stay a while after its answer."""
-    scheduler, manager = host_of(worker).core.scheduler, transfers_of(worker).manager
+    scheduler, manager = door_of(worker).core.scheduler, transfers_of(worker).manager
     await eventually(
         lambda: not (scheduler.requests or scheduler.pool.num_in_use or manager.num_open), "the engine is idle"
     )
@@ -89,11 +89,11 @@ async def running_pair(
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
+        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
     ):
-        host = await make_host(settings, folder, key)
-        workers.append(Worker(settings, role, host, key, service.add_servicers))
+        engine = await make_engine(settings, folder, key)
+        workers.append(Worker(settings, role, engine, key, service.add_servicers))
     try:
         for worker in workers:
             await worker.start()
@@ -104,13 +104,6 @@ async def running_pair(
     finally:
         for worker in workers:
             await worker.stop()
-
-
-def prepared(
-    worker: Worker, prompt: list[int] | None = None, key: DeploymentKey = KEY, **changes: Any
-) -> request_pb2.PreparedRequest:
-    """`generation_request` as a router of protocol version 3 sends it."""
-    return request_to_version_3(generation_request(worker, prompt, key, **changes))
 
 
 def generation_request(
@@ -142,32 +135,43 @@ class PairAnswer:
     """Blocks that decode received."""
 
 
+def decode_call(pair: Pair, request: GenerationRequest, **fields: Any) -> WorkerCall:
+    """A call to the decode worker, which prefills the prompt. fields: those of `Decode`."""
+    return WorkerCall(pair.service(pair.d), "decode", request, **fields)
+
+
+def calls(
+    pair: Pair, at_p: GenerationRequest, at_d: GenerationRequest | None = None, transfer_id: bytes = b""
+) -> tuple[WorkerCall, WorkerCall]:
+    """The prefill call and the decode call of one attempt, as a router makes them. at_d: default: the same request."""
+    transfer_id = transfer_id or secrets.token_bytes(16)
+    p, d = pair.p.identity, pair.d.identity
+    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
+    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.attach_address, transfer_id=transfer_id)
+    prefill = WorkerCall(pair.service(pair.p), "prefill", at_p, transfer_id=transfer_id, receiver=receiver)
+    return prefill, decode_call(pair, at_p if at_d is None else at_d, source=source)
+
+
 async def ask(pair: Pair, prompt: list[int], **changes: Any) -> PairAnswer:
-    """A greedy request of 4 tokens, prefilled and decoded. changes: fields of `GenerationRequest`. Raises: AioRpcError."""
-    message = prepared(pair.p, prompt, **changes)
-    return await _answer(pair, {"request": message}, {"request": message})
+    """A greedy request of 4 tokens, prefilled and decoded. changes: fields of `GenerationRequest`. Raises: PdServeError."""
+    request = generation_request(pair.p, prompt, **changes)
+    return await _answer(pair, request, request)
 
 
 async def ask_with_images(pair: Pair, request: GenerationRequest) -> PairAnswer:
     """As `ask`; decode gets no pixels, as from a router."""
-    without = msgspec.structs.replace(request, mm_features=without_pixels(request.mm_features))
-    of_p, of_d = ({"generation_request": encode_request(each)} for each in (request, without))
-    return await _answer(pair, of_p, of_d)
-
-
-async def _answer(pair: Pair, of_p: dict[str, Any], of_d: dict[str, Any]) -> PairAnswer:
-    """of_p, of_d: fields of the calls' messages that hold the request."""
-    transfer_id = secrets.token_bytes(16)
-    p, d = pair.p.identity, pair.d.identity
-    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    prefill: Any = pair.service(pair.p).unary_stream(
-        PREFILL, prefill_pb2.PrefillRequest(**of_p, transfer_id=transfer_id, receiver=receiver)
+    return await _answer(
+        pair, request, msgspec.structs.replace(request, mm_features=without_pixels(request.mm_features))
     )
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
-    decode: Any = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(**of_d, source=source))
+
+
+async def _answer(pair: Pair, at_p: GenerationRequest, at_d: GenerationRequest) -> PairAnswer:
+    prefill, decode = calls(pair, at_p, at_d)
     first, rest, num_landed = list[int](), list[int](), 0
     try:
         async with asyncio.timeout(HANG_S):
+            admitted = await prefill.read()
+            assert admitted.HasField("admitted")
             async for event in decode:
                 num_landed += event.landed.num_blocks
                 rest += event.outputs.token_ids

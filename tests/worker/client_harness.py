@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
+from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.engine_host.inproc_host import InprocHost
+from tests.support.bare_engine import client_of
 from tests.support.engine_harness import Harness
 
 
@@ -15,15 +16,15 @@ class ClientHarness(Harness):
     """A harness whose engine runs in a thread."""
 
     client: EngineClient
-    host: InprocHost
+    door: InprocClient
 
 
 @asynccontextmanager
 async def with_client(harness: Harness) -> AsyncIterator[ClientHarness]:
     """Context in which the engine's thread runs."""
     made = cast(ClientHarness, harness)
-    made.host = InprocHost(made.core)
-    made.client = EngineClient(made.host)
-    made.host.start_thread()
+    made.door = client_of(made.core)
+    made.client = EngineClient(made.door)
+    made.door.start(warm_up=False)
     yield made
-    await made.host.close()
+    await made.client.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,17 @@ import grpc
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import InternalError
 from pdserve.common.net.rpc import bind, make_server
-from pdserve.common.request.engine_types import EngineCoreRequest, FinishReason
+from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DATA_PLANE, DEVELOPMENT_KEY
 from pdserve.common.security.role_guard import CallerRoles
+from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_client import ReceiverInfo
@@ -35,10 +38,9 @@ from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
 from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient, RequestStream
-from pdserve.worker.engine_host.inproc_host import InprocHost
-from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
+from tests.support.bare_engine import client_of
 from tests.support.engine_harness import KEY
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
 from tests.support.kv_layouts import make_layout
@@ -52,6 +54,39 @@ HASHER = BlockHasher(KEY, BLOCK_SIZE)
 ROOT = HASHER.root("fingerprint")
 DIGESTS = DigestRule("auto", lambda context: KEY.derive(DATA_PLANE, context), clear=True)
 _numbers = itertools.count()
+
+
+class NodeTransfers:
+    """The `EngineTransfers` of a `Node`, whose test begins and ends transfers itself."""
+
+    properties = state = None
+    utilities: Mapping[str, Callable[..., object]] = {}
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+
+    def bind(self, side: EngineSide) -> None:
+        pass
+
+    def begin(self, request: EngineCoreRequest, transfer: object) -> None:
+        raise InternalError("a node's transfers are begun by its test")
+
+    def released(self, request_id: str) -> None:
+        pass
+
+    def take_received(self, request_id: str) -> object:
+        return None
+
+    def outputs(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            self._node.adapter.on_output(output)
+
+    def send(self, message: OutOfEngine) -> None:
+        self._loop.call_soon_threadsafe(self._node.adapter.on_message, message)
+
+    async def close(self) -> None:
+        pass
 
 
 class Node:
@@ -85,21 +120,21 @@ class Node:
         else:
             self.connectors.serve(self.device_pool, self._with_ring)
         pool = self.device_pool or host_pool(self.cache)
-        outbox = EngineOutbox()
+        outbox = NodeTransfers(self)
         attention = [HashAttention(self.cache)]
         self.core = make_engine_core(
             self.config, self.model, [self.cache], HASHER, VOCAB_SIZE, outbox, attention=attention
         )
         if late:
             self.core.executor = LateExecutor(self.core.executor, self.cache, self.device_pool)
-        self.host = InprocHost(self.core)
-        self.engine = EngineClient(self.host)
+        self.door = client_of(self.core, outbox)
+        self.engine = EngineClient(self.door)
         self.peer = PeerId(name, secrets.randbits(64))
         receiving = ReceiverInfo(
             self.peer, LAYOUT, self.connectors.names, lambda: self.engine.tick, HANG_S, grace_s, DIGESTS
         )
         self.peers = PeerChannels(CallSigner(DEVELOPMENT_KEY))
-        self.adapter = KvTransferManager(self.host, outbox, self.connectors, pool, self.peers, receiving)
+        self.adapter = KvTransferManager(self.door.side, self.connectors, pool, self.peers, receiving)
         self.transfers = SourceTransfers(self.connectors, LeaseLimits(HANG_S, grace_s, 2 * HANG_S), self.adapter)
         self.server: grpc.aio.Server | None = make_server()
         servicer = AttachServicer(
@@ -121,7 +156,7 @@ class Node:
         return RingConnector(connector, self.device_pool, ring, host_pool(ring), HANG_S)
 
     async def start(self) -> None:
-        self.host.start_thread()
+        self.door.start(warm_up=False)
         assert self.server is not None
         await self.server.start()
 
@@ -131,7 +166,7 @@ class Node:
         self.adapter.close()
         await self.peers.close()
         await asyncio.to_thread(self.connectors.close)
-        await self.host.close()
+        await self.engine.close()
         self.core.scheduler.check(idle=self.must_be_idle)
 
     async def idle(self) -> None:

@@ -7,7 +7,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
@@ -24,14 +26,16 @@ from pdserve.common.request.engine_types import (
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.trace_headers import TRACEPARENT
-from pdserve.common.telemetry.tracing import Tracing, make_sampler
+from pdserve.common.telemetry.tracing import Tracing
 from pdserve.common.timeline import to_unix_ns
+from pdserve.engine.client.messages import AbortedRequest
 from pdserve.engine.request import Request
-from pdserve.worker.engine_host.engine_host import AbortedRequest, ReceivedBlocks, RequestEnd
+from pdserve.worker.engine_client import RequestEnd
 from pdserve.worker.step_totals import StepTotals
 from pdserve.worker.telemetry.call_spans import trace_call
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
+from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
 from tests.support.kv_layouts import make_layout
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -62,9 +66,10 @@ def make_record(
         arrival_time=10.0,
         remote_prefill=remote,
         client_request_id="order 7",
+        trace_headers={TRACEPARENT: PARENT},
     )
     closed: list[CallStats] = []
-    record = CallStats(call, request, {TRACEPARENT: PARENT}, closed.append)
+    record = CallStats(call, request, closed.append)
     if call == "decode" and remote:
         record.transfer = RECEIVED
     return record, closed
@@ -230,12 +235,12 @@ def test_metrics_count_what_the_records_say() -> None:
 
 def test_spans_say_what_the_records_say() -> None:
     exporter = InMemorySpanExporter()
-    tracing = Tracing({}, make_sampler("parentbased_always_on", 1.0), SimpleSpanProcessor(exporter))
+    tracing = Tracing(Resource({}), SimpleSpanProcessor(exporter))
     good, computed, bad = closed_records()
     good.preempted_at = [14.5]
     for record in (good, computed, bad):
         trace_call(tracing, record, "worker-1", 64)
-    bad.trace_headers = {TRACEPARENT: PARENT[:-2] + "00"}
+    bad.request = msgspec.structs.replace(bad.request, trace_headers={TRACEPARENT: PARENT[:-2] + "00"})
     trace_call(tracing, bad, "worker-1", 64)
     spans: Any = exporter.get_finished_spans()
     names = [span.name for span in spans]
@@ -267,7 +272,7 @@ def test_an_embedding_ends_with_its_prompt() -> None:
         request_id="r.0.0", prompt_token_ids=[1] * 9, pooling_params=PoolingParams(), arrival_time=10.0
     )
     closed: list[CallStats] = []
-    record = CallStats("prefill", request, {TRACEPARENT: PARENT}, closed.append)
+    record = CallStats("prefill", request, closed.append)
     with record:
         moments = {"scheduled": 10.5, "finished": 12.0}
         record.take(

@@ -9,30 +9,27 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc.aio
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import Draining
-from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
-from pdserve.common.net.service_channel import GENERATE, PREFILL
+from pdserve.common.net.rpc import make_channel
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.protocol_3 import request_to_version_3
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode import service as decode_service
-from pdserve.engine.runner.loaded_model import load_model
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
+from tests.support.settings_with import settings_with
 from tests.support.signed_channel import signed
 from tests.support.waiting import HANG_S
-from tests.support.worker_pair import host_of, transfers_of
+from tests.support.worker_call import WorkerCall
+from tests.support.worker_pair import door_of, transfers_of
 
 PROMPT = list(range(40))
 
@@ -53,12 +50,11 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
     }
     workers = []
     for settings, role, service in (
-        (PrefillSettings(**fields), WorkerRole.PREFILL, prefill_service),
-        (DecodeSettings(**fields), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_service),
+        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_service),
     ):
-        model = load_model(tiny_checkpoints("llama"), settings, None)
-        host = make_inproc_host(settings, model, make_connectors(settings), DEVELOPMENT_KEY)
-        workers.append(Worker(settings, role, host, DEVELOPMENT_KEY, service.add_servicers))
+        engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
+        workers.append(Worker(settings, role, engine, DEVELOPMENT_KEY, service.add_servicers))
     try:
         for worker in workers:
             await worker.start()
@@ -68,11 +64,11 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
             await worker.stop()
 
 
-def prepared(layout: Any) -> Any:
+def asked(layout: Any) -> GenerationRequest:
     hasher = BlockHasher(DEVELOPMENT_KEY, layout.block_size)
     root = hasher.root(layout.model_fingerprint)
     hashes = hasher.extend(root, PROMPT)
-    request = GenerationRequest(
+    return GenerationRequest(
         request_id="r",
         prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=8),
@@ -80,27 +76,19 @@ def prepared(layout: Any) -> Any:
         request_digest=hasher.request_digest(root, hashes, PROMPT),
         deadline=asyncio.get_running_loop().time() + 2 * HANG_S,
     )
-    return request_to_version_3(request)
-
-
-async def end_of(call: grpc.aio.UnaryStreamCall[Any, Any]) -> str | None:
-    """The code that the other side ended the call with."""
-    await call.code()
-    metadata: dict[str, Any] = dict(await call.trailing_metadata())
-    return metadata.get(ERROR_CODE_KEY)
 
 
 async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfer_id, message = secrets.token_bytes(16), prepared(two.p.identity.layout)
+    transfer_id, request = secrets.token_bytes(16), asked(two.p.identity.layout)
     go_on = threading.Event()
 
     def fail(*_: object) -> None:
         go_on.wait(HANG_S)
         raise ValueError("a bug in a kernel")
 
-    monkeypatch.setattr(host_of(two.p).core.executor, "execute_model", fail)
+    monkeypatch.setattr(door_of(two.p).core.executor, "execute_model", fail)
 
     async with (
         make_channel(two.p.identity.address) as p_channel,
@@ -109,16 +97,14 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
     ):
         to_p, to_d = signed(p_channel, two.p.identity.key), signed(d_channel, two.d.identity.key)
         receiver = prefill_pb2.Receiver(worker_id=two.d.identity.worker_id, epoch=two.d.identity.epoch)
-        prefill: Any = to_p.unary_stream(
-            PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=transfer_id, receiver=receiver)
-        )
+        prefill = WorkerCall(to_p, "prefill", request, transfer_id=transfer_id, receiver=receiver)
         source = decode_pb2.Source(
             worker_id=two.p.identity.worker_id,
             epoch=two.p.identity.epoch,
-            address=two.p.identity.address,
+            address=two.p.identity.attach_address,
             transfer_id=transfer_id,
         )
-        decode: Any = to_d.unary_stream(GENERATE, decode_pb2.DecodeRequest(request=message, source=source))
+        decode = WorkerCall(to_d, "decode", request, source=source)
         for call in (prefill, decode):
             assert (await call.read()).HasField("admitted")
         transfer = transfers_of(two.d).manager.transfer("r.0.0")
@@ -126,7 +112,7 @@ async def test_a_source_whose_engine_fails_is_a_failed_transfer_to_decode(
         while transfer.state is ReceiverState.ATTACHING:  # noqa: ASYNC110 - a transfer tells its engine alone
             await asyncio.sleep(0.005)
         go_on.set()
-        ends = await asyncio.gather(end_of(prefill), end_of(decode))
+        ends = await asyncio.gather(prefill.code(), decode.code())
     # a router that heard of a lost worker from decode would count decode as dead
     assert ends == ["worker_lost", "transfer_failed"]
 
@@ -135,15 +121,13 @@ async def test_a_lease_that_is_revoked_is_no_success(two: Two) -> None:
     async with make_channel(two.p.identity.address) as channel, asyncio.timeout(HANG_S):
         to_p = signed(channel, two.p.identity.key)
         receiver = prefill_pb2.Receiver(worker_id="nobody", epoch=1)
-        message = prepared(two.p.identity.layout)
-        call: Any = to_p.unary_stream(
-            PREFILL, prefill_pb2.PrefillRequest(request=message, transfer_id=secrets.token_bytes(16), receiver=receiver)
-        )
+        request = asked(two.p.identity.layout)
+        call = WorkerCall(to_p, "prefill", request, transfer_id=secrets.token_bytes(16), receiver=receiver)
         assert (await call.read()).HasField("admitted")
         assert (await call.read()).HasField("computed")
-        two.p.host.revoke_transfers(Draining("the source is draining"))
+        two.p.engine.revoke_transfers(Draining("the source is draining"))
         assert (await call.read()).ended.how == prefill_pb2.Ended.REVOKED
-        await call.code()
+        assert await call.code() is None
     counts = (
         'pdserve_calls_total{call="prefill",outcome="draining"} 1.0',
         'pdserve_kv_transfers_total{outcome="revoked",role="source"} 1.0',

@@ -41,7 +41,7 @@ async def test_i13_blocks_that_are_being_copied_are_nobody_elses(make_pair: Any)
     pair.leave(asked)
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
-    pair.d.host.call(lambda _: loop.call_soon_threadsafe(told.set))
+    pair.d.door.side.post(lambda _: loop.call_soon_threadsafe(told.set))
     await asyncio.wait_for(told.wait(), HANG_S)
     assert pair.d.core.scheduler.pool.num_in_use == 11, "blocks went back while a copy still writes them"
     go_on.set()
@@ -115,7 +115,7 @@ async def test_a_step_of_the_blocks_last_owner_overwrites_nothing_that_landed(ma
         core.step()
         core.abort_request("aborted")
 
-    pair.d.host.call(begin_and_abort)
+    pair.d.door.side.post(begin_and_abort)
     asked = pair.ask(PROMPT)
     assert await asyncio.wait_for(asked.answer(), HANG_S) == greedy_answer(PROMPT, 4)
     pair.leave(asked)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,13 +24,14 @@ from pdserve.common.errors import (
 )
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
 from pdserve.common.request.wire import outputs_to_wire
+from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
 from pdserve.engine.stats.iteration_stats import IterationStats
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.worker.engine_client import EngineClient, RequestStream
-from pdserve.worker.engine_host.inproc_host import InprocHost
 from pdserve.worker.request_reader import engine_request_id
+from tests.support.bare_engine import client_of
 from tests.support.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.hash_model import greedy_answer
 from tests.support.waiting import HANG_S, eventually
@@ -283,7 +285,8 @@ async def test_a_request_ends_at_its_deadline_though_its_reader_does_nothing(eng
     client.release(parked)
     for message in engine.outbox.take():
         if isinstance(message, ReceiveInto):
-            engine.host.apply(HoldReturned(message.request_id, message.hold))
+            returned = HoldReturned(message.request_id, message.hold)
+            engine.door.side.post(partial(EngineCore.apply, event=returned))
 
 
 async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: ClientHarness) -> None:
@@ -298,9 +301,9 @@ async def test_a_deadline_that_was_not_reached_leaves_nothing_behind(engine: Cli
 
 async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) -> None:  # noqa: F811
     harness = make_engine(max_num_batched_tokens=8, max_num_seqs=2)
-    host = InprocHost(harness.core)
-    client = EngineClient(host, max_waiting=3)
-    host.start_thread()
+    door = client_of(harness.core)
+    client = EngineClient(door, max_waiting=3)
+    door.start(warm_up=False)
     try:
         streams: list[RequestStream] = []
 
@@ -319,7 +322,7 @@ async def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) 
         assert await read(again) == greedy_answer(PROMPT, 3)
         client.release(again)
     finally:
-        await host.close()
+        await client.close()
 
 
 async def test_statistics_are_summed_and_reach_the_loggers(make_engine: MakeEngine) -> None:  # noqa: F811
@@ -335,9 +338,10 @@ async def test_statistics_are_summed_and_reach_the_loggers(make_engine: MakeEngi
 
     logger, ended = Logger(), list[int]()
     harness = make_engine(max_num_batched_tokens=8, collect_layer_times=True)
-    host = InprocHost(harness.core)
-    client = EngineClient(host, recorder=StatRecorder([logger]))  # type: ignore[list-item]
-    host.start_thread()
+    door = client_of(harness.core)
+    door.recorder = StatRecorder([logger])  # type: ignore[list-item]
+    client = EngineClient(door)
+    door.start(warm_up=False)
     stream = client.submit(harness.request(PROMPT))
     assert await read(stream) == greedy_answer(PROMPT, 4)
     client.release(stream)

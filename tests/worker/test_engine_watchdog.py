@@ -14,7 +14,8 @@ from tests.support.waiting import HANG_S
 
 HANGS = """
 import ctypes, sys, threading, time
-from pdserve.worker.engine_watchdog import EngineWatchdog, dump_stacks
+from pdserve.common.processes.stacks import dump_stacks
+from pdserve.worker.engine_watchdog import EngineWatchdog
 
 def hang_with_the_interpreters_lock():
     ctypes.PyDLL(None).sleep(86400)

@@ -65,11 +65,11 @@ async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(
     make_pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = await make_pair()
-    stats = pair.d.host.stats
+    stats = pair.d.door.side.stats
 
     def is_full() -> bool:
         # the engine's own numbers may still arrive, from its start
-        pair.d.host.stats = type(stats)(num_blocks_total=64, num_blocks_quarantined=7)
+        pair.d.door.side.stats = type(stats)(num_blocks_total=64, num_blocks_quarantined=7)
         return bool(pair.d.adapter.is_quarantine_full)
 
     assert not is_full(), "reads of an evicted request may be ending"
@@ -77,7 +77,7 @@ async def test_i13_a_worker_whose_pool_is_in_quarantine_takes_no_more(
     await eventually(is_full, "the quarantine counts as full")
     with pytest.raises(TransferFailed, match="7 blocks"):
         pair.ask(PROMPT)
-    pair.d.host.stats = stats
+    pair.d.door.side.stats = stats
     assert not pair.d.adapter.is_quarantine_full
     assert await asyncio.wait_for(pair.ask(PROMPT).answer(), HANG_S) == greedy_answer(PROMPT, 4)
 

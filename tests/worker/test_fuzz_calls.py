@@ -15,24 +15,18 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from google.protobuf.message import DecodeError, Message
 
 from pdserve.common.address.peer_address import verify_peer_address
-from pdserve.common.block_hash import DIGEST_BYTES, BlockHasher
-from pdserve.common.errors import PdServeError
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import InternalError, PdServeError, WorkerLost
 from pdserve.common.net.rpc import ERROR_CODE_KEY, bind, make_server
-from pdserve.common.net.service_channel import (
-    ATTACH,
-    EMBED,
-    END_SEQUENCES,
-    GENERATE,
-    MEET,
-    PREFILL,
-    SESSION,
-    STEP_STREAM,
-    Method,
-)
+from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.security.call_proof import CallSigner
@@ -41,20 +35,23 @@ from pdserve.common.security.peer_message import max_request_bytes
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.common.telemetry.logging_setup import is_news
 from pdserve.kv_transfer.control.attach_servicer import answer_parts
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2, worker_pb2
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import TICK_STILL_S, Worker
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.message_changes import MessageChanges, fields_named
 from tests.support.process_memory import in_use_bytes
+from tests.support.worker_call import Kind, WorkerCall, submission
 from tests.support.worker_pair import (
     BLOCK_SIZE,
     KEY,
     PROMPT,
     Pair,
+    ask,
     check_at_rest,
-    host_of,
-    prepared,
+    decode_call,
+    door_of,
+    generation_request,
     running_pair,
     transfers_of,
 )
@@ -113,6 +110,8 @@ class Ended(Exception):
         """A status of a handler that failed, or of a call that this side had to give up."""
         if self.words == WROTE_TOO_LATE:
             return False
+        if self.code == InternalError.code:
+            return True
         return self.status in BUGS or (self.status is grpc.StatusCode.DEADLINE_EXCEEDED and self.code is None)
 
 
@@ -133,9 +132,10 @@ class Hostile:
 
     # ---- messages
 
-    def request(self, worker: Worker, **changes: Any) -> request_pb2.PreparedRequest:
+    def request(self, worker: Worker, **changes: Any) -> GenerationRequest:
         """A good one, of a few that often meet each other in an engine."""
         length = self.draw.choice((1, 15, 16, 17, 40, 48))
+        prompt = PROMPT[:length] if length <= 40 else PROMPT + PROMPT[:8]
         fields: dict[str, Any] = {
             "request_id": self.draw.choice(("r", "r.0", "r0", secrets.token_hex(4), secrets.token_hex(4))),
             "sampling_params": self.draw.choice(SAMPLINGS),
@@ -143,21 +143,28 @@ class Hostile:
             "client_request_id": "mine",
             "tenant": b"t" * 16,
             "trace_headers": {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"},
-        }
-        message = prepared(worker, PROMPT[:length] if length <= 40 else PROMPT + PROMPT[:8], **(fields | changes))
-        if self.draw.random() < 0.2:
-            message.resume.index = self.draw.randrange(message.sampling.n)
-            message.resume.output_token_ids.extend([5] * self.draw.randrange(4))
-            self.sign_request(worker, message)
-        return message
-
-    def sign_request(self, worker: Worker, message: request_pb2.PreparedRequest) -> None:
-        """Make the digest that of what the message says, as far as it can be made."""
-        if len(message.hash_root) == DIGEST_BYTES and len(message.prompt_token_ids) < 1000:
+        } | changes
+        if self.draw.random() < 0.2 and "pooling_params" not in changes:
+            output = [5] * self.draw.randrange(4)
             hasher = BlockHasher(KEY, BLOCK_SIZE)
-            given = [*message.prompt_token_ids, *message.resume.output_token_ids]
-            hashes = hasher.extend(message.hash_root, given)
-            message.request_digest = hasher.request_digest(message.hash_root, hashes, given)
+            root = hasher.root(worker.identity.layout.model_fingerprint)
+            given = prompt + output
+            fields |= {
+                "index": self.draw.randrange(fields["sampling_params"].n), "n": 1, "output_token_ids": output,
+                "request_digest": hasher.request_digest(root, hasher.extend(root, given), given),
+            }  # fmt: skip
+        return generation_request(worker, prompt, **fields)
+
+    def encoded(self, request: GenerationRequest) -> bytes:
+        """The request, sometimes with a field changed or with other bytes."""
+        kind = self.draw.random()
+        if kind < 0.3:
+            known = msgspec.msgpack.decode(encode_request(request))
+            name = self.draw.choice(sorted(known))
+            known[name] = self.draw.choice((None, -1, 2**40, "", "x" * 300, b"", [], [5] * 300, {}, known[name], 0.5))
+            return msgspec.msgpack.encode(known)
+        raw = encode_request(request)
+        return self.fuzzer.bytes(raw) if kind < 0.45 else raw
 
     def changed(self, worker: Worker, message: Message) -> bytes:
         """The message changed by fields or bytes, cut off, or as it was. Nothing reaches a port at which others may listen."""
@@ -170,12 +177,6 @@ class Hostile:
         kind = self.draw.random()
         if kind < 0.65:
             message = self._changes.changed(message)
-            inner = next(
-                (getattr(message, name) for name in ("request", "open") if name in message.DESCRIPTOR.fields_by_name),
-                None,
-            )
-            if isinstance(inner, request_pb2.PreparedRequest) and self.draw.random() < 0.7:
-                self.sign_request(worker, inner)
         raw = message.SerializeToString()
         if 0.55 < kind < 0.8 and len(raw) < 1 << 16:
             raw = self.fuzzer.bytes(raw)
@@ -203,11 +204,10 @@ class Hostile:
 
         self.sent += [(method.path, _shown(raw)) for raw in raws]
         proof = await asyncio.to_thread(self._signer.metadata, method.path, worker.identity.key, raws[0])
-        streams_in, streams_out = method in (SESSION, ATTACH, STEP_STREAM), method not in (EMBED, END_SEQUENCES, MEET)
-        kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
+        kind = "unary_unary" if method is MEET else "stream_stream"
         make: Any = getattr(self.pair.channel(worker), kind)(method.path)
-        call = make(messages() if streams_in else raws[0], metadata=proof, timeout=CALL_S)
-        ended = await _end_of(method.path, call, streams_out)
+        call = make(raws[0] if method is MEET else messages(), metadata=proof, timeout=CALL_S)
+        ended = await _end_of(method, call)
         ended.sent = [_shown(raw) for raw in raws]
         return ended
 
@@ -215,32 +215,30 @@ class Hostile:
 
     async def one_call(self) -> list[Ended]:
         p, d = self.pair.p, self.pair.d
-        worker, method = self.draw.choice(
-            ((p, PREFILL), (p, EMBED), (p, MEET), (d, GENERATE), (d, END_SEQUENCES), (d, MEET))
-        )
-        return [await self.call(worker, method, await self.aside(worker, self._message(worker, method)))]
+        worker = self.draw.choice((p, d))
+        if self.draw.random() < 0.2:
+            meeting = worker_pb2.MeetRequest(worker_id="x", epoch=1, address=self.draw.choice(self._addresses[:4]))
+            return [await self.call(worker, MEET, await self.aside(worker, meeting))]
+        commands = step_stream_pb2.StepCommands(submissions=[self._submission(worker, 1)])
+        raw = await self.aside(worker, commands)
+        return [await self.call(worker, STEP_STREAM, raw, stays_s=self.draw.choice((0.0, 0.3)))]
 
-    def _message(self, worker: Worker, method: Method[Any, Any]) -> Message:
-        if method is MEET:
-            return worker_pb2.MeetRequest(worker_id="x", epoch=1, address=self.draw.choice(self._addresses[:4]))
-        if method is END_SEQUENCES:
-            return decode_pb2.EndSequencesRequest(request_id="r", attempt=0, indexes=[0, 1])
-        request = self.request(worker)
-        if method is EMBED:
-            request.pooling.dimensions = 2
-            return prefill_pb2.PoolingRequest(request=request)
-        if method is PREFILL:
-            return prefill_pb2.PrefillRequest(
-                request=request, transfer_id=secrets.token_bytes(16) if self.draw.random() < 0.5 else b"",
-                receiver=self._receiver(),
-            )  # fmt: skip
-        message = decode_pb2.DecodeRequest(request=request)
+    def _submission(self, worker: Worker, key: int) -> step_stream_pb2.Submission:
+        if worker is self.pair.p and self.draw.random() < 0.4:
+            fields = {"pooling_params": PoolingParams(dimensions=2), "sampling_params": SamplingParams()}
+            return submission("embed", self.encoded(self.request(worker, **fields)), key=key)
+        data = self.encoded(self.request(worker))
+        if worker is self.pair.p:
+            transfer_id = secrets.token_bytes(16) if self.draw.random() < 0.5 else b""
+            return submission("prefill", data, key=key, transfer_id=transfer_id, receiver=self._receiver())
+        source: dict[str, Any] = {}
         if self.draw.random() < 0.5:
-            peer = self.pair.p.identity
-            message.source.worker_id, message.source.epoch = peer.key
-            message.source.address = self.draw.choice(self._addresses)
-            message.source.transfer_id = secrets.token_bytes(16)
-        return message
+            worker_id, epoch = self.pair.p.identity.key
+            source["source"] = decode_pb2.Source(
+                worker_id=worker_id, epoch=epoch, address=self.draw.choice(self._addresses),
+                transfer_id=secrets.token_bytes(16),
+            )  # fmt: skip
+        return submission("decode", data, key=key, **source)
 
     async def aside(self, worker: Worker, message: Message) -> bytes:
         """The bytes in place of the message, made in a thread: this side's work is not the worker's."""
@@ -252,28 +250,26 @@ class Hostile:
 
     async def session(self) -> list[Ended]:
         d = self.pair.d
-        turns: list[Message] = [decode_pb2.DecodeTurn(open=self.request(d, sampling_params=SAMPLINGS[0]))]
+        first = self.encoded(self.request(d, sampling_params=SAMPLINGS[0]))
+        messages: list[Message] = [step_stream_pb2.StepCommands(submissions=[submission("session", first)])]
         for _ in range(self.draw.choice((0, 1, 2))):
-            sampling = request_pb2.SamplingParams(max_tokens=2, temperature=0.0)
-            turns.append(decode_pb2.DecodeTurn(next=decode_pb2.NextTurn(prompt_token_ids=[5, 6], sampling=sampling)))
-        return [await self.call(d, SESSION, *await self._some_changed(d, turns), stays_s=self.draw.choice((0.0, 0.3)))]
+            turn = self.request(d, sampling_params=SamplingParams(max_tokens=2, temperature=0.0))
+            messages.append(
+                step_stream_pb2.StepCommands(turns=[step_stream_pb2.Turn(key=1, request=self.encoded(turn))])
+            )
+        raws = await self._some_changed(d, messages)
+        return [await self.call(d, STEP_STREAM, *raws, stays_s=self.draw.choice((0.0, 0.3)))]
 
     async def steps(self) -> list[Ended]:
         """A router's stream with a few calls, of which some are changed, and what it says of them."""
-        worker, method = self.draw.choice(((self.pair.p, PREFILL), (self.pair.d, GENERATE)))
-        field = "prefill_request" if method is PREFILL else "decode_request"
+        worker = self.draw.choice((self.pair.p, self.pair.d))
         messages: list[Message] = []
         key = 0
         for _ in range(self.draw.choice((1, 2, 3))):
             commands = step_stream_pb2.StepCommands()
             for _ in range(self.draw.choice((0, 1, 2))):
-                call = self._message(worker, method)
-                if method is GENERATE:
-                    # an address in these bytes could be changed into one at which others listen
-                    call.ClearField("source")
-                raw = await self.aside(worker, call) if self.draw.random() < 0.5 else call.SerializeToString()
                 key += 1
-                commands.submissions.add(key=key, **{field: raw})
+                commands.submissions.append(self._submission(worker, key))
             if self.draw.random() < 0.4:
                 commands.cancelled.append(self.draw.randrange(4))
             if self.draw.random() < 0.02:
@@ -324,12 +320,13 @@ class Hostile:
         messages: list[Message] = [kv_source_pb2.AttachRequest(open=self._open(transfer_id, request.request_digest))]
         for _ in range(self.draw.randrange(6)):
             messages.append(self._word())
-        call = prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=self._receiver())
+        prefill = submission("prefill", request, transfer_id=transfer_id, receiver=self._receiver())
+        commands = step_stream_pb2.StepCommands(submissions=[prefill])
         stays_s = self.draw.choice((0.0, 0.1, 0.5))
         stream = self.call(p, ATTACH, *await self._some_changed(p, messages), stays_s=stays_s)
         calls = [stream]
         if self.draw.random() < 0.8:
-            calls.append(self.call(p, PREFILL, call.SerializeToString()))
+            calls.append(self.call(p, STEP_STREAM, commands.SerializeToString(), stays_s=0.5))
         if self.draw.random() < 0.2:
             calls.append(self.call(p, ATTACH, *await self._some_changed(p, messages), stays_s=stays_s))
         return list(await asyncio.gather(*calls))
@@ -363,21 +360,16 @@ class Hostile:
         """Both calls of a request, whose control stream goes through the relay."""
         p, d, transfer_id = self.pair.p, self.pair.d, secrets.token_bytes(16)
         request = self.request(p)
-        prefill: Message = prefill_pb2.PrefillRequest(
-            request=request, transfer_id=transfer_id, receiver=self._receiver()
-        )
         worker_id, epoch = p.identity.key
         source = decode_pb2.Source(worker_id=worker_id, epoch=epoch, address=self.relay, transfer_id=transfer_id)
-        decode: Message = decode_pb2.DecodeRequest(request=request, source=source)
-        calls: list[tuple[Worker, Any, bytes]] = [
-            (p, PREFILL, prefill.SerializeToString()),
-            (d, GENERATE, decode.SerializeToString()),
-        ]
-        if self.draw.random() < 0.2:
-            calls[0] = (p, PREFILL, await self.aside(p, prefill))
-        if self.draw.random() < 0.2:
-            calls[1] = (d, GENERATE, await self.aside(d, decode))
-        return list(await asyncio.gather(*(self.call(*call) for call in calls)))
+        of_p = submission("prefill", request, transfer_id=transfer_id, receiver=self._receiver())
+        of_d = submission("decode", request, source=source)
+        calls = []
+        for worker, one in ((p, of_p), (d, of_d)):
+            commands = step_stream_pb2.StepCommands(submissions=[one])
+            raw = await self.aside(worker, commands) if self.draw.random() < 0.2 else commands.SerializeToString()
+            calls.append(self.call(worker, STEP_STREAM, raw, stays_s=1.0))
+        return list(await asyncio.gather(*calls))
 
 
 class Relay:
@@ -450,17 +442,25 @@ def _is_possible(address: str) -> bool:
     return is_loopback(address)
 
 
-async def _end_of(path: str, call: Any, streams: bool) -> Ended:
+async def _end_of(method: Method[Any, Any], call: Any) -> Ended:
+    path = method.path
     try:
-        if streams:
-            async for _ in call:
-                pass
-        else:
+        if method is MEET:
             await call
+        else:
+            async for message in call:
+                if method is STEP_STREAM and (end := _bug_in(message)) is not None:
+                    return Ended(path, grpc.StatusCode.OK, end.code, end.message)
     except grpc.aio.AioRpcError as error:
         code = dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY)
         return Ended(path, error.code(), code, error.details() or "")
     return Ended(path, await call.code(), None, "")
+
+
+def _bug_in(message: bytes) -> step_stream_pb2.CallEnd | None:
+    """The end of a call in a worker's message that no call may have."""
+    ends = (event.end for event in step_stream_pb2.StepOutputs.FromString(message).events)
+    return next((end for end in ends if end.code == InternalError.code), None)
 
 
 class Oracle:
@@ -474,10 +474,10 @@ class Oracle:
 
     async def learn(self) -> None:
         """Record the workers' answers while nobody attacks them; then the processes of grammars are there, too."""
-        both: tuple[tuple[Worker, Any], ...] = ((self._pair.p, PREFILL), (self._pair.d, GENERATE))
-        for worker, method in both:
-            request = prepared(worker, sampling_params=SAMPLINGS[3], deadline=time.monotonic() + 600.0)
-            async for _ in self._pair.service(worker).unary_stream(method, method.request(request=request)):
+        kinds: tuple[tuple[Worker, Kind], ...] = ((self._pair.p, "prefill"), (self._pair.d, "decode"))
+        for worker, kind in kinds:
+            request = generation_request(worker, sampling_params=SAMPLINGS[3], deadline=time.monotonic() + 600.0)
+            async for _ in WorkerCall(self._pair.service(worker), kind, request):
                 pass
         self._right = await self._answers()
         assert all(len(tokens) == 4 for tokens in self._right), self._right
@@ -512,25 +512,22 @@ class Oracle:
                 while (  # noqa: ASYNC110 - five counters in two threads
                     worker.engine.num_streams
                     or worker.engine.num_sessions
-                    or host_of(worker).counts.num_open
-                    or host_of(worker).counts.num_expected
-                    or host_of(worker).core.scheduler.requests
+                    or worker.engine.transfer_counts.num_open
+                    or worker.engine.transfer_counts.num_expected
+                    or door_of(worker).core.scheduler.requests
                 ):
                     await asyncio.sleep(0.02)
         except TimeoutError:
             engine = worker.engine
-            left = engine.num_streams, engine.num_sessions, host_of(worker).counts
-            raise AssertionError(f"{worker.identity}: {left}, {host_of(worker).core.scheduler.requests}") from None
+            left = engine.num_streams, engine.num_sessions, worker.engine.transfer_counts
+            raise AssertionError(f"{worker.identity}: {left}, {door_of(worker).core.scheduler.requests}") from None
 
     async def _patient_answers(self) -> list[list[int]]:
         """A connection breaks where the machine gives this process nothing for seconds; that is no fault of a worker's."""
         while True:
             try:
                 return await self._answers()
-            except grpc.aio.AioRpcError as error:
-                has_code = dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY) is not None
-                if has_code or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
+            except WorkerLost:
                 await asyncio.sleep(0.5)
 
     async def _answers(self) -> list[list[int]]:
@@ -538,36 +535,11 @@ class Oracle:
         return [await self._local(), await self._transferred()]
 
     async def _local(self) -> list[int]:
-        d = self._pair.d
-        call = self._pair.service(d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=prepared(d)))
+        call = decode_call(self._pair, generation_request(self._pair.d))
         return [token async for event in call for token in event.outputs.token_ids]
 
     async def _transferred(self) -> list[int]:
-        p, d, transfer_id = self._pair.p, self._pair.d, secrets.token_bytes(16)
-        prompt = [token + 1 for token in PROMPT]
-        request = prepared(p, prompt)
-        worker_id, epoch = d.identity.key
-        receiver = prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
-        call = self._pair.service(p).unary_stream(
-            PREFILL, prefill_pb2.PrefillRequest(request=request, transfer_id=transfer_id, receiver=receiver)
-        )
-        worker_id, epoch = p.identity.key
-        source = decode_pb2.Source(
-            worker_id=worker_id, epoch=epoch, address=p.identity.address, transfer_id=transfer_id
-        )
-        message = decode_pb2.DecodeRequest(request=request, source=source)
-
-        async def prefill() -> list[int]:
-            return [
-                token async for event in call for first in event.computed.first_outputs for token in first.token_ids
-            ]
-
-        async def decode() -> list[int]:
-            call = self._pair.service(d).unary_stream(GENERATE, message)
-            return [token async for event in call for token in event.outputs.token_ids]
-
-        first, rest = await asyncio.gather(prefill(), decode())
-        return first + rest if len(rest) == 3 else rest
+        return (await ask(self._pair, [token + 1 for token in PROMPT])).token_ids
 
 
 @pytest.fixture

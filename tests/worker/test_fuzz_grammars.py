@@ -14,20 +14,20 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import psutil
 import pytest
 
-from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.common.net.service_channel import GENERATE
+from pdserve.common.errors import PdServeError
+from pdserve.common.request.params_wire import sampling_from_wire
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from pdserve.v1 import decode_pb2, request_pb2
+from pdserve.v1 import request_pb2
 from pdserve.worker.worker import Worker
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.random_forms import RandomForms
-from tests.support.worker_pair import Pair, host_of, prepared, running_pair
+from tests.support.worker_pair import Pair, decode_call, door_of, generation_request, running_pair
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
@@ -61,8 +61,8 @@ class Victim:
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         busy = Busy()
         while True:
-            request = prepared(self._pair.d, sampling_params=params, deadline=time.monotonic() + CALL_S)
-            call = self._pair.service(self._pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=request))
+            request = generation_request(self._pair.d, sampling_params=params, deadline=time.monotonic() + CALL_S)
+            call = decode_call(self._pair, request)
             token_ids: list[int] = []
             last = 0.0
             async for event in call:
@@ -144,8 +144,8 @@ class Steps:
 
     def __init__(self, worker: Worker) -> None:
         self.longest_s = 0.0
-        self._step = host_of(worker).core.step
-        host_of(worker).core.step = self._measured  # type: ignore[method-assign]
+        self._step = door_of(worker).core.step
+        door_of(worker).core.step = self._measured  # type: ignore[method-assign]
 
     def _measured(self) -> Any:
         began = time.thread_time()
@@ -174,14 +174,13 @@ async def ask(pair: Pair, form: dict[str, Any], fuzzer: Fuzzer, tokenizer: Token
     bias = {draw.randrange(3, 320): 100.0} if draw.random() < 0.5 else {}
     params = SamplingParams(
         temperature=1.0, seed=draw.randrange(1 << 32), n=draw.choice((1, 1, 2, 4)), logit_bias=bias,
-        max_tokens=draw.choice((1, 10, 60, 200)), ignore_eos=draw.random() < 0.1,
+        max_tokens=draw.choice((1, 10, 60, 200)), ignore_eos=draw.random() < 0.1, structured_outputs=form_of(form),
     )  # fmt: skip
-    request = prepared(
+    request = generation_request(
         pair.d, sampling_params=params, eos_token_ids=(EOS,) if draw.random() < 0.9 else (),
         deadline=time.monotonic() + CALL_S, tenant=draw.choice((b"", b"a", b"b")),
     )  # fmt: skip
-    request.sampling.structured_outputs.CopyFrom(request_pb2.StructuredOutputs(**form))
-    call = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=request), timeout=CALL_S)
+    call = decode_call(pair, request)
     leaves_after_s = draw.choice((None, None, None, 0.0, 0.05, 0.5))
     token_ids: dict[int, list[int]] = {}
     ended: set[int] = set()
@@ -193,13 +192,17 @@ async def ask(pair: Pair, form: dict[str, Any], fuzzer: Fuzzer, tokenizer: Token
                     ended.add(event.outputs.index)
     except TimeoutError:
         call.cancel()
-    except grpc.aio.AioRpcError as error:
-        code = dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY)
-        if code not in REFUSALS:
-            raise AssertionError(f"{fuzzer}: {form} ended with {error.code()} {code} {error.details()}") from error
+    except PdServeError as error:
+        if error.code not in REFUSALS:
+            raise AssertionError(f"{fuzzer}: {form} ended with {error.code} {error.message}") from error
     for index in ended:
         text = tokenizer.decode([token for token in token_ids[index] if token != EOS], skip_special_tokens=False)
         assert fits(form, text), (str(fuzzer), form, text)
+
+
+def form_of(form: dict[str, Any]) -> StructuredOutputsParams | None:
+    message = request_pb2.SamplingParams(structured_outputs=request_pb2.StructuredOutputs(**form))
+    return sampling_from_wire(message).structured_outputs
 
 
 def fits(form: dict[str, Any], text: str) -> bool:
@@ -265,6 +268,6 @@ async def look(victim: Victim, metronome: Metronome, caplog: pytest.LogCaptureFi
 
 async def idle(worker: Worker) -> None:
     async with asyncio.timeout(CALL_S):
-        while host_of(worker).core.scheduler.requests:  # noqa: ASYNC110 - the engine's thread tells nobody
+        while door_of(worker).core.scheduler.requests:  # noqa: ASYNC110 - the engine's thread tells nobody
             await asyncio.sleep(0.02)
-    host_of(worker).core.scheduler.check(idle=True)
+    door_of(worker).core.scheduler.check(idle=True)

@@ -6,25 +6,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import msgspec
 import pytest
 import pytest_asyncio
 from PIL import Image
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import PlaceholderRange, hashed_spans, images_extras
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.engine.client import process_client
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import PromptWithImages, with_images
-from pdserve.worker.engine_host import proc_host
-from pdserve.worker.engine_host.make_host import make_host
+from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
 from tests.support.encoder_pair import is_at_rest, prefilled_at_decode, values_of
-from tests.support.forked_engine import start_host
+from tests.support.forked_engine import start_forked
 from tests.support.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import eventually
@@ -66,7 +66,7 @@ def image_folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(image_folder: Path) -> AsyncIterator[Pair]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(proc_host, "start_program", start_host)
+        patched.setattr(process_client, "start_program", start_forked)
         async with running_pair(image_folder, KEY, **SETTINGS) as made:
             yield made
             await eventually(lambda: is_at_rest(made.p) and is_at_rest(made.d))
@@ -110,14 +110,14 @@ async def test_an_image_that_does_not_fit_is_refused_by_name(pair: Pair, image_f
     moved = msgspec.structs.replace(feature, mm_position=PlaceholderRange(1, feature.mm_position.length))
     cut = msgspec.structs.replace(feature, data=b"")
     for wrong, message in ((moved, r"mm_features\[0\]: prompt_token_ids has other tokens"), (cut, r"data has 0 bytes")):
-        with pytest.raises(grpc.aio.AioRpcError, match=message):
+        with pytest.raises(InvalidRequest, match=message):
             await prefilled_at_decode(pair, request_of(pair.d, PromptWithImages(prompt.token_ids, [wrong])))
 
 
 async def test_the_worker_checks_as_an_engine_in_its_process_does(pair: Pair, image_folder: Path) -> None:
-    host = await make_host(PrefillSettings(**SETTINGS | {"engine_process": False}), image_folder, KEY)
+    engine = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), image_folder, KEY)
     try:
-        assert values_of(pair.p.host.verifier) == values_of(host.verifier)
-        assert host.verifier.encoder is not None
+        assert values_of(pair.p.core.verifier) == values_of(engine.verifier)
+        assert engine.verifier.encoder is not None
     finally:
-        await host.close()
+        await engine.shutdown()

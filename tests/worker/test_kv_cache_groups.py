@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import TransferFailed
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
@@ -20,7 +20,7 @@ from tests.support.family_checkpoints import make_windowed_model
 from tests.support.forked_engine import start_rank
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
-from tests.support.worker_pair import BLOCK_SIZE, KEY, Pair, ask, check_at_rest, host_of, running_pair
+from tests.support.worker_pair import BLOCK_SIZE, KEY, Pair, ask, check_at_rest, door_of, running_pair
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 8, "max_num_batched_tokens": 32}
 """Memory for 128 tokens of all layers."""
@@ -73,7 +73,7 @@ async def test_i1_texts_and_longest_sequences_through_both_workers(make_pair: Ma
             answer = await ask(pair, prompt)
             oracle.check(prompt, answer.token_ids)
             assert answer.num_landed == num_sent(length)
-        assert host_of(pair.p).core.scheduler.kv.num_freed_behind_window > 10
+        assert door_of(pair.p).core.scheduler.kv.num_freed_behind_window > 10
         again = await ask(pair, prompt)  # decode has its full blocks
         oracle.check(prompt, again.token_ids)
         assert again.num_landed == num_sent(length, length // BLOCK_SIZE)
@@ -95,10 +95,10 @@ async def test_workers_with_and_without_groups_refuse_each_other_by_name(make_pa
     async with make_pair(**{without: {"disable_hybrid_kv_cache_manager": True}}) as pair:
         p, d = pair.p.identity.layout, pair.d.identity.layout
         assert [line.partition(":")[0] for line in p.differences(d)] == ["num_layers", "group_windows"]
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(TransferFailed) as caught:
             await ask(pair, prompt_of(40))
-        assert "KV layouts differ (source != receiver): num_layers: " in str(caught.value.details())
-        assert f"group_windows: {p.group_windows} != {d.group_windows}" in str(caught.value.details())
+        assert "KV layouts differ (source != receiver): num_layers: " in caught.value.message
+        assert f"group_windows: {p.group_windows} != {d.group_windows}" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ async def test_i1_blocks_of_every_group_come_back_from_host_memory(make_pair: Ma
         # what follows the last full block
         assert answer.num_landed == num_sent(250, 250 // BLOCK_SIZE)
         for worker in (pair.p, pair.d):
-            tier = host_of(worker).core.scheduler.pool.tier
+            tier = door_of(worker).core.scheduler.pool.tier
             assert tier is not None
             assert tier.num_loaded > 0
 
@@ -140,7 +140,7 @@ async def test_i1_a_draft_model_has_one_group_of_its_own(make_pair: MakePair, or
         answer = await ask(pair, prompt_of(60), sampling_params=params)
         oracle.check(prompt_of(60), answer.token_ids)
         assert len(answer.token_ids) == 24
-        stats = host_of(pair.d).core.scheduler.drafts.stats
+        stats = door_of(pair.d).core.scheduler.drafts.stats
         assert stats is not None
         assert stats.num_accepted_tokens > 0
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.common.request.engine_types import EngineCoreOutput
-from pdserve.worker.engine_host.engine_host import RequestEnd
+from pdserve.worker.engine_client import RequestEnd
 from tests.support.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
 from tests.support.waiting import HANG_S
 from tests.worker.client_harness import ClientHarness, with_client

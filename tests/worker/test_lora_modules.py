@@ -14,22 +14,23 @@ from pdserve.common.request.known_adapters import MAX_ADAPTERS, KnownAdapters, r
 from pdserve.worker.lora_modules import LoraModules
 
 
-class Host:
+class Engine:
     """An engine that takes any folder whose configuration is not `broken`."""
 
     def __init__(self) -> None:
         self.num_reads = 0
         self.removed: list[str] = []
 
-    async def add_lora(self, folder: str) -> str:
+    async def utility_async(self, name: str, folder: str) -> str | None:
+        if name == "remove_lora":
+            self.removed.append(Path(folder).name)
+            return None
+        assert name == "add_lora"
         self.num_reads += 1
         path = Path(folder) / "adapter_config.json"
         if not path.is_file() or path.read_text() == "broken":
             raise ConfigError(f"{path} is broken")
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-
-    async def remove_lora(self, folder: str) -> None:
-        self.removed.append(Path(folder).name)
 
 
 def write(folder: Path, config: str) -> Path:
@@ -45,10 +46,10 @@ class World:
     """Modules over a folder, and what they offered."""
 
     def __init__(self, folder: Path, **given: Path) -> None:
-        self.folder, self.host = folder, Host()
+        self.folder, self.engine = folder, Engine()
         self.offers: list[KnownAdapters] = []
         modules = {name: str(path) for name, path in given.items()}
-        self.modules = LoraModules(self.host, modules, str(folder), self.offers.append)  # type: ignore[arg-type]
+        self.modules = LoraModules(self.engine, modules, str(folder), self.offers.append)  # type: ignore[arg-type]
 
     @property
     def names(self) -> list[str]:
@@ -67,14 +68,14 @@ async def test_a_folder_is_read_once_when_it_has_been_still_for_a_look(watched: 
     write(watched / "sql", "one")
     await world.modules.follow()
     assert not world.names
-    assert not world.host.num_reads, "a copy may be under way"
+    assert not world.engine.num_reads, "a copy may be under way"
     write(watched / "sql", "two")
     await world.modules.follow()
-    assert not world.host.num_reads, "it has changed since the last look"
+    assert not world.engine.num_reads, "it has changed since the last look"
     for _ in range(3):
         await world.modules.follow()
     assert world.names == ["sql"]
-    assert (world.host.num_reads, len(world.offers)) == (1, 1)
+    assert (world.engine.num_reads, len(world.offers)) == (1, 1)
 
 
 async def test_new_content_is_offered_and_a_removed_folder_is_not(watched: Path) -> None:
@@ -89,7 +90,7 @@ async def test_new_content_is_offered_and_a_removed_folder_is_not(watched: Path)
     shutil.rmtree(watched / "sql")
     await world.modules.follow()
     assert world.names == []
-    assert world.host.removed == ["sql"]
+    assert world.engine.removed == ["sql"]
 
 
 async def test_a_broken_folder_is_logged_once_and_offered_when_it_is_whole(

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import secrets
+import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from pdserve.common.block_hash import BlockHasher, request_extras
-from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.common.net.service_channel import GENERATE, PREFILL
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, LoRARequest, SamplingParams
-from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.worker import Worker
 from tests.support.forked_engine import start_rank
 from tests.support.llm_requests import core_of
 from tests.support.lora_adapters import make_adapter
+from tests.support.worker_call import WorkerCall
 from tests.support.worker_pair import (
     BLOCK_SIZE,
     KEY,
     PROMPT,
     Pair,
+    calls,
     check_at_rest,
+    decode_call,
     generation_request,
     running_pair,
 )
@@ -69,27 +67,8 @@ def request_for(worker: Worker, name: str, **changes: Any) -> GenerationRequest:
     return generation_request(worker, **fields | changes)
 
 
-def calls(pair: Pair, at_p: GenerationRequest, at_d: GenerationRequest) -> tuple[Any, Any]:
-    """Both calls of an attempt."""
-    transfer_id, p, d = secrets.token_bytes(16), pair.p.identity, pair.d.identity
-    receiver = prefill_pb2.Receiver(worker_id=d.worker_id, epoch=d.epoch)
-    source = decode_pb2.Source(worker_id=p.worker_id, epoch=p.epoch, address=p.address, transfer_id=transfer_id)
-    prefill = pair.service(pair.p).unary_stream(
-        PREFILL,
-        prefill_pb2.PrefillRequest(generation_request=encode_request(at_p), transfer_id=transfer_id, receiver=receiver),
-    )
-    decode = pair.service(pair.d).unary_stream(
-        GENERATE, decode_pb2.DecodeRequest(generation_request=encode_request(at_d), source=source)
-    )
-    return prefill, decode
-
-
-async def code_of(call: Any) -> str:
-    """The code of the error that ends a call."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    return str(dict(caught.value.trailing_metadata() or ())[ERROR_CODE_KEY])
+async def events_of(call: WorkerCall) -> list[Any]:
+    return [event async for event in call]
 
 
 async def texts_of(pair: Pair, names: Iterable[str]) -> dict[str, list[int]]:
@@ -97,11 +76,9 @@ async def texts_of(pair: Pair, names: Iterable[str]) -> dict[str, list[int]]:
     texts = {}
     for name in names:
         request = request_for(pair.d, name)
-        prefill, decode = calls(pair, request, request)
-        [tokens] = [
-            list(event.computed.first_outputs[0].token_ids) async for event in prefill if event.computed.num_tokens
-        ]
-        events = [event async for event in decode]
+        prefill, decode = calls(pair, request)
+        of_p, events = await asyncio.gather(events_of(prefill), events_of(decode))
+        [tokens] = [list(event.computed.first_outputs[0].token_ids) for event in of_p if event.computed.num_tokens]
         assert [event.WhichOneof("event") for event in events[:2]] == ["admitted", "landed"]
         texts[name] = tokens + [token_id for event in events for token_id in event.outputs.token_ids]
     return texts
@@ -123,8 +100,9 @@ async def test_prefill_and_decode_answer_as_llm_does(pair: Pair, base: Path, ada
 async def test_a_worker_refuses_content_that_it_does_not_have_under_the_name(pair: Pair) -> None:
     assert pair.p.engine.known_adapters["mixed"] != pair.d.engine.known_adapters["mixed"]
     request = request_for(pair.p, "mixed")
-    prefill, decode = calls(pair, request, request)
-    assert await code_of(decode) == "adapter_unavailable"
+    prefill, decode = calls(pair, request)
+    assert (await prefill.read()).HasField("admitted")
+    assert await decode.code() == "adapter_unavailable"
     prefill.cancel()
 
 
@@ -133,7 +111,8 @@ async def test_each_workers_own_content_never_becomes_a_transfer(pair: Pair, cap
     at_p = request_for(pair.p, "mixed")
     at_d = request_for(pair.d, "mixed", request_id=at_p.request_id)
     prefill, decode = calls(pair, at_p, at_d)
-    assert await code_of(decode) == "transfer_failed"
+    assert (await prefill.read()).HasField("admitted")
+    assert await decode.code() == "transfer_failed"
     prefill.cancel()
     assert "the transfer is of another request: the digests differ" in caplog.text
 
@@ -142,9 +121,7 @@ async def test_a_digest_without_the_adapter_is_refused(pair: Pair) -> None:
     plain = generation_request(pair.p)
     for changes in ({"request_digest": plain.request_digest}, {"hash_root": plain.hash_root}):
         request = request_for(pair.p, "one", **changes)
-        message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
-        message.attempt.prefill_here = True
-        assert await code_of(pair.service(pair.d).unary_stream(GENERATE, message)) == "digest_mismatch"
+        assert await decode_call(pair, request, prefill_here=True).code() == "digest_mismatch"
 
 
 async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
@@ -157,10 +134,8 @@ async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
         params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
         for name in ("one", "gone"):  # equal content: the second text is compared with the first
             request = request_for(pair.d, name, sampling_params=params, cache_salt=name)
-            message = decode_pb2.DecodeRequest(generation_request=encode_request(request))
-            message.attempt.prefill_here = True
             tokens: list[int] = []
-            async for event in pair.service(pair.d).unary_stream(GENERATE, message):
+            async for event in decode_call(pair, request, prefill_here=True):
                 if event.outputs.token_ids and not tokens and name == "gone":
                     shutil.rmtree(tmp_path / "watched" / "gone")
                     await pair.d.lora_modules.follow()
@@ -170,7 +145,7 @@ async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
             texts[name] = tokens
         assert len(texts["gone"]) == 300
         assert texts["gone"] == texts["one"]
-        assert await code_of(pair.service(pair.d).unary_stream(GENERATE, message)) == "adapter_unavailable"
+        assert await decode_call(pair, request, prefill_here=True).code() == "adapter_unavailable"
         await check_at_rest(pair.d)
 
 

@@ -14,36 +14,27 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
+from pdserve.common.errors import InternalError
 from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.common.net.service_channel import (
-    ATTACH,
-    EMBED,
-    END_SEQUENCES,
-    GENERATE,
-    MEET,
-    PREFILL,
-    SESSION,
-    STEP_STREAM,
-    Method,
-)
+from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
 from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.wire import layout_to_wire
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.common.telemetry.logging_setup import is_news
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, step_stream_pb2, worker_pb2
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import Worker
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
-from tests.support.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, prepared, running_pair
+from tests.support.worker_call import Kind, submission
+from tests.support.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, running_pair
 from tests.support.wrong_fields import FEW, Wrong, one_of_each, wrong_messages, wrong_structs
 
 AT_A_TIME = 12
 WATCH: Method[Any, Any] = Method("/pdserve.v1.WorkerService/Watch", worker_pb2.WatchRequest, worker_pb2.WatchEvent)
-STREAMS_IN = (SESSION, ATTACH, STEP_STREAM, WATCH)
-ANSWERED_ONCE = (EMBED, END_SEQUENCES, MEET)
 MANY = 40_000
 """Entries of a list: more than any field has, and less than makes the message too large to be received."""
 WROTE_TOO_LATE = "Internal error from Core"
@@ -71,7 +62,7 @@ def source_of(pair: Pair) -> decode_pb2.Source:
     worker_id, epoch = pair.p.identity.key
     # nobody attaches there
     return decode_pb2.Source(
-        worker_id=worker_id, epoch=epoch, address=pair.p.identity.address, transfer_id=secrets.token_bytes(16)
+        worker_id=worker_id, epoch=epoch, address=pair.p.identity.attach_address, transfer_id=secrets.token_bytes(16)
     )
 
 
@@ -80,22 +71,21 @@ def receiver_of(pair: Pair) -> prefill_pb2.Receiver:
     return prefill_pb2.Receiver(worker_id=worker_id, epoch=epoch)
 
 
+def begun(*submissions: step_stream_pb2.Submission) -> step_stream_pb2.StepCommands:
+    return step_stream_pb2.StepCommands(submissions=submissions)
+
+
 Table = dict[str, tuple[Worker, Method[Any, Any], list[Message]]]
 
 
 def messages(pair: Pair) -> Table:
     """Name -> (worker, method, good messages of a call). The case is made of the last."""
     p, d = pair.p, pair.d
-    of_p, of_d = (prepared(worker, sampling_params=sampling()) for worker in (p, d))
-    pooled = prepared(p)
-    pooled.pooling.dimensions = 2
-    prefill = prefill_pb2.PrefillRequest(
-        request=of_p, attempt=request_pb2.Attempt(number=1), transfer_id=bytes(16), receiver=receiver_of(pair)
-    )
-    decode = decode_pb2.DecodeRequest(
-        request=of_d, attempt=request_pb2.Attempt(number=1, local_prefill_tokens=60), source=source_of(pair)
-    )
-    alone = prefill_pb2.PrefillRequest(generation_request=encode_request(generation_request(p))).SerializeToString()
+    of_p, of_d = (generation_request(worker, sampling_params=sampling()) for worker in (p, d))
+    pooled = generation_request(p, pooling_params=PoolingParams(dimensions=2), sampling_params=SamplingParams())
+    prefill = submission("prefill", of_p, attempt=1, transfer_id=bytes(16), receiver=receiver_of(pair))
+    decode = submission("decode", of_d, attempt=1, local_prefill_tokens=60, source=source_of(pair))
+    alone = submission("prefill", generation_request(p))
     opening = kv_source_pb2.AttachRequest(
         open=kv_source_pb2.Open(
             transfer_id=bytes(16), source_epoch=p.identity.epoch, receiver=receiver_of(pair), request_digest=bytes(16),
@@ -103,13 +93,12 @@ def messages(pair: Pair) -> Table:
         )
     )  # fmt: skip
     steps = step_stream_pb2.StepCommands(
-        submissions=[step_stream_pb2.Submission(key=1, prefill_request=alone)],
-        ended_sequences=[step_stream_pb2.EndedSequences(key=1, indexes=[0])], cancelled=[1],
+        submissions=[alone], ended_sequences=[step_stream_pb2.EndedSequences(key=1, indexes=[0], turn=0)],
+        cancelled=[1], turns=[step_stream_pb2.Turn(key=2, request=b"")],
     )  # fmt: skip
-    turn = decode_pb2.DecodeTurn(open=prepared(d))
-    following = decode_pb2.DecodeTurn(
-        next=decode_pb2.NextTurn(prompt_token_ids=[5], sampling=request_pb2.SamplingParams(max_tokens=1))
-    )
+    session = begun(submission("session", generation_request(d)))
+    turn = encode_request(generation_request(d, [5], sampling_params=SamplingParams(max_tokens=1)))
+    following = step_stream_pb2.StepCommands(turns=[step_stream_pb2.Turn(key=1, request=turn)])
     words: dict[str, kv_source_pb2.AttachRequest] = {
         "want": kv_source_pb2.AttachRequest(want=kv_source_pb2.Want(first_index=0, num_blocks=1)),
         "landed": kv_source_pb2.AttachRequest(landed=kv_source_pb2.BlocksLanded(num_blocks=1)),
@@ -117,12 +106,11 @@ def messages(pair: Pair) -> Table:
         "release": kv_source_pb2.AttachRequest(release=kv_source_pb2.Release()),
     }
     table: Table = {
-        "prefill": (p, PREFILL, [prefill]),
-        "embed": (p, EMBED, [prefill_pb2.PoolingRequest(request=pooled, attempt=request_pb2.Attempt())]),
-        "decode": (d, GENERATE, [decode]),
-        "session": (d, SESSION, [turn]),
-        "next turn": (d, SESSION, [turn, following]),
-        "end sequences": (d, END_SEQUENCES, [decode_pb2.EndSequencesRequest(request_id="r", indexes=[0])]),
+        "prefill": (p, STEP_STREAM, [begun(prefill)]),
+        "embed": (p, STEP_STREAM, [begun(submission("embed", pooled))]),
+        "decode": (d, STEP_STREAM, [begun(decode)]),
+        "session": (d, STEP_STREAM, [session]),
+        "next turn": (d, STEP_STREAM, [session, following]),
         "meet": (d, MEET, [worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")]),
         "steps": (p, STEP_STREAM, [steps]),
         "attach": (p, ATTACH, [opening]),
@@ -132,7 +120,7 @@ def messages(pair: Pair) -> Table:
 
 
 NAMES = [
-    "prefill", "embed", "decode", "session", "next turn", "end sequences", "meet", "steps", "attach", "watch",
+    "prefill", "embed", "decode", "session", "next turn", "meet", "steps", "attach", "watch",
     *(f"attach: {name}" for name in ("want", "landed", "alive", "release")),
 ]  # fmt: skip
 
@@ -141,7 +129,7 @@ async def test_every_method_and_message_is_in_the_table(pair: Pair) -> None:
     table = messages(pair)
     assert list(table) == NAMES
     said = {method.path for _, method, _ in table.values()}
-    services = (kv_source_pb2, prefill_pb2, decode_pb2, step_stream_pb2, worker_pb2)
+    services = (kv_source_pb2, step_stream_pb2, worker_pb2)
     offered = {
         f"/{service.full_name}/{method.name}"
         for module in services
@@ -164,18 +152,25 @@ async def call(pair: Pair, worker: Worker, method: Method[Any, Any], raws: list[
     first = raws[0] if raws else b""
     signer = CallSigner(KEY)
     metadata = None if method is WATCH else signer.metadata(method.path, worker.identity.key, first)
-    kind = f"{'stream' if method in STREAMS_IN else 'unary'}_{'unary' if method in ANSWERED_ONCE else 'stream'}"
+    kind = "unary_unary" if method is MEET else "stream_stream"
     make: Any = getattr(pair.channel(worker), kind)(method.path)
-    made = make(sent() if method in STREAMS_IN else first, metadata=metadata, timeout=HANG_S)
+    made = make(first if method is MEET else sent(), metadata=metadata, timeout=HANG_S)
     try:
-        if method in ANSWERED_ONCE:
+        if method is MEET:
             await made
         else:
-            async for _ in made:
-                pass
+            async for message in made:
+                if method is STEP_STREAM and (bugs := ends_with_a_bug(message)):
+                    return grpc.StatusCode.INTERNAL, bugs[0]
     except grpc.aio.AioRpcError as error:
         return error.code(), f"{dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY)}: {error.details()}"
     return await made.code(), ""
+
+
+def ends_with_a_bug(message: bytes) -> list[str]:
+    """Messages of the ends in a worker's message that no call may have."""
+    events = step_stream_pb2.StepOutputs.FromString(message).events
+    return [event.end.message for event in events if event.end.code == InternalError.code]
 
 
 Sent = tuple[Worker, Method[Any, Any], Wrong]
@@ -221,21 +216,16 @@ def wrong_calls(table: Table, name: str, many: int = MANY) -> Iterator[Sent]:
         yield worker, method, Wrong(case.name, [*prefix, *case.messages])
 
 
-ROLES: dict[str, tuple[Method[Any, Any], Any]] = {
-    "prefill": (PREFILL, prefill_pb2.PrefillRequest),
-    "decode": (GENERATE, decode_pb2.DecodeRequest),
-    "session": (SESSION, decode_pb2.DecodeTurn),
-}
+ROLES: tuple[Kind, ...] = ("prefill", "decode", "session")
 
 
-def wrong_requests(pair: Pair, role: str) -> Iterator[Sent]:
-    """Calls with a wrong struct, which travels since protocol version 4."""
+def wrong_requests(pair: Pair, role: Kind) -> Iterator[Sent]:
+    """Calls with a wrong struct."""
     worker = pair.p if role == "prefill" else pair.d
-    method, message = ROLES[role]
     good = encode_request(generation_request(worker, sampling_params=sampling()))
     for case in wrong_structs(good, GenerationRequest, "sampling_params"):
-        raw = message(generation_request=case.messages[0]).SerializeToString()
-        yield worker, method, Wrong(case.name, [raw])
+        raw = begun(submission(role, case.messages[0])).SerializeToString()
+        yield worker, STEP_STREAM, Wrong(case.name, [raw])
 
 
 @pytest.mark.slow
@@ -247,7 +237,7 @@ async def test_a_wrong_field_ends_that_call_alone(pair: Pair, caplog: pytest.Log
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_wrong_field_of_a_request_ends_that_call_alone(
-    pair: Pair, caplog: pytest.LogCaptureFixture, role: str
+    pair: Pair, caplog: pytest.LogCaptureFixture, role: Kind
 ) -> None:
     await attack(pair, caplog, wrong_requests(pair, role))
 

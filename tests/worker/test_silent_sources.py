@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
+from pdserve.engine.client import process_client
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.router.attempts import attempt
-from pdserve.worker.engine_host import proc_host, transfer_progress
+from pdserve.worker.transfers import transfer_progress
 from pdserve.worker.worker import Worker
 from tests.router.conftest import Cluster
-from tests.support.forked_engine import start_host
+from tests.support.forked_engine import start_forked
 from tests.support.waiting import HANG_S
 from tests.support.worker_pair import check_at_rest, running_pair
 
@@ -24,7 +25,7 @@ from tests.support.worker_pair import check_at_rest, running_pair
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_progress, "RECEIVING_EVERY_S", 0.1)
     monkeypatch.setattr(attempt, "PUBLISHED_WITHIN_S", 0.5)
-    monkeypatch.setattr(proc_host, "start_program", start_host)
+    monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
 class Known:
@@ -61,7 +62,7 @@ async def answer(
             await cluster.close()
         for worker in (pair.p,) if engine_process else (pair.p, pair.d):
             await check_at_rest(worker)
-        return response.json(), sum(pair.d.host.counts.num_ended.values())
+        return response.json(), sum(pair.d.engine.transfer_counts.num_ended.values())
 
 
 @pytest.mark.parametrize(

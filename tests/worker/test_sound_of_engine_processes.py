@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import msgspec
 import numpy as np
 import pytest
@@ -16,16 +15,17 @@ import pytest_asyncio
 
 from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.block_hash import BlockHasher
+from pdserve.common.errors import Evicted, InvalidRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
+from pdserve.engine.client import process_client
 from pdserve.text.audio.audio_processor import AudioProcessor
-from pdserve.worker.engine_host import proc_host
-from pdserve.worker.engine_host.make_host import make_host
+from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
 from tests.support.encoder_pair import is_at_rest, prefilled_at_decode, values_of
-from tests.support.forked_engine import start_host
+from tests.support.forked_engine import start_forked
 from tests.support.waiting import eventually
 from tests.support.whisper_checkpoints import EOS, MAX_LEN, POSITIONS, PROMPT_IDS, Transcripts, sound
 from tests.support.whisper_engines import whisper as whisper  # a fixture
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(whisper: tuple[Path, Transcripts]) -> AsyncIterator[Pair]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(proc_host, "start_program", start_host)
+        patched.setattr(process_client, "start_program", start_forked)
         async with running_pair(whisper[0], KEY, **SETTINGS) as made:
             yield made
             await eventually(lambda: is_at_rest(made.p) and is_at_rest(made.d))
@@ -96,8 +96,7 @@ async def test_i1_sound_reaches_both_engines(pair: Pair, whisper: tuple[Path, Tr
         if isinstance(found, PairAnswer):
             assert without_eos(found.token_ids) == expected[seed]
         else:  # a router places it again
-            assert isinstance(found, grpc.aio.AioRpcError)
-            assert "evict" in (found.details() or ""), found
+            assert isinstance(found, Evicted), found
     assert any(isinstance(found, PairAnswer) for found in answers)
 
 
@@ -123,15 +122,15 @@ async def test_sound_that_does_not_fit_is_refused_by_name(pair: Pair, whisper: t
         (no_number, r"mm_features\[0\].data: sample 0 is nan"),
         (long, r"mm_features\[0\].grid_thw is"),
     ):
-        with pytest.raises(grpc.aio.AioRpcError, match=message):
+        with pytest.raises(InvalidRequest, match=message):
             await prefilled_at_decode(pair, request_of(pair.d, wrong))
 
 
 async def test_the_worker_checks_as_an_engine_in_its_process_does(
     pair: Pair, whisper: tuple[Path, Transcripts]
 ) -> None:
-    host = await make_host(PrefillSettings(**SETTINGS | {"engine_process": False}), whisper[0], KEY)
+    engine = await make_engine(PrefillSettings(**SETTINGS | {"engine_process": False}), whisper[0], KEY)
     try:
-        assert values_of(pair.p.host.verifier) == values_of(host.verifier)
+        assert values_of(pair.p.core.verifier) == values_of(engine.verifier)
     finally:
-        await host.close()
+        await engine.shutdown()

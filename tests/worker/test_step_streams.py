@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -12,12 +13,12 @@ import pytest
 
 from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.net.rpc import from_rpc_error
-from pdserve.common.net.service_channel import GENERATE, STEP_STREAM
-from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.net.service_channel import STEP_STREAM
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.step_wire import (
     MAX_COMMANDS,
     MAX_EVENTS,
+    MAX_SUBMISSIONS,
     StepEvent,
     StepTokens,
     columns_of,
@@ -26,11 +27,13 @@ from pdserve.common.request.step_wire import (
 )
 from pdserve.common.security.peer_message import parsed
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, step_stream_pb2
+from pdserve.worker.step_stream import step_outbox
 from pdserve.worker.step_stream.step_call import StepCall
-from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, StepOutbox
-from pdserve.worker.step_stream.step_stream_servicer import CallHandler, _Stream
+from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, UNREAD_S, StepOutbox
+from pdserve.worker.step_stream.step_stream_servicer import _Stream
 from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import Pair, check_at_rest, generation_request, host_of, running_pair
+from tests.support.worker_call import WorkerCall, submission
+from tests.support.worker_pair import Pair, check_at_rest, door_of, generation_request, running_pair
 
 
 @pytest.fixture
@@ -44,8 +47,10 @@ async def pair(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Pair]:
 class Router:
     """One stream to a decode worker, and what came of its calls."""
 
-    def __init__(self, pair: Pair) -> None:
-        self._worker, self._service = pair.d, pair.service(pair.d)
+    def __init__(self, pair: Pair, *, of_prefill: bool = False) -> None:
+        """of_prefill: the stream is to the prefill worker."""
+        self._worker = pair.p if of_prefill else pair.d
+        self._service = pair.service(self._worker)
         self._call: Any = None
         self.tokens: dict[int, list[int]] = {}
         self.events: dict[int, list[str]] = {}
@@ -54,9 +59,7 @@ class Router:
     def submission(self, key: int, request_id: str | None = None, **changes: Any) -> step_stream_pb2.Submission:
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, **{"max_tokens": 8} | changes)
         named: dict[str, Any] = {} if request_id is None else {"request_id": request_id}
-        request = encode_request(generation_request(self._worker, sampling_params=sampling, **named))
-        message = decode_pb2.DecodeRequest(generation_request=request)
-        return step_stream_pb2.Submission(key=key, decode_request=message.SerializeToString())
+        return submission("decode", generation_request(self._worker, sampling_params=sampling, **named), key=key)
 
     async def send(self, *submissions: step_stream_pb2.Submission, **fields: Any) -> None:
         commands = step_stream_pb2.StepCommands(submissions=submissions, **fields).SerializeToString()
@@ -97,16 +100,10 @@ class Router:
         self._call.cancel()
 
 
-async def test_a_call_has_the_tokens_of_one_with_a_stream_of_its_own(pair: Pair) -> None:
+async def test_the_first_output_and_the_last_are_events_and_the_others_columns(pair: Pair) -> None:
     router = Router(pair)
-    submission = router.submission(1, max_tokens=6)
-    own: Any = pair.service(pair.d).unary_stream(
-        GENERATE, decode_pb2.DecodeRequest.FromString(submission.decode_request)
-    )
-    events = [event async for event in own]
     await router.send(router.submission(1, max_tokens=6))
     await router.until(lambda: 1 in router.ends)
-    assert router.tokens[1] == [id_ for event in events for id_ in event.outputs.token_ids]
     assert len(router.tokens[1]) == 6
     # the first output and the last one have more than tokens
     assert router.events[1] == ["admitted", "outputs", "outputs"]
@@ -116,8 +113,8 @@ async def test_a_call_has_the_tokens_of_one_with_a_stream_of_its_own(pair: Pair)
 
 async def test_what_one_call_brings_ends_no_other(pair: Pair) -> None:
     router = Router(pair)
-    garbage = step_stream_pb2.Submission(key=2, decode_request=b"\xff\xff\xff")
-    wrong_role = step_stream_pb2.Submission(key=3, prefill_request=b"")
+    garbage = submission("decode", b"\xc1\xff\xff", key=2)
+    wrong_role = submission("prefill", b"", key=3)
     empty, too_many = step_stream_pb2.Submission(key=4), router.submission(5, n=100)
     await router.send(router.submission(1), garbage, wrong_role, empty, too_many, cancelled=[77])
     await router.send(ended_sequences=[step_stream_pb2.EndedSequences(key=78, indexes=[0])])
@@ -130,7 +127,6 @@ async def test_what_one_call_brings_ends_no_other(pair: Pair) -> None:
 
 
 async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
-    """Calls with log-probabilities of the prompt begin in later turns of the loop, after all of a message were read."""
     router = Router(pair)
     await router.send(*(router.submission(key, "same", n=4, prompt_logprobs=1) for key in (1, 2, 3)))
     await router.until(lambda: len(router.ends) == 3)
@@ -146,7 +142,7 @@ async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
 
 @pytest.mark.parametrize("how", ["call", "stream", "key"])
 async def test_cancelled_calls_leave_the_engine(pair: Pair, how: str) -> None:
-    router, scheduler = Router(pair), host_of(pair.d).core.scheduler
+    router, scheduler = Router(pair), door_of(pair.d).core.scheduler
     await router.send(router.submission(1, max_tokens=50), router.submission(2, max_tokens=50))
     await router.until(lambda: len(router.tokens) == 2)
     if how == "call":
@@ -185,10 +181,14 @@ async def test_a_worker_that_drains_refuses_calls_and_ends_the_stream(pair: Pair
 
 
 TOO_MANY: dict[str, Any] = {
-    "submissions": [step_stream_pb2.Submission(key=key) for key in range(2, MAX_COMMANDS + 3)],
+    "submissions": [step_stream_pb2.Submission(key=key) for key in range(2, MAX_SUBMISSIONS + 3)],
+    "turns": [step_stream_pb2.Turn(key=1)] * (MAX_COMMANDS + 1),
     "cancelled": range(MAX_COMMANDS + 1),
     "ended_sequences": [step_stream_pb2.EndedSequences(key=1, indexes=range(MAX_COMMANDS + 1))],
 }
+
+
+LIMITS = dict.fromkeys(TOO_MANY, MAX_COMMANDS) | {"submissions": MAX_SUBMISSIONS}
 
 
 @pytest.mark.parametrize("field", TOO_MANY)
@@ -200,7 +200,7 @@ async def test_a_message_with_too_many_commands_ends_the_stream(pair: Pair, fiel
         await router.send(*TOO_MANY[field])
     else:
         await router.send(**{field: TOO_MANY[field]})
-    with pytest.raises(InvalidRequest, match=f"{field} has {MAX_COMMANDS + 1} entries"):
+    with pytest.raises(InvalidRequest, match=f"{field} has {LIMITS[field] + 1} entries"):
         await router.until(lambda: False)
 
 
@@ -209,11 +209,10 @@ class Recorded:
 
     def __init__(self) -> None:
         self.happened: list[str] = []
-        handler = CallHandler(decode_pb2.DecodeRequest.FromString, self._begin)
-        self.stream = _Stream({"decode_request": handler})
+        self.stream = _Stream({"decode": self._begin})
 
-    def _begin(self, request: decode_pb2.DecodeRequest, call: StepCall) -> None:
-        name = request.source.worker_id
+    def _begin(self, submission: step_stream_pb2.Submission, call: StepCall) -> None:
+        name = submission.key
         self.happened.append(f"{name} begins")
         call.on_cancel = lambda: self.happened.append(f"{name} is cancelled")
 
@@ -226,13 +225,7 @@ class Recorded:
 
 
 def begun(*keys: int, cancelled: Sequence[int] = ()) -> step_stream_pb2.StepCommands:
-    submissions = [
-        step_stream_pb2.Submission(
-            key=key,
-            decode_request=decode_pb2.DecodeRequest(source={"worker_id": str(key)}).SerializeToString(),  # type: ignore[arg-type]
-        )
-        for key in keys
-    ]
+    submissions = [submission("decode", b"", key=key) for key in keys]
     return step_stream_pb2.StepCommands(submissions=submissions, cancelled=cancelled)
 
 
@@ -268,10 +261,10 @@ async def test_many_calls_of_one_message_leave_the_event_loop_to_others() -> Non
             await asyncio.sleep(0)
 
     task = asyncio.create_task(beside())
-    await recorded.read(begun(*range(1, MAX_COMMANDS + 1)))
+    await recorded.read(begun(*range(1, MAX_SUBMISSIONS + 1)))
     task.cancel()
-    assert len(recorded.happened) == MAX_COMMANDS
-    assert num_turns > MAX_COMMANDS / 20
+    assert len(recorded.happened) == MAX_SUBMISSIONS
+    assert num_turns > MAX_SUBMISSIONS / 20
 
 
 async def test_an_outbox_that_is_not_read_ends_with_an_error_and_keeps_nothing() -> None:
@@ -381,3 +374,155 @@ async def test_large_events_of_many_calls_stay_within_the_room_and_small_ones_pa
         await asyncio.sleep(0)
     assert not full
     assert came == {key: list(range(num_pieces)) for key in range(num_calls)} | {num_calls: [0]}
+
+
+def outputs(position: int, num_bytes: int = 0) -> decode_pb2.DecodeEvent:
+    """New tokens with log-probabilities of about this size."""
+    logprobs = request_pb2.Logprobs(width=1, logprobs=[0.0] * (num_bytes // 4))
+    return decode_pb2.DecodeEvent(outputs=request_pb2.Outputs(first_position=position, logprobs=logprobs))
+
+
+async def positions(outbox: StepOutbox, key: int) -> list[int]:
+    """First positions of the outputs of a call that are taken until its end."""
+    came: list[int] = []
+    while True:
+        entries = await asyncio.wait_for(outbox.take(), HANG_S)
+        assert entries is not None
+        assert outbox._num_bytes < 3 * ROOM_BYTES
+        for entry in entries:
+            if entry.key != key:
+                continue
+            if isinstance(entry, StepTokens):
+                came.append(entry.first_position)
+            elif entry.is_end:
+                return came
+            else:
+                came.append(decode_pb2.DecodeEvent.FromString(entry.message).outputs.first_position)
+        await asyncio.sleep(0)
+
+
+async def test_what_a_call_pushes_after_a_large_event_follows_it_and_other_calls_pass() -> None:
+    ended: list[int] = []
+    outbox = StepOutbox(lambda: None)
+    call, other = StepCall(1, outbox, ended.append), StepCall(2, outbox, ended.append)
+    for position in range(0, 20, 2):
+        call.event(outputs(position, ROOM_BYTES // 2))
+        call.tokens(0, position + 1, [5])
+    call.end()
+    assert call.has_ended
+    await eventually(lambda: outbox._num_bytes > ROOM_BYTES)
+    other.event(outputs(0))
+    other.end()
+    assert ended == [2]
+    assert await positions(outbox, 1) == list(range(20))
+    await eventually(lambda: ended == [2, 1])
+    assert outbox._num_held == 0
+
+
+async def test_events_that_are_large_together_are_made_as_the_router_reads() -> None:
+    outbox, made = StepOutbox(lambda: None), list[int]()
+
+    def pieces() -> Iterator[decode_pb2.DecodeEvent]:
+        for position in range(10):
+            made.append(position)
+            yield outputs(position, ROOM_BYTES // 2)
+
+    call = StepCall(1, outbox, lambda _: None)
+    call.events(pieces())
+    call.tokens(0, 10, [5])
+    call.end()
+    await eventually(lambda: outbox._num_bytes > ROOM_BYTES)
+    await asyncio.sleep(0)
+    assert len(made) < 5
+    assert await positions(outbox, 1) == list(range(11))
+
+
+async def test_a_stream_ends_after_what_waits() -> None:
+    outbox = StepOutbox(lambda: None)
+    call = StepCall(1, outbox, lambda _: None)
+    for position in range(4):
+        call.event(outputs(position, ROOM_BYTES))
+    call.end()
+    outbox.end()
+    assert await positions(outbox, 1) == [0, 1, 2, 3]
+    assert await asyncio.wait_for(outbox.take(), HANG_S) is None
+    assert outbox.num_waiting == 0
+
+
+async def test_a_cancelled_call_drops_what_waits() -> None:
+    outbox, cancelled = StepOutbox(lambda: None), list[bool]()
+    call = StepCall(1, outbox, lambda _: None)
+    call.on_cancel = lambda: cancelled.append(True)
+    for position in range(10):
+        call.event(outputs(position, ROOM_BYTES))
+    await eventually(lambda: outbox._num_bytes > ROOM_BYTES)
+    call.cancel()
+    call.event(outputs(10, ROOM_BYTES))
+    call.end()
+    assert cancelled == [True]
+    assert outbox._num_held == 0
+    await outbox.take()
+    assert not outbox._entries
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_large_events_end_the_stream_of_a_router_that_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    full, now = list[bool](), 0.0
+    monkeypatch.setattr(step_outbox, "time", SimpleNamespace(monotonic=lambda: now))
+    outbox = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20)
+    call = StepCall(1, outbox, lambda _: None)
+    for position in range(20):
+        call.event(outputs(position, ROOM_BYTES))
+        await asyncio.sleep(0)
+        now += UNREAD_S / 4
+        if reads and position % 3 == 2:
+            await outbox.take()
+    assert full == ([] if reads else [True])
+    call.cancel()
+    assert outbox._num_held == 0
+
+
+async def test_a_message_that_cannot_be_made_ends_its_call(caplog: pytest.LogCaptureFixture) -> None:
+    outbox, happened = StepOutbox(lambda: None), list[str]()
+    call = StepCall(1, outbox, lambda _: happened.append("ended"))
+    call.on_cancel = lambda: happened.append("cancelled")
+
+    def broken() -> Iterator[decode_pb2.DecodeEvent]:
+        yield outputs(0)
+        raise ValueError("a bug")
+
+    call.events(broken())
+    await eventually(lambda: happened == ["ended", "cancelled"])
+    entries = await outbox.take()
+    assert entries is not None
+    assert [isinstance(entry, StepEvent) and entry.is_end for entry in entries] == [False, True]
+    assert "a call of a step stream failed" in caplog.text
+
+
+async def test_a_second_turn_that_comes_too_early_ends_the_stream(pair: Pair) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    session = WorkerCall(pair.service(pair.d), "session", generation_request(pair.d, sampling_params=params))
+    assert (await session.read()).HasField("admitted")
+    for _ in range(2):
+        await session.send_turn(generation_request(pair.d, [5, 6]))
+    error = await session.end()
+    assert isinstance(error, InvalidRequest)
+    assert "arrived before the one before it had begun" in error.message
+
+
+async def test_sessions_beyond_the_limit_of_one_message_are_refused(pair: Pair) -> None:
+    router, most = Router(pair), pair.d.engine.max_sessions
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    await router.send(
+        *(
+            submission("session", generation_request(pair.d, sampling_params=params), key=key)
+            for key in range(1, most + 3)
+        )
+    )
+    await router.until(lambda: len(router.ends) == 2)
+    assert router.ends == {most + 1: "overloaded", most + 2: "overloaded"}
+    assert pair.d.engine.num_sessions == most
+    router.close()
+    await eventually(lambda: not pair.d.engine.num_sessions)

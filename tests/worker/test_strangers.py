@@ -12,33 +12,41 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.common.block_hash import BlockHasher, placement_hash
+from pdserve.common.errors import InvalidRequest
 from pdserve.common.net.rpc import ERROR_CODE_KEY
-from pdserve.common.net.service_channel import (
-    ATTACH,
-    EMBED,
-    END_SEQUENCES,
-    GENERATE,
-    MEET,
-    PREFILL,
-    SESSION,
-    Method,
-)
+from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
+from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.pooling_params import PoolingParams
+from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2, worker_pb2
+from pdserve.common.worker_identity import WorkerRole
+from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker import worker_servicer
 from pdserve.worker.worker import Worker
-from tests.support.waiting import HANG_S
-from tests.support.worker_pair import BLOCK_SIZE, KEY, PROMPT, Pair, prepared, running_pair, transfers_of
+from tests.support.waiting import HANG_S, eventually
+from tests.support.worker_call import Kind, WorkerCall, submission
+from tests.support.worker_pair import (
+    BLOCK_SIZE,
+    KEY,
+    PROMPT,
+    Pair,
+    decode_call,
+    generation_request,
+    running_pair,
+    transfers_of,
+)
 
 OTHER = DeploymentKey(b"the key of another one")
-OF_PREFILL = (PREFILL, EMBED, ATTACH, MEET)
-OF_DECODE = (GENERATE, SESSION, END_SEQUENCES, MEET)
+OF_PREFILL = (STEP_STREAM, ATTACH, MEET)
+OF_DECODE = (STEP_STREAM, MEET)
 FORBIDDEN_WORDS = ("Traceback", "a handler failed", "Exception deserializing")
 
 
@@ -52,35 +60,36 @@ def message_for(method: Method[Any, Any], worker: Worker) -> Any:
     """The message of an honest caller."""
     if method is MEET:
         return worker_pb2.MeetRequest(worker_id="x", epoch=1, address="127.0.0.1:1")
-    if method is END_SEQUENCES:
-        return decode_pb2.EndSequencesRequest(request_id="r", indexes=[0])
     if method is ATTACH:
         opening = kv_source_pb2.Open(transfer_id=secrets.token_bytes(16), source_epoch=worker.identity.epoch)
         return kv_source_pb2.AttachRequest(open=opening)
-    if method is SESSION:
-        return decode_pb2.DecodeTurn(open=prepared(worker))
-    return method.request(request=prepared(worker))
+    kind: Kind = "prefill" if worker.identity.role is WorkerRole.PREFILL else "decode"
+    return commands(kind, generation_request(worker))
+
+
+def commands(kind: Kind, request: GenerationRequest, **fields: Any) -> step_stream_pb2.StepCommands:
+    """The first message of a stream with this call."""
+    return step_stream_pb2.StepCommands(submissions=[submission(kind, request, **fields)])
 
 
 async def end_of(
     channel: grpc.aio.Channel, method: Method[Any, Any], raw: bytes, metadata: Any = ()
 ) -> tuple[grpc.StatusCode, str | None, str]:
     """How a call with these very bytes ends: status, our code, words."""
-    streams_in, streams_out = method in (SESSION, ATTACH), method not in (EMBED, END_SEQUENCES, MEET)
-    kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
+    kind = "unary_unary" if method is MEET else "stream_stream"
 
     async def messages() -> AsyncIterator[bytes]:
         yield raw
 
     call: Any = getattr(channel, kind)(method.path)(
-        messages() if streams_in else raw, metadata=metadata, timeout=HANG_S
+        raw if method is MEET else messages(), metadata=metadata, timeout=HANG_S
     )
     try:
-        if streams_out:
+        if method is MEET:
+            await call
+        else:
             async for _ in call:
                 pass
-        else:
-            await call
     except grpc.aio.AioRpcError as error:
         return error.code(), dict(error.trailing_metadata() or ()).get(ERROR_CODE_KEY), error.details() or ""
     return await call.code(), None, ""
@@ -93,8 +102,8 @@ def untouched(worker: Worker) -> bool:
     transfers = transfers_of(worker)
     return (
         nothing_ran
-        and not transfers.counts.num_expected
-        and not transfers.counts.num_open
+        and not worker.engine.transfer_counts.num_expected
+        and not worker.engine.transfer_counts.num_open
         and not transfers.peers._kept
     )
 
@@ -117,10 +126,10 @@ async def test_no_method_of_a_worker_answers_a_stranger(pair: Pair, caplog: pyte
 
 async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_refused(pair: Pair) -> None:
     worker, channel, me = pair.d, pair.channel(pair.d), pair.d.identity.key
-    raw = decode_pb2.DecodeRequest(request=prepared(worker, key=KEY)).SerializeToString()
-    other = decode_pb2.DecodeRequest(request=prepared(worker, [9] * 40)).SerializeToString()
+    raw = commands("decode", generation_request(worker, key=KEY)).SerializeToString()
+    other = commands("decode", generation_request(worker, [9] * 40)).SerializeToString()
 
-    def sign(receiver: Any = me, at: float | None = None, method: Any = GENERATE) -> Any:
+    def sign(receiver: Any = me, at: float | None = None, method: Any = STEP_STREAM) -> Any:
         clock = time.time if at is None else lambda: at
         return CallSigner(KEY, clock=clock).metadata(method.path, receiver, raw)
 
@@ -128,20 +137,22 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
     refused = {
         "changed message": (other, sign(), "key_mismatch"),
         "cut message": (raw[:-1], sign(), "key_mismatch"),
-        "of another method": (raw, sign(method=PREFILL), "key_mismatch"),
+        "of another method": (raw, sign(method=MEET), "key_mismatch"),
         "late": (raw, sign(at=now - 70), "clock_skew"),
         "early": (raw, sign(at=now + 70), "clock_skew"),
         "another life": (raw, sign((me[0], me[1] ^ 1)), "wrong_worker"),
         "another worker": (raw, sign(pair.p.identity.key), "wrong_worker"),
     }
     for name, (message, metadata, code) in refused.items():
-        assert (await end_of(channel, GENERATE, message, metadata))[1] == code, name
+        assert (await end_of(channel, STEP_STREAM, message, metadata))[1] == code, name
     assert untouched(worker)
     once = sign()
-    assert (await end_of(channel, GENERATE, raw, once))[0] is grpc.StatusCode.OK
+    assert (await end_of(channel, STEP_STREAM, raw, once))[0] is grpc.StatusCode.OK
+    # the engine tells its numbers after the answer
+    await eventually(lambda: worker.engine.stats.num_computed_prompt_tokens > 0)
     computed = worker.engine.stats.num_computed_prompt_tokens
     for _ in range(3):
-        status, reason, words = await end_of(channel, GENERATE, raw, once)
+        status, reason, words = await end_of(channel, STEP_STREAM, raw, once)
         assert (status, reason) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
         assert "used before" in words
     assert worker.engine.stats.num_computed_prompt_tokens == computed
@@ -182,14 +193,13 @@ async def test_a_stranger_is_told_neither_load_nor_blocks_by_a_watch(pair: Pair)
     assert await events(opening, worker_pb2.WatchRequest(proof=bytes(32))) == refused
     assert await events(opening, opening) == refused
     assert await events() == ([], grpc.StatusCode.UNAUTHENTICATED)
-    # as version 1 asks
-    old = worker_pb2.WatchRequest(protocol_version=1, blocks=True)
+    old = worker_pb2.WatchRequest(protocol_version=0, blocks=True)
     assert await events(old) == ([], grpc.StatusCode.FAILED_PRECONDITION)
 
 
 async def answer(pair: Pair, prompt: list[int]) -> tuple[list[int], int]:
     """An honest call to decode: tokens, and how many of the prompt were cached."""
-    call = pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=prepared(pair.d, prompt)))
+    call = decode_call(pair, generation_request(pair.d, prompt))
     tokens: list[int] = []
     num_cached = 0
     async for event in call:
@@ -208,50 +218,41 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
     published = [placement_hash(block_hash) for block_hash in full]
     assert set(published) <= pair.d.engine.cached_blocks.hashes
     zeros = [1] * 32 + PROMPT[32:]
-    honest = prepared(pair.d, zeros)
     for names in (full, published, [bytes(16) + each for each in published]):
-        # as field 5, where version 1 took them
-        forged = honest.SerializeToString() + b"".join(b"\x2a" + bytes([len(name)]) + name for name in names)
-        message = decode_pb2.DecodeRequest(request=request_pb2.PreparedRequest.FromString(forged))
-        call = pair.service(pair.d).unary_stream(GENERATE, message)
+        honest = msgspec.msgpack.decode(encode_request(generation_request(pair.d, zeros)))
+        forged = msgspec.msgpack.encode(honest | {"block_hashes": names, "ignorable": ["block_hashes"]})
+        call = WorkerCall(pair.service(pair.d), "decode", forged)
         cached = [event.outputs.num_cached_tokens async for event in call if event.HasField("outputs")]
         assert cached[0] in (0, 32), "nothing of the victim's, at most its own"
-        honest = prepared(pair.d, zeros)
     # tokens of one prompt under the root or the digest of another
     digest = hasher.request_digest(root, full, PROMPT)
     forgeries: list[dict[str, Any]] = [{"hash_root": full[0][:16]}, {"request_digest": digest}]
     for changes in forgeries:
-        wrong = decode_pb2.DecodeRequest(request=prepared(pair.d, zeros, **changes))
-        raw = wrong.SerializeToString()
-        metadata = CallSigner(KEY).metadata(GENERATE.path, pair.d.identity.key, raw)
-        assert (await end_of(pair.channel(pair.d), GENERATE, raw, metadata))[1] == "digest_mismatch"
+        assert await decode_call(pair, generation_request(pair.d, zeros, **changes)).code() == "digest_mismatch"
     assert await answer(pair, PROMPT) == (victim, 32), "the victim's blocks are as they were"
 
 
-@pytest.mark.parametrize("method", [PREFILL, EMBED, GENERATE, SESSION], ids=lambda method: method.path)
-async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_method(pair: Pair, method: Any) -> None:
-    worker = pair.p if method in OF_PREFILL else pair.d
+@pytest.mark.parametrize("kind", ["prefill", "embed", "decode", "session"])
+async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_call(pair: Pair, kind: Kind) -> None:
+    worker = pair.p if kind in ("prefill", "embed") else pair.d
     forgeries: list[dict[str, Any]] = [{"request_digest": b"d" * 16}, {"hash_root": b"r" * 16}]
     for changes in forgeries:
-        request = prepared(worker, **changes)
-        if method is EMBED:
-            request.pooling.SetInParent()
-        message = method.request(open=request) if method is SESSION else method.request(request=request)
-        raw = message.SerializeToString()
-        metadata = CallSigner(KEY).metadata(method.path, worker.identity.key, raw)
-        assert (await end_of(pair.channel(worker), method, raw, metadata))[1] == "digest_mismatch"
+        if kind == "embed":
+            changes |= {"pooling_params": PoolingParams(), "sampling_params": SamplingParams()}
+        request = generation_request(worker, **changes)
+        assert await WorkerCall(pair.service(worker), kind, request).code() == "digest_mismatch"
     assert untouched(worker)
 
 
 async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) -> None:
     transfer_id = secrets.token_bytes(16)
     receiver = prefill_pb2.Receiver(worker_id="decode-x", epoch=3)
-    message = prefill_pb2.PrefillRequest(request=prepared(pair.p), transfer_id=transfer_id, receiver=receiver)
-    call: Any = pair.service(pair.p).unary_stream(PREFILL, message)
+    request = generation_request(pair.p)
+    call = WorkerCall(pair.service(pair.p), "prefill", request, transfer_id=transfer_id, receiver=receiver)
     assert (await call.read()).HasField("admitted")
     opening = kv_source_pb2.Open(
         transfer_id=transfer_id, source_epoch=pair.p.identity.epoch, receiver=receiver,
-        request_digest=message.request.request_digest, digest_algorithms=["xxh3_64"], connectors=["tcp"],
+        request_digest=request.request_digest, digest_algorithms=["xxh3_64"], connectors=["tcp"],
     )  # fmt: skip
     raw = kv_source_pb2.AttachRequest(open=opening).SerializeToString()
     for metadata in ((), CallSigner(OTHER).metadata(ATTACH.path, pair.p.identity.key, raw)):
@@ -262,12 +263,12 @@ async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) ->
 
 
 async def test_a_large_message_without_a_proof_is_refused_before_it_is_received(pair: Pair) -> None:
-    raw = decode_pb2.DecodeRequest(
-        request=request_pb2.PreparedRequest(request_id="r", prompt_token_ids=[1] * 15_000_000)
+    raw = step_stream_pb2.StepCommands(
+        submissions=[step_stream_pb2.Submission(key=1, request=bytes(15_000_000))]
     ).SerializeToString()
     started = time.thread_time()
     for _ in range(3):
-        status, code, _ = await end_of(pair.channel(pair.d), GENERATE, raw)
+        status, code, _ = await end_of(pair.channel(pair.d), STEP_STREAM, raw)
         assert (status, code) == (grpc.StatusCode.UNAUTHENTICATED, "key_mismatch")
     # both sides run here; parsing one such message alone takes longer
     assert time.thread_time() - started < 1.0
@@ -293,13 +294,14 @@ async def test_what_cannot_be_decoded_is_an_error_of_the_caller_and_one_warning(
 async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
     meeting = worker_pb2.MeetRequest(worker_id="x", epoch=1, address=address)
     source = decode_pb2.Source(worker_id="x", epoch=1, address=address, transfer_id=bytes(16))
-    asked = decode_pb2.DecodeRequest(request=prepared(pair.d), source=source)
-    for method, message in ((MEET, meeting), (GENERATE, asked)):
-        raw = message.SerializeToString()
-        metadata = CallSigner(KEY).metadata(method.path, pair.d.identity.key, raw)
-        status, code, words = await end_of(pair.channel(pair.d), method, raw, metadata)
-        assert (status, code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
-        assert "address" in words
+    raw = meeting.SerializeToString()
+    metadata = CallSigner(KEY).metadata(MEET.path, pair.d.identity.key, raw)
+    status, code, words = await end_of(pair.channel(pair.d), MEET, raw, metadata)
+    assert (status, code) == (grpc.StatusCode.INVALID_ARGUMENT, "invalid_request")
+    assert "address" in words
+    error = await decode_call(pair, generation_request(pair.d), source=source).end()
+    assert isinstance(error, InvalidRequest)
+    assert "address" in error.message
     assert untouched(pair.d)
 
 

@@ -19,7 +19,7 @@ from tests.support.forked_engine import start_rank
 from tests.support.oracle import Oracle
 from tests.support.random_prompts import prompt_of
 from tests.support.waiting import eventually
-from tests.support.worker_pair import Pair, check_at_rest, host_of, running_pair, transfers_of
+from tests.support.worker_pair import Pair, check_at_rest, door_of, running_pair, transfers_of
 from tests.support.worker_pair import ask as ask_both
 
 DEATH_S = 5.0
@@ -69,7 +69,7 @@ async def test_ranks_that_have_one_head_together_read_it_both(tiny_checkpoints: 
 
 def rank_1_of(worker: Worker) -> int:
     """The process id of its rank 1."""
-    executor: Any = host_of(worker).core.executor
+    executor: Any = door_of(worker).core.executor
     assert isinstance(executor._ranks, RankProcesses)
     [process] = executor._ranks.process_ids
     return process
@@ -92,4 +92,4 @@ async def test_i6_the_death_of_a_rank_is_its_workers_and_ends_its_transfers(
             await asked
         await eventually(lambda: not transfers_of(other).manager.num_open, "the other side's transfer ends")
         assert not other.engine.died.is_set()
-        await eventually(lambda: not host_of(other).core.scheduler.pool.num_in_use, "its blocks are back")
+        await eventually(lambda: not door_of(other).core.scheduler.pool.num_in_use, "its blocks are back")

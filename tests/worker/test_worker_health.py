@@ -15,12 +15,11 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.decode.service import add_servicers
-from pdserve.engine.runner.loaded_model import load_model
-from pdserve.kv_transfer.make_connectors import make_connectors
 from pdserve.worker import worker as worker_module
-from pdserve.worker.engine_host.make_inproc_host import make_inproc_host
+from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
 from tests.support.waiting import HANG_S
+from tests.support.worker_pair import door_of
 
 STATES = health_pb2.HealthCheckResponse
 
@@ -30,9 +29,8 @@ async def test_health_follows_the_engine(
 ) -> None:
     monkeypatch.setattr(worker_module, "TICK_STILL_S", 0.6)
     settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp", drain_s=0.0)
-    model = load_model(tiny_checkpoints("llama"), settings, None)
-    host = make_inproc_host(settings, model, make_connectors(settings), DEVELOPMENT_KEY)
-    worker = Worker(settings, WorkerRole.DECODE, host, DEVELOPMENT_KEY, add_servicers)
+    engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
+    worker = Worker(settings, WorkerRole.DECODE, engine, DEVELOPMENT_KEY, add_servicers)
     go_on = threading.Event()
     try:
         await worker.start()
@@ -46,7 +44,7 @@ async def test_health_follows_the_engine(
                 raise AssertionError("the watch ended")
 
             await told(STATES.SERVING)
-            host.call(lambda _: go_on.wait(HANG_S))
+            door_of(worker).side.post(lambda _: go_on.wait(HANG_S))
             await told(STATES.NOT_SERVING)
             assert worker.health().status == "stuck"
             stub = health_pb2_grpc.HealthStub(channel)
@@ -71,12 +69,9 @@ async def test_a_host_that_was_never_started_leaves_no_thread_and_no_port(
 ) -> None:
     settings = DecodeSettings(num_blocks=8, max_model_len=64, connector="tcp")
     before = set(threading.enumerate())
-    connectors = make_connectors(settings)
-    host = make_inproc_host(
-        settings, load_model(tiny_checkpoints("llama"), settings, None), connectors, DEVELOPMENT_KEY
-    )
+    engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
     [accepting] = [thread for thread in threading.enumerate() if thread.name.startswith("tcp-accept")]
-    await host.close()
+    await engine.shutdown()
     accepting.join(HANG_S)
     assert not accepting.is_alive()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("tcp")]

@@ -1,10 +1,10 @@
-"""Prints the generated parts of documents; with `--write` puts them there instead."""
+"""Prints the generated parts of documents and generated files; with `--write` puts them there instead."""
 
 from __future__ import annotations
 
 import argparse
 
-from generated_docs.parts import ROOT, replace_part, texts
+from generated_docs.parts import ROOT, files, replace_part, texts
 
 
 def main() -> None:
@@ -16,6 +16,11 @@ def main() -> None:
             replace_part(ROOT / document, name, text)
         else:
             print(f"{document}, {name}:\n\n{text}\n")
+    for file, text in files().items():
+        if write:
+            (ROOT / file).write_text(text)
+        else:
+            print(f"{file}:\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 from generated_docs import house_page
+from generated_docs.helm_settings import CHART, helm_schema
 from generated_docs.model_families import model_families, refused_families
 from generated_docs.package_drawing import package_drawing
+from generated_docs.settings_page import limits_tables, settings_tables
 from generated_docs.tests_of_modules import tests_of_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,9 +22,16 @@ def texts() -> dict[tuple[str, str], str]:
         ("docs/architecture.md", "packages"): package_drawing(ROOT),
         ("docs/models.md", "families"): model_families(ROOT),
         ("docs/models.md", "refused families"): refused_families(ROOT),
+        ("docs/settings.md", "settings"): settings_tables(),
+        ("docs/settings.md", "limits"): limits_tables(),
         ("docs/tests.md", "tests"): tests_of_modules(ROOT),
         **{(HOUSE, name): make(ROOT, part(ROOT / HOUSE, name)) for name, make in house_page.PARTS.items()},
     }
+
+
+def files() -> dict[str, str]:
+    """Files that are generated as a whole -> what should be in them."""
+    return {str(CHART / "values.schema.json"): helm_schema(ROOT)}
 
 
 def _pattern(name: str) -> re.Pattern[str]:

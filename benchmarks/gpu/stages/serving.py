@@ -58,7 +58,7 @@ def model_of(bench: Bench) -> Path:
 def settings(bench: Bench) -> list[str]:
     values: dict[str, Any] = {"device": str(bench.device), "load_format": "dummy", "max_model_len": 4096}
     values |= {"kv_cache_mib": 64, "max_model_len": 512} if bench.dry else {"kv_cache_mib": POOL_MIB}
-    return [flag for name, value in values.items() for flag in ("--set", f"{name}={value}")]
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 async def measure(bench: Bench, name: str, address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,39 +12,24 @@ import typer
 from pdserve.cli.bench.command import bench
 from pdserve.cli.clients.client_commands import chat, generate, top, trace
 from pdserve.cli.exit_status import EXIT_CONFIG, EXIT_FAILED
-from pdserve.cli.flags_with_values import FlagsWithValues
-from pdserve.cli.options import (
-    ApiKey,
-    ApiKeysFile,
-    Config,
-    Connector,
-    EnableLora,
-    GrpcPort,
-    Hidden,
-    Host,
-    HttpPort,
-    Insecure,
-    KeyFile,
-    LocalPrefill,
-    LoraDir,
-    LoraModules,
-    Model,
-    ModelArgument,
-    ModelImpl,
-    NoAuth,
-    Otlp,
-    Policy,
-    Port,
-    Ray,
-    RayTimeout,
-    RedisUrl,
-    RouterProcesses,
-    ServedModelName,
-    Set,
-    TensorParallelSize,
-)
+from pdserve.cli.settings_command import FlagsWithValues, given_settings, settings_command
 from pdserve.common.errors import ConfigError
 
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings.")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Run workers on this Ray cluster: auto, host:port or ray://host:port. Needs the extra 'ray'.",
+    ),
+]
+RayTimeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="Limit of the connection to Ray, and of the wait for resources.")
+]
+Hidden = Annotated[int | None, typer.Option(hidden=True)]
+CHOSEN_BY_UP = ("prefill", "decode", "worker_id", "advertise_host", "data_port")
+"""Settings that `up` chooses for each service."""
 SAMPLE_QUESTION = "What is the capital of France?"
 IMAGE_QUESTION = "What is in the picture?"
 
@@ -72,42 +58,14 @@ def pdserve(
     """LLM serving with prefill and decode in separate gRPC services."""
 
 
-@app.command(cls=FlagsWithValues)
+@app.command(cls=settings_command("router", "prefill", "decode", without=CHOSEN_BY_UP))
 def up(
+    context: typer.Context,
     model_argument: ModelArgument = None,
-    model: Model = None,
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers; 0 for a model that only classifies.")] = 1,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help="Address on which the router listens; workers stay on loopback. See 'pdserve router --host'."
-        ),
-    ] = None,
-    port: HttpPort = None,
-    grpc_port: GrpcPort = None,
-    api_key: ApiKey = None,
-    api_keys_file: ApiKeysFile = None,
-    served_model_name: ServedModelName = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and output together; default: the model's own limit.")
-    ] = None,
-    connector: Connector = None,
-    tensor_parallel_size: TensorParallelSize = None,
-    model_impl: ModelImpl = None,
-    enable_lora: EnableLora = None,
-    lora_modules: LoraModules = None,
-    lora_dir: LoraDir = None,
-    local_prefill: LocalPrefill = None,
-    policy: Policy = None,
-    router_processes: RouterProcesses = None,
-    redis: RedisUrl = None,
     ray: Ray = None,
     ray_timeout_s: RayTimeout = 30.0,
-    otlp: Otlp = None,
-    insecure: Insecure = None,
-    no_auth: NoAuth = None,
-    deployment_key_file: KeyFile = None,
     config: Config = None,
     ask: Annotated[
         str | None,
@@ -118,172 +76,94 @@ def up(
     image: Annotated[Path | None, typer.Option(help="File of a picture that is sent with the question.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Stop after the answer.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show INFO lines of all services.")] = False,
-    set_: Set = None,
 ) -> None:
     """The whole cluster: a router on this machine, prefill and decode workers here or on a Ray cluster, one process each."""
     from pdserve.cli.up.cluster import RayCluster
     from pdserve.cli.up.up_command import run_up
 
-    if model_argument is not None and model is not None:
-        raise ConfigError(f"MODEL is {model_argument!r} and --model is {model!r}: give one of them")
-    given = {
-        "model": model_argument or model, "host": host, "port": port, "grpc_port": grpc_port, "api_keys": api_key,
-        "api_keys_file": api_keys_file, "max_model_len": max_model_len, "connector": connector,
-        "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
-        "no_auth": no_auth, "deployment_key_file": deployment_key_file, "served_model_name": served_model_name,
-        "tensor_parallel_size": tensor_parallel_size, "model_impl": model_impl, "router_processes": router_processes,
-        "enable_lora": enable_lora, "lora_modules": lora_modules, "lora_dir": lora_dir,
-        "log_level": "info" if verbose else None,
-    }  # fmt: skip
+    given = given_settings(context)
+    if model_argument is not None and "model" in given:
+        raise ConfigError(f"MODEL is {model_argument!r} and --model is {given['model']!r}: give one of them")
+    if model_argument is not None:
+        given["model"] = model_argument
+    if verbose:
+        given["log_level"] = "info"
     on_ray = None if ray is None else RayCluster(ray, ray_timeout_s, verbose)
     num_workers: dict[Literal["prefill", "decode"], int] = {"prefill": prefill, "decode": decode}
     question = ask if ask is not None else SAMPLE_QUESTION if image is None else IMAGE_QUESTION
-    answered = run_up(given, set_ or [], config, num_workers, question, image, once=once, on_ray=on_ray)
+    answered = run_up(given, config, num_workers, question, image, once=once, on_ray=on_ray)
     if once and not answered:
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command(cls=FlagsWithValues)
-def router(
-    prefill: Annotated[list[str] | None, typer.Option(help="host:port of a prefill worker; may be repeated.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="host:port of a decode worker; may be repeated.")] = None,
-    model: Model = None,
-    host: Host = None,
-    port: HttpPort = None,
-    grpc_port: GrpcPort = None,
-    api_key: ApiKey = None,
-    api_keys_file: ApiKeysFile = None,
-    served_model_name: ServedModelName = None,
-    local_prefill: LocalPrefill = None,
-    policy: Policy = None,
-    router_processes: RouterProcesses = None,
-    redis: RedisUrl = None,
-    otlp: Otlp = None,
-    insecure: Insecure = None,
-    no_auth: NoAuth = None,
-    deployment_key_file: KeyFile = None,
-    config: Config = None,
-    set_: Set = None,
-) -> None:
+@app.command(cls=settings_command("router"))
+def router(context: typer.Context, config: Config = None) -> None:
     """One router: OpenAI HTTP and gRPC for clients, in front of any number of workers."""
-    from pdserve.cli.service_commands import parse_assignments, serve_router, warn_of_secrets
+    from pdserve.cli.service_commands import serve_router, warn_of_secrets
 
-    flags = {
-        "prefill": prefill, "decode": decode, "model": model, "host": host, "port": port, "grpc_port": grpc_port,
-        "local_prefill": local_prefill, "policy": policy, "redis": redis, "otlp": otlp, "insecure": insecure,
-        "no_auth": no_auth, "deployment_key_file": deployment_key_file, "api_keys": api_key,
-        "api_keys_file": api_keys_file, "served_model_name": served_model_name, "router_processes": router_processes,
-    }  # fmt: skip
-    given = {name: value for name, value in flags.items() if value is not None}
-    given = parse_assignments(set_ or []) | given
-    warn_of_secrets(given)
-    serve_router(given, config)
+    warn_of_secrets(given_settings(context))
+    serve_router(given_settings(context), config)
 
 
-def _worker(role: Literal["prefill", "decode"], set_: list[str] | None, config: Path | None, **flags: Any) -> None:
-    from pdserve.cli.service_commands import ReportedFailure, parse_assignments, serve_worker, warn_of_secrets
+def _worker(
+    role: Literal["prefill", "decode"],
+    given: Mapping[str, Any],
+    config: Path | None,
+    report_fd: int | None,
+    lifeline_fd: int | None,
+) -> None:
+    from pdserve.cli.service_commands import ReportedFailure, serve_worker, warn_of_secrets
     from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
-    report_fd, lifeline_fd = flags.pop("report_fd"), flags.pop("lifeline_fd")
-    kind = PrefillSettings if role == "prefill" else DecodeSettings
-    given = parse_assignments(set_ or []) | {name: value for name, value in flags.items() if value is not None}
     warn_of_secrets(given)
     try:
-        lived = serve_worker(kind, given, config, report_fd, lifeline_fd)
+        lived = serve_worker(
+            PrefillSettings if role == "prefill" else DecodeSettings, given, config, report_fd, lifeline_fd
+        )
     except ReportedFailure:
         raise typer.Exit(EXIT_CONFIG) from None
     if not lived:
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command(cls=FlagsWithValues)
+@app.command(cls=settings_command("prefill"))
 def prefill(
-    model: Model = None,
-    host: Host = None,
-    port: Port = None,
-    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 for a free one.")] = None,
-    advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
-    worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
-    connector: Connector = None,
-    tensor_parallel_size: TensorParallelSize = None,
-    model_impl: ModelImpl = None,
-    enable_lora: EnableLora = None,
-    lora_modules: LoraModules = None,
-    lora_dir: LoraDir = None,
-    redis: RedisUrl = None,
-    otlp: Otlp = None,
-    insecure: Insecure = None,
-    deployment_key_file: KeyFile = None,
-    config: Config = None,
-    set_: Set = None,
-    report_fd: Hidden = None,
-    lifeline_fd: Hidden = None,
+    context: typer.Context, config: Config = None, report_fd: Hidden = None, lifeline_fd: Hidden = None
 ) -> None:
     """One prefill worker: computes prompts and lets decode workers read their KV blocks."""
-    _worker(
-        "prefill", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
-        worker_id=worker_id, connector=connector, redis=redis, otlp=otlp, insecure=insecure,
-        deployment_key_file=deployment_key_file, enable_lora=enable_lora, lora_modules=lora_modules,
-        lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
-        tensor_parallel_size=tensor_parallel_size, model_impl=model_impl,
-    )  # fmt: skip
+    _worker("prefill", given_settings(context), config, report_fd, lifeline_fd)
 
 
-@app.command(cls=FlagsWithValues)
-def decode(
-    model: Model = None,
-    host: Host = None,
-    port: Port = None,
-    data_port: Annotated[int | None, typer.Option(help="Port for KV blocks; 0 for a free one.")] = None,
-    advertise_host: Annotated[str | None, typer.Option(help="Host that peers connect to; default: --host.")] = None,
-    worker_id: Annotated[str | None, typer.Option(help="Name of this worker in logs and at peers.")] = None,
-    connector: Connector = None,
-    tensor_parallel_size: TensorParallelSize = None,
-    model_impl: ModelImpl = None,
-    enable_lora: EnableLora = None,
-    lora_modules: LoraModules = None,
-    lora_dir: LoraDir = None,
-    max_local_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Longest uncached prompt this worker prefills itself; default: no limit.")
-    ] = None,
-    redis: RedisUrl = None,
-    otlp: Otlp = None,
-    insecure: Insecure = None,
-    deployment_key_file: KeyFile = None,
-    config: Config = None,
-    set_: Set = None,
-    report_fd: Hidden = None,
-    lifeline_fd: Hidden = None,
-) -> None:
+@app.command(cls=settings_command("decode"))
+def decode(context: typer.Context, config: Config = None, report_fd: Hidden = None, lifeline_fd: Hidden = None) -> None:
     """One decode worker: receives KV blocks, or prefills itself, and streams tokens."""
-    _worker(
-        "decode", set_, config, model=model, host=host, port=port, data_port=data_port, advertise_host=advertise_host,
-        worker_id=worker_id, connector=connector, max_local_prefill_tokens=max_local_prefill_tokens, redis=redis,
-        otlp=otlp, insecure=insecure, deployment_key_file=deployment_key_file, enable_lora=enable_lora,
-        lora_modules=lora_modules, lora_dir=lora_dir, report_fd=report_fd, lifeline_fd=lifeline_fd,
-        tensor_parallel_size=tensor_parallel_size, model_impl=model_impl,
-    )  # fmt: skip
+    _worker("decode", given_settings(context), config, report_fd, lifeline_fd)
 
 
-@app.command(cls=FlagsWithValues)
+@app.command(cls=settings_command("prefill", "decode", "router"))
 def doctor(
+    context: typer.Context,
     role: Annotated[Literal["prefill", "decode", "router"], typer.Option(help="The service to check.")] = "prefill",
-    model: Model = None,
-    redis: RedisUrl = None,
-    prefill: Annotated[list[str] | None, typer.Option(help="For a router: host:port of a prefill worker.")] = None,
-    decode: Annotated[list[str] | None, typer.Option(help="For a router: host:port of a decode worker.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     config: Config = None,
-    set_: Set = None,
 ) -> None:
     """Preflight: whether a service with these settings would run here, and what to do where not."""
     from pdserve.cli.doctor_command import examine_service
-    from pdserve.cli.service_commands import parse_assignments
 
-    flags: dict[str, Any] = {"model": model, "redis": redis, "prefill": prefill, "decode": decode}
-    flags = parse_assignments(set_ or []) | {name: value for name, value in flags.items() if value is not None}
-    if not examine_service(role, flags, config, as_json=json):
+    if not examine_service(role, given_settings(context), config, as_json=json):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def settings(
+    word: Annotated[
+        str, typer.Argument(metavar="[WORD]", help="Part of a name or of a description.", show_default=False)
+    ] = "",
+) -> None:
+    """The settings of all services: name, type, default, option, environment variable and meaning."""
+    from pdserve.cli.settings_list import print_settings
+
+    print_settings(word)
 
 
 @keys.command("new")

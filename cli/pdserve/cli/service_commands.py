@@ -21,8 +21,9 @@ from pdserve.cli.up.child_report import (
 )
 from pdserve.common.address.descriptors import raise_descriptor_limit
 from pdserve.common.errors import ConfigError
+from pdserve.common.settings.catalogue import ENV_PREFIX, SECRETS
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.settings.settings import ENV_PREFIX, SECRETS, SERVICES, load_settings
+from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.telemetry.logging_setup import configure_logging
 from pdserve.models.model_folder import model_folder
@@ -30,20 +31,6 @@ from pdserve.models.model_folder import model_folder
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_BYTES = 1 << 20
-
-
-def parse_assignments(assignments: list[str]) -> dict[str, str]:
-    """`--set name=value` -> {name: value}. Raises: ValueError for anything else."""
-    values = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals or not name:
-            # an unknown name may be a secret, so only its length is shown
-            is_name = any(assignment.replace("-", "_") in kind.__struct_fields__ for kind in SERVICES)
-            what = repr(assignment) if is_name else f"with {len(assignment)} characters"
-            raise ValueError(f"--set {what}: name=value is needed")
-        values[name.replace("-", "_")] = value
-    return values
 
 
 def serve_router(flags: Mapping[str, Any], config: Path | None) -> None:
@@ -122,13 +109,10 @@ def _serve_worker(
     return uvloop.run(run_worker(settings, folder, add_servicers, on_ready=ready, progress=progress))
 
 
-_URLS = ("redis", "otlp")
-
-
 def secrets_among(given: Mapping[str, object]) -> list[str]:
     """Names of the settings whose values are secrets, or URLs with a password. given: settings of the command line."""
     return [
-        name for name, value in given.items() if value and (name in SECRETS or (name in _URLS and "@" in str(value)))
+        name for name, value in given.items() if value and (name in SECRETS or (name == "redis" and "@" in str(value)))
     ]
 
 

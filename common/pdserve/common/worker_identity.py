@@ -29,6 +29,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     protocol_version: int
     address: str
     """host:port at which peers reach its gRPC services."""
+    attach_address: str
+    """host:port at which receivers reach `KvSourceService`: `address`, or a port of the engine's process."""
     layout: KvLayout
     tokenizer_fingerprint: str
     max_model_len: int
@@ -45,11 +47,11 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     sampler_version: int = 1
     """Workers of one version sample the same tokens from the same logits."""
     max_logprobs: int = 20
-    """Most likely tokens per position for which a client may ask; older workers have this default."""
+    """Most likely tokens per position for which a client may ask."""
     max_n_sequences: int = 16
-    """Sequences of one request, at most; likewise."""
-    step_stream_version: int = 0
-    """Version of its `StepStreamService`; 0: routers open a gRPC stream per call."""
+    """Sequences of one request, at most."""
+    max_request_bytes: int = 1 << 20
+    """Bytes of one encoded request (`request/request_bytes.py`), at most."""
     data_parallel_rank: int | None = None
     """The setting of this name: requests may prefer the decode workers of a rank."""
     decoder_prompt_len: int = 0

@@ -1,4 +1,4 @@
-"""`PushedDecode`: a decode call of a step stream, whose outputs pass from the engine to the stream without a task of its own."""
+"""`PushedDecode`: a decode call, whose outputs pass from the engine to the router's stream without a task of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pdserve.common.request.decode_wire import (
     landed_event,
     needs_prefill_event,
     output_events,
+    outputs_event,
     prefilling_locally_event,
     receiving_event,
 )
@@ -25,8 +26,7 @@ from pdserve.worker.telemetry.call_stats import CallStats
 
 
 class PushedDecode:
-    """From `begin` to the last output of the last sequence, an error, or the router's cancellation. Sends what
-    `DecodeServicer.Generate` sends."""
+    """From `begin` to the last output of the last sequence, an error, or the router's cancellation."""
 
     def __init__(
         self, call: StepCall, engine: EngineClient, request: EngineCoreRequest, record: CallStats, block_bytes: int
@@ -95,8 +95,10 @@ class PushedDecode:
             self._names = LOCAL_MOMENTS
         if output.new_token_ids or output.finish_reason is not None:
             self._has_begun = True
-            for event in output_events(output, self._names):
-                self._call.event(event)
+            if output.prompt_logprobs is not None:
+                self._call.events(output_events(output, self._names))
+            else:
+                self._call.event(outputs_event(output, self._names))
         if output.finish_reason is not None:
             self._num_open -= 1
             if self._num_open <= 0:
@@ -111,7 +113,7 @@ class PushedDecode:
             num_blocks, connector = landed.result()
             self._call.event(landed_event(num_blocks, self._block_bytes, connector))
 
-    def _end_sequences(self, indexes: Sequence[int]) -> None:
+    def _end_sequences(self, indexes: Sequence[int], turn: int | None) -> None:
         for index in indexes:
             self._engine.end_sequence(self._request.request_id, index)
 

@@ -1,4 +1,4 @@
-"""The decode role, composed: a worker that answers `DecodeService`."""
+"""The decode role, composed: a worker that serves decode calls and sessions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import grpc
 from pdserve.common.errors import InternalError
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.decode_servicer import DecodeServicer
-from pdserve.v1 import decode_pb2, decode_pb2_grpc
-from pdserve.worker.step_stream.step_stream_servicer import CallHandler
 from pdserve.worker.worker import Worker
 
 
@@ -20,6 +18,4 @@ def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
     servicer = DecodeServicer(
         settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.total_block_bytes
     )
-    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
-    handler = CallHandler(decode_pb2.DecodeRequest.FromString, servicer.begin_decode)
-    return ["pdserve.v1.DecodeService", worker.serve_step_streams({"decode_request": handler})]
+    return [worker.serve_calls({"decode": servicer.begin_decode, "session": servicer.begin_session})]

@@ -149,13 +149,6 @@ class EngineCore:
         """End a session, after the turns that have arrived. No effect if it has ended."""
         self.scheduler.session_commands.finish_session(request_id)
 
-    def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
-        """End one sequence, whose text is complete at the reader, or a session's turn. No effect if it has ended.
-
-        turn: of a session, the turn to end; None: the running one.
-        """
-        self.scheduler.end_sequence(request_id, index, turn)
-
     def apply(self, event: IntoEngine) -> None:
         """Apply an event from the transfer side. Its token ids are checked, since an id outside the vocabulary would end the
         engine."""

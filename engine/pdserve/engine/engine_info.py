@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.common.image_processor_config import ImageProcessorConfig
+from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.engine.config import EncoderConfig
 
@@ -20,6 +21,10 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    layout: KvLayout
+    tokenizer_fingerprint: str
+    has_grammars: bool
+    """False without a tokenizer: there are no structured outputs."""
     num_labels: int = 0
     """Labels of the classification head; 0: the model generates."""
     images: ImageProcessorConfig | None = None

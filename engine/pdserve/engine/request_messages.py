@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
 from pdserve.common.errors import InternalError, InvalidRequest, PeerError
+from pdserve.common.ipc.frames import MAX_FRAME_BYTES
 from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve.engine.output_stream import refused_outputs
-from pdserve.engine.socket_frames import MAX_FRAME_BYTES
 
 encode = msgspec.msgpack.Encoder().encode
 ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, PeerError, msgspec.MsgspecError)
@@ -50,19 +50,16 @@ def decode_request(encoded: msgspec.Raw) -> EngineCoreRequest:
         raise InvalidRequest(f"the request cannot be read: {error}", named and named[1]) from error
 
 
-def output_messages(outputs: EngineCoreOutputs, message: Callable[[EngineCoreOutputs], object]) -> Iterator[bytes]:
-    """The encoded messages of one step. An output that no message holds ends its request; the others are sent.
-
-    message: makes the message of outputs.
-    """
-    payload = encode(message(outputs))
+def output_messages(outputs: EngineCoreOutputs) -> Iterator[bytes]:
+    """The encoded messages of one step. An output that no message holds ends its request; the others are sent."""
+    payload = encode(outputs)
     if len(payload) <= MAX_FRAME_BYTES:
         yield payload
     elif len(outputs.outputs) > 1:
         for output in outputs.outputs:
-            yield from output_messages(EngineCoreOutputs(outputs=[output]), message)
-        yield encode(message(msgspec.structs.replace(outputs, outputs=[])))
+            yield from output_messages(EngineCoreOutputs(outputs=[output]))
+        yield encode(msgspec.structs.replace(outputs, outputs=[]))
     else:
         [output] = outputs.outputs
         error = InternalError(f"an output has {len(payload)} bytes, at most {MAX_FRAME_BYTES} can be sent")
-        yield encode(message(refused_outputs(output.request_id, error)))
+        yield encode(refused_outputs(output.request_id, error))

@@ -5,7 +5,7 @@
     serve(pool)                                serve(pool)
     grant(token)  -> Grant
     grant.publish(first_index, blocks)
-                                               read(address, token, blocks, listener) -> BlockRead
+                                               read(order, listener) -> BlockRead
                                                    listener.landed(...)   as verified ranges come in
                                                    listener.ended(...)    exactly once
     grant.close(on_fenced)
@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import BlockDigest
+from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 
 
@@ -39,6 +39,27 @@ class BlockToRead:
     """The block of the receiver's pool that its bytes are written to."""
     location: int = 0
     """The source's block number; only connectors that read memory directly use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOrder:
+    """What one read reads, and from where."""
+
+    metadata: bytes
+    """Describes the peer: its connector's `metadata`."""
+    token: bytes
+    """That of the peer's grant."""
+    blocks: Sequence[BlockToRead]
+    digest: BlockDigest = XXH3
+    """Verifies the blocks."""
+    unused: DeviceEvent | None = None
+    """The event after which no step of an earlier owner writes the local blocks; None on a host, where steps are done when their
+    blocks are free."""
+    parts: int = 1
+    """The local blocks are those of the pool divided into `parts` (`PoolMemory.divided`); `location` counts parts of that size,
+    too."""
+    source_parts: int = 1
+    """Number of such parts in a block of the source."""
 
 
 class ReadOutcome(enum.Enum):
@@ -98,25 +119,8 @@ class BlockConnector(Protocol):
         Raises: ValueError if the token is already granted.
         """
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
-        """Start to read blocks from the peer that `metadata` describes; returns at once.
-
-        digest: verifies the blocks. unused: the event after which no step of an earlier owner writes the blocks; None on a host,
-        where steps are done when their blocks are free. parts: the local blocks are those of the pool divided into `parts`
-        (`PoolMemory.divided`); `location` counts parts of that size, too. source_parts: their number in a block of the source.
-
-        Every error, malformed metadata included, is reported through `listener.ended`.
-        """
+    def read(self, order: ReadOrder, listener: ReadListener) -> BlockRead:
+        """Start to read blocks; returns at once. Every error, malformed metadata included, is reported through `listener.ended`."""
 
     def close(self) -> None:
         """End all reads (listeners get CANCELLED), grants and threads, and close all ports. Idempotent."""

@@ -14,15 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import (
     BlockConnector,
     BlockRead,
-    BlockToRead,
     Grant,
     ReadListener,
+    ReadOrder,
     SupportsPeerEviction,
     SupportsPeerWarmup,
 )
@@ -126,20 +125,9 @@ class ConnectorSet:
         """
         return Grants([connector.grant(token, parts) for connector in self._connectors.values()])
 
-    def read(
-        self,
-        connector: str,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
+    def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `RankTransfers.read`."""
-        return self._connectors[connector].read(metadata, token, blocks, listener, digest, unused, parts, source_parts)
+        return self._connectors[connector].read(order, listener)
 
     def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
         """As `RankTransfers.digests`; computed when this returns."""

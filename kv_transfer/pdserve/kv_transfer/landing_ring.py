@@ -12,19 +12,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
 from pdserve.kv_transfer.connector import (
     BlockConnector,
     BlockRead,
     BlockToRead,
     Grant,
     ReadListener,
+    ReadOrder,
     ReadOutcome,
     SupportsPeerEviction,
     SupportsPeerWarmup,
@@ -68,15 +67,9 @@ class _RingRead:
     """A `BlockRead`. Its fields change under the connector's lock; `has_ended` only on the mover's thread."""
 
     connector: RingConnector
-    metadata: bytes
-    token: bytes
-    blocks: tuple[BlockToRead, ...]
+    order: ReadOrder
+    """Parts of blocks take a slot each."""
     listener: ReadListener
-    digest: BlockDigest
-    unused: DeviceEvent | None
-    parts: int = 1
-    """Blocks are parts of blocks; each takes a slot of its own."""
-    source_parts: int = 1
     next: int = field(default=0, init=False)
     """First block that no batch has."""
     batches: list[_Batch] = field(default_factory=list, init=False)
@@ -131,23 +124,13 @@ class RingConnector:
         """As `BlockConnector.grant`."""
         return self._inner.grant(token, parts)
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest = XXH3,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
+    def read(self, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`."""
-        read = _RingRead(self, metadata, token, tuple(blocks), listener, digest, unused, parts, source_parts)
-        if not blocks:
-            return self._inner.read(metadata, token, (), listener, digest)
+        if not order.blocks:
+            return self._inner.read(replace(order, unused=None), listener)
+        read = _RingRead(self, order, listener)
         try:
-            verify_read(token, blocks, self._pool.num_blocks * parts)
+            verify_read(order.token, order.blocks, self._pool.num_blocks * order.parts)
         except TransferFailed as error:
             self.stop(read, ReadOutcome.FAILED, error)
             return read
@@ -197,7 +180,7 @@ class RingConnector:
                 continue
             if count := self._room_for(read):
                 self._begin_batch(read, count)
-                if read.next < len(read.blocks):
+                if read.next < len(read.order.blocks):
                     queue.append(read)
             else:
                 without_room.append(read)
@@ -205,8 +188,8 @@ class RingConnector:
 
     def _room_for(self, read: _RingRead) -> int:
         """Blocks of the next batch: a whole one, or the rest of the read, so that no batch of single blocks begins; 0 to wait."""
-        wanted = min(self._batch_blocks, len(read.blocks) - read.next)
-        held = self._held.get(read.metadata, 0)
+        wanted = min(self._batch_blocks, len(read.order.blocks) - read.next)
+        held = self._held.get(read.order.metadata, 0)
         room = min(len(self._free), self._share - held)
         if held:
             # half of the ring is for peers that hold nothing: a few slow peers must not stop all others
@@ -215,18 +198,16 @@ class RingConnector:
 
     def _begin_batch(self, read: _RingRead, count: int) -> None:
         slots = sorted(self._free.pop() for _ in range(count))
-        self._held[read.metadata] = self._held.get(read.metadata, 0) + count
+        self._held[read.order.metadata] = self._held.get(read.order.metadata, 0) + count
         batch = _Batch(read, read.next, slots)
         read.batches.append(batch)
-        part = read.blocks[read.next : read.next + count]
+        part = read.order.blocks[read.next : read.next + count]
         read.next += count
         into_slots = [
-            BlockToRead(block.index, block.digest, slot * read.parts, block.location)
+            BlockToRead(block.index, block.digest, slot * read.order.parts, block.location)
             for block, slot in zip(part, slots, strict=True)
         ]
-        batch.inner = self._inner.read(
-            read.metadata, read.token, into_slots, batch, read.digest, None, read.parts, read.source_parts
-        )
+        batch.inner = self._inner.read(replace(read.order, blocks=into_slots, unused=None), batch)
 
     def _give_back(self, batch: _Batch, positions: Sequence[int]) -> None:
         """Free slots that no read writes any more."""
@@ -234,18 +215,18 @@ class RingConnector:
             freed = [batch.slots[position] for position in positions if position in batch.out]
             batch.out.difference_update(positions)
             self._free.extend(reversed(freed))
-            held = self._held.get(batch.read.metadata, 0) - len(freed)
+            held = self._held.get(batch.read.order.metadata, 0) - len(freed)
             if held > 0:
-                self._held[batch.read.metadata] = held
+                self._held[batch.read.order.metadata] = held
             else:
-                self._held.pop(batch.read.metadata, None)
+                self._held.pop(batch.read.order.metadata, None)
             self._begin_batches()
 
     def _limit_wait(self, read: _RingRead) -> None:
         """Fail the read if none of its blocks got a slot for too long."""
         with self._lock:
             before = read.next
-            if read.is_stopped or before == len(read.blocks):
+            if read.is_stopped or before == len(read.order.blocks):
                 return
 
         def look() -> None:
@@ -268,11 +249,11 @@ class RingConnector:
             return  # the slots are freed when the batch ends
         positions = range(first, first + count)
         start = batch.first + first
-        targets = [block.local_block for block in read.blocks[start : start + count]]
+        targets = [block.local_block for block in read.order.blocks[start : start + count]]
         try:
-            ring = self._ring.view(len(self._ring) * read.parts, -1)
-            slots = [batch.slots[position] * read.parts for position in positions]
-            self._pool.divided(read.parts).move_in(ring, slots, targets, read.unused)
+            ring = self._ring.view(len(self._ring) * read.order.parts, -1)
+            slots = [batch.slots[position] * read.order.parts for position in positions]
+            self._pool.divided(read.order.parts).move_in(ring, slots, targets, read.order.unused)
         except Exception as error:  # of the device's driver
             self.stop(read, ReadOutcome.FAILED, TransferFailed(f"blocks could not be copied to the device: {error}"))
             return
@@ -285,7 +266,7 @@ class RingConnector:
         with self._lock:
             read.batches.remove(batch)
             # of a stopped read, blocks may not have been moved, and its end is queued already
-            is_complete = not read.batches and read.next == len(read.blocks) and not read.is_stopped
+            is_complete = not read.batches and read.next == len(read.order.blocks) and not read.is_stopped
         self._give_back(batch, range(len(batch.slots)))
         if outcome is not ReadOutcome.DONE:
             self.stop(read, outcome, cause)

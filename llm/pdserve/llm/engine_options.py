@@ -13,6 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.kv_layout import KvCacheDtype
 from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.settings.service_settings import SchedulingPolicy
+from pdserve.common.settings.settings import with_limits
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 
@@ -162,9 +163,10 @@ def worker_settings(options: Mapping[str, Any]) -> WorkerSettings:
             raise ConfigError(f"{name} is {options[name]!r:.60}, only {possible} is supported")
     try:
         given = {name: value for name, value in options.items() if name in known and name != "max_logprobs"}
-        settings = msgspec.convert(given, WorkerSettings)
+        settings = msgspec.convert(with_limits(WorkerSettings, given), WorkerSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"options: {error}") from error
+        # callers know no table of limits
+        raise ConfigError(f"options: {error}".replace("$.limits.", "$.")) from error
     settings.verify()
     return settings
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.common.errors import ConfigError
-from pdserve.engine.clients.engine_core_client import EngineCoreClient
-from pdserve.engine.clients.inproc_client import InprocClient
-from pdserve.engine.clients.loaded_engine import LoadedEngine, local_hasher
-from pdserve.engine.clients.process_client import ProcessClient
-from pdserve.engine.clients.recorded_client import RecordedClient
+from pdserve.engine.client.engine_core_client import EngineCoreClient
+from pdserve.engine.client.inproc_client import InprocClient
+from pdserve.engine.client.loaded_engine import LoadedEngine, local_hasher
+from pdserve.engine.client.process_client import ProcessClient
 from pdserve.engine.runner.loaded_model import model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.stats.stat_logger import StatLoggerFactory, load_stat_loggers
@@ -50,9 +49,9 @@ class LocalEngine:
         installed = LogitsProcessors.from_entry_points(settings.logits_processors)
         self.logits_processors = CallerLogitsProcessors(installed, takes_functions=not engine_process)
         self.client: EngineCoreClient = (
-            ProcessClient(folder, settings)
+            ProcessClient.load(folder, settings)
             if engine_process
-            else InprocClient(LoadedEngine(folder, settings, self.logits_processors))
+            else InprocClient(LoadedEngine.load(folder, settings, self.logits_processors))
         )
         self.info = self.client.info
         try:
@@ -67,4 +66,4 @@ class LocalEngine:
             except ConfigError:
                 self.client.close()
                 raise
-            self.client = RecordedClient(self.client, self.recorder)
+            self.client.recorder = self.recorder

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.request.lora_request import LoRARequest
-from pdserve.engine.clients.engine_core_client import EngineCoreClient
+from pdserve.engine.client.engine_core_client import EngineCoreClient
 
 
 def lora_fields(client: EngineCoreClient, lora_request: object) -> dict[str, Any]:
@@ -21,7 +21,8 @@ def lora_fields(client: EngineCoreClient, lora_request: object) -> dict[str, Any
         raise InvalidRequest(f"lora_request must be LoRARequest, not {type(lora_request).__name__}", "lora_request")
     lora_request.verify()
     folder = Path(lora_request.lora_path).expanduser().absolute()
-    return {
-        "lora_name": lora_request.lora_name,
-        "lora_fingerprint": client.utility("add_lora", str(folder)),
-    }
+    try:
+        fingerprint = client.utility("add_lora", str(folder))
+    except ConfigError as error:
+        raise InvalidRequest(f"lora_request: {error.message}", "lora_request") from error
+    return {"lora_name": lora_request.lora_name, "lora_fingerprint": fingerprint}

@@ -103,10 +103,6 @@ class PromptWithSalt(NamedTuple):
                 )
             pair = msgspec.structs.replace(prompt, truncation=Truncation.of(num_kept, side or "right"))
             return self._replace(prompt=pair)
-        if truncation is not None and isinstance(prompt, EmbedsInput):
-            raise InvalidRequest(
-                "truncate_prompt_tokens is given, and prompt_embeds are not truncated", "prompt_embeds"
-            )
         if adds is not None and not isinstance(prompt, TokenInput | EmbedsInput):
             prompt = msgspec.structs.replace(prompt, add_special_tokens=adds)
         return self._replace(prompt=prompt, truncation=truncation)

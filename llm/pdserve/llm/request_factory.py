@@ -6,14 +6,13 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
-from pdserve.common.request.generation_request import GenerationRequest
+from pdserve.common.request.generation_request import GenerationRequest, verify_priority_is_used
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.pooling_params import PoolingParams, PoolingTask, verify_generates
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
@@ -26,20 +25,11 @@ from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
 from pdserve.llm.logits_callables import LogitsCallable
 from pdserve.llm.lora_fields import lora_fields
 from pdserve.llm.prompts import PromptWithSalt
-from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import for_engines
 from pdserve.text.outputs.output_processor import OutputProcessor
-from pdserve.text.prompt import (
-    EmbedsInput,
-    EncodedPrompt,
-    LengthRule,
-    TextInput,
-    encode_prompt,
-    verify_cache_salt,
-    verify_prompt_tokens,
-)
-from pdserve.text.prompt_room import PromptRoom
+from pdserve.text.prompt import EmbedsInput, EncodedPrompt, TextInput
+from pdserve.text.prompt_preparer import ModelLimits, PromptPreparer, PromptRequest, embeds_fields
 
 _SEED_BITS = 63
 
@@ -53,21 +43,22 @@ class RequestFactory:
         self._tokenizer = engine.tokenizer
         self._hasher = engine.hasher
         self._model_fingerprint = engine.info.model_fingerprint
-        self._max_model_len = engine.info.max_model_len
-        self._max_num_seqs = engine.info.max_num_seqs
-        self._vocab_size = engine.info.vocab_size
-        self._max_logprobs = engine.max_logprobs
         self._logits_processors = engine.logits_processors
         self._log_stats = engine.log_stats
-        self._hidden_size = engine.info.hidden_size
         self.num_labels = engine.info.num_labels
         """Labels of the model's classification head; 0: it has none, and generates."""
         self._enable_prompt_embeds = engine.settings.enable_prompt_embeds
         self._scheduling_policy = engine.settings.scheduling_policy
-        self._images = engine.images
-        self._audio = engine.audio
+        self._preparer = PromptPreparer(engine.tokenizer, engine.images, engine.audio)
         self._encoder_decoder = prompts = engine.info.encoder_decoder
-        self._room = PromptRoom(self._max_model_len, 0 if prompts is None else prompts.num_decoder_prompt_tokens)
+        self._limits = ModelLimits(
+            max_model_len=engine.info.max_model_len,
+            vocab_size=engine.info.vocab_size,
+            hidden_size=engine.info.hidden_size,
+            max_logprobs=engine.max_logprobs,
+            max_n_sequences=engine.info.max_num_seqs,
+            decoder_prompt_len=0 if prompts is None else prompts.num_decoder_prompt_tokens,
+        )
         self._numbers = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -81,7 +72,7 @@ class RequestFactory:
     ) -> ValidRequest:
         """Tokenize, fill in, check. sampling_params: None takes the defaults, `max_tokens` of the prompt's kind.
 
-        fields: those of `GenerationRequest` that a caller gives beside the prompt, and `lora_request`; None: the default.
+        fields: those of `GenerationRequest` that a caller gives next to the prompt, and `lora_request`; None: the default.
         Raises: InvalidRequest naming the field, its value and its limit.
         """
         verify_generates(self.num_labels)
@@ -93,20 +84,13 @@ class RequestFactory:
             params = checked(sampling_params, SamplingParams, "sampling_params")
             asked = params.max_tokens
         self._verify_embeds(prompt)
-        encoded = self._encoded(prompt, self._room.rule(), asked)
-        max_tokens = self._max_tokens(prompt, encoded, asked, takes_rest=sampling_params is not None)
-        if params.num_sequences > self._max_num_seqs:
-            field = "n" if params.best_of is None else "best_of"
-            raise InvalidRequest(
-                f"{field} is {params.num_sequences}, at most {self._max_num_seqs} sequences run at a time (max_num_seqs)",
-                field,
-            )
-        params.verify_bad_words()
-        bad_words = bad_words_token_ids(self._tokenizer, params.bad_words)
-        params = msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words)
-        params.verify(self._vocab_size, self._max_logprobs, max_sequences=self._max_num_seqs)
-        self._logits_processors.verify(params.logits_processors, self._vocab_size)
-        return self._valid(prompt, encoded, fields, sampling_params=params)._replace(functions=functions)
+        takes_rest = sampling_params is not None
+        request = _request(prompt, fields, sampling_params=params, max_tokens=asked, takes_rest=takes_rest)
+        encoded = self._encoded(request)
+        bad_words = self._preparer.bad_words(params)
+        completed = self._preparer.complete(request, encoded.token_ids, self._limits, bad_words)
+        self._logits_processors.verify(params.logits_processors, self._limits.vocab_size)
+        return self._valid(completed, encoded, fields)._replace(functions=functions)
 
     def validate_turn(
         self,
@@ -138,9 +122,7 @@ class RequestFactory:
             return
         if not self._enable_prompt_embeds:
             raise InvalidRequest("prompt_embeds is given, and enable_prompt_embeds is False", "prompt_embeds")
-        embeds = prompt.prompt.embeds
-        embeds.verify(embeds.num_tokens, self._hidden_size)
-        verify_finite(embeds)
+        verify_finite(prompt.prompt.embeds)
 
     def _named_functions(self, params: SamplingParams) -> tuple[SamplingParams, tuple[LogitsCallable, ...]]:
         """The parameters with names in place of the caller's functions. Raises: InvalidRequest where none can be called."""
@@ -176,70 +158,37 @@ class RequestFactory:
         task = task or params.task or ("classify" if self.num_labels else "embed")
         params = msgspec.structs.replace(params, task=task)
         params.verify_task(self.num_labels)
-        rule = LengthRule(self._max_model_len, has_output=False)
-        encoded = self._encoded(prompt, rule)
-        rule.verify(len(encoded.token_ids), prompt.field)
-        params.verify(self._hidden_size)
-        return self._valid(prompt, encoded, fields, pooling_params=params)
+        request = _request(prompt, fields, pooling_params=params)
+        encoded = self._encoded(request)
+        completed = self._preparer.complete_pooling(request, encoded.token_ids, self._limits)
+        return self._valid(completed, encoded, fields)
 
     def validate_beams(self, prompt: PromptWithSalt, params: BeamSearchParams, **fields: object) -> ValidRequest:
         """Tokenize and check. fields: as in `validate`. Raises: InvalidRequest naming the field, its value and its limit."""
         verify_generates(self.num_labels)
         if isinstance(prompt.prompt, EmbedsInput):
             raise InvalidRequest("prompt_embeds is given, and beams begin with token ids", "prompt_embeds")
-        encoded = self._encoded(prompt, self._room.rule())
-        params.verify(self._vocab_size, len(self._tokenizer.eos_token_ids))
-        self._max_tokens(prompt, encoded, params.max_tokens)
-        step = step_params(params.num_candidates(len(self._tokenizer.eos_token_ids)))
-        return self._valid(prompt, encoded, fields, sampling_params=step)
+        eos_len, limits = len(self._tokenizer.eos_token_ids), self._limits
+        step = step_params(params.num_candidates(eos_len))
+        request = _request(prompt, fields, sampling_params=step, max_tokens=params.max_tokens)
+        encoded = self._encoded(request)
+        token_ids = self._preparer.prompt_tokens(request, encoded.token_ids, limits)
+        params.verify(limits.vocab_size, eos_len)
+        self._preparer.max_tokens(request, len(token_ids), limits)
+        completed = GenerationRequest(**request.carried() | {"prompt_token_ids": token_ids})
+        return self._valid(completed, encoded, fields)
 
-    def _max_tokens(
-        self, prompt: PromptWithSalt, encoded: EncodedPrompt, asked: int | None, *, takes_rest: bool = False
-    ) -> int:
-        """Raises: PromptTooLong, InvalidRequest."""
-        return self._room.resolve_max_tokens(
-            prompt.prompt, len(encoded.token_ids), asked,
-            field=prompt.field, max_tokens_field="max_tokens", takes_rest=takes_rest,
-        )  # fmt: skip
-
-    def _encoded(self, prompt: PromptWithSalt, length_rule: LengthRule, max_tokens: int | None = None) -> EncodedPrompt:
-        truncation = prompt.truncation
-        encoded = encode_prompt(
-            self._tokenizer, prompt.prompt, prompt.field, length_rule, truncates=truncation is not None,
-            images=self._images, given_images=prompt.images, audio=self._audio, given_sounds=prompt.sounds,
-        )  # fmt: skip
-        if truncation is not None:
-            encoded = encoded._replace(token_ids=truncation.apply(encoded.token_ids, length_rule, max_tokens))
-        verify_prompt_tokens(self._tokenizer, prompt.prompt, encoded.token_ids, self._vocab_size, prompt.field)
-        verify_cache_salt(prompt.cache_salt)
+    def _encoded(self, request: PromptRequest) -> EncodedPrompt:
+        """The prompt, whose images or sound become those of the request. Raises: InvalidRequest."""
+        encoded = self._preparer.encode(request, self._limits.room)
+        request.mm_features = list(encoded.features)
         return encoded
 
-    def _valid(
-        self,
-        prompt: PromptWithSalt,
-        encoded: EncodedPrompt,
-        fields: Mapping[str, object] = MappingProxyType({}),
-        **params: Any,
-    ) -> ValidRequest:
-        """Raises: InvalidRequest for a field of another type, or outside its limits."""
-        fields = dict(fields)
-        adapter: Any = fields.pop("lora_request", None)
-        lora: dict[str, Any] = lora_fields(self._client, adapter)
-        types = field_types(GenerationRequest)
-        given = {name: converted(name, value, types[name]) for name, value in fields.items() if value is not None}
-        if isinstance(prompt.prompt, EmbedsInput):
-            # a drafter would take the placeholders for the prompt
-            given |= {"prompt_embeds": prompt.prompt.embeds, "speculative_tokens": 0}
-        request = GenerationRequest(
-            prompt_token_ids=encoded.token_ids, mm_features=list(encoded.features), cache_salt=prompt.cache_salt,
-            **given, **lora, **params,
-        )  # fmt: skip
-        request.verify_client()
-        if request.priority and self._scheduling_policy == "fcfs":
-            raise InvalidRequest(
-                f"priority is {request.priority}, and scheduling_policy is 'fcfs': requests run in order of arrival",
-                "priority",
-            )
+    def _valid(self, request: GenerationRequest, encoded: EncodedPrompt, fields: Mapping[str, object]) -> ValidRequest:
+        """Raises: InvalidRequest."""
+        verify_priority_is_used(request.priority, self._scheduling_policy)
+        adapter: Any = fields.get("lora_request")
+        request = msgspec.structs.replace(request, **lora_fields(self._client, adapter))
         return ValidRequest(request, encoded.text, lora_request=adapter)
 
     def make_pooling(self, valid: ValidRequest, request_id: str | None = None) -> LocalPooling:
@@ -250,7 +199,7 @@ class RequestFactory:
     @property
     def continues_prompt(self) -> bool:
         """See `PromptRoom`."""
-        return self._room.continues_prompt
+        return self._limits.room.continues_prompt
 
     def make_beam_step(self, valid: ValidRequest, output_token_ids: Sequence[int]) -> BeamStep:
         """The request for the candidates that follow these output tokens."""
@@ -369,6 +318,17 @@ class RequestFactory:
             spans = hashed_spans(request.mm_features)
             carried["block_hashes"] = self._hasher.extend(root, carried["prompt_token_ids"], spans)
         return EngineCoreRequest(**carried, sequence_stem=stem, arrival_time=time.monotonic())
+
+
+def _request(prompt: PromptWithSalt, fields: Mapping[str, object], **given: Any) -> PromptRequest:
+    """fields: as in `RequestFactory.validate`. Raises: InvalidRequest for a field of another type."""
+    types = field_types(GenerationRequest)
+    named = {name: value for name, value in fields.items() if value is not None and name != "lora_request"}
+    given |= {name: converted(name, value, types[name]) for name, value in named.items()}
+    return PromptRequest(
+        prompt=prompt.prompt, field=prompt.field, cache_salt=prompt.cache_salt, truncation=prompt.truncation,
+        images=prompt.images, sounds=prompt.sounds, **(given | embeds_fields(prompt.prompt)),
+    )  # fmt: skip
 
 
 def _verify_without_images(prompt: PromptWithSalt, kind: str) -> None:

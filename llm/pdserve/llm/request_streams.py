@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pdserve.common.errors import InvalidRequest, PdServeError, from_code
 from pdserve.common.request.engine_types import EngineCoreRequest
-from pdserve.engine.clients.engine_core_client import EngineCoreClient
+from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.output_stream import OutputStream, failed_output
 
 

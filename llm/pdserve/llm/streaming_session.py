@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.request.engine_types import EngineCoreOutput, StreamingUpdate
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
-from pdserve.engine.clients.engine_core_client import EngineCoreClient
+from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.output_stream import OutputStream, failed_output
 from pdserve.llm.local_request import LocalRequest, ValidRequest
 from pdserve.llm.prompts import PromptType

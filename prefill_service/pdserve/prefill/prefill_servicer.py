@@ -1,24 +1,38 @@
-"""`PrefillServicer`: the prefill call of an attempt; embeddings and classes."""
+"""`PrefillServicer`: begins the calls of a prefill worker.
+
+The life of a request here:
+
+1. A router's `Submission` arrives in its step stream. `RequestReader` counts and checks it, and computes block hashes and digest.
+2. `EngineClient.verify` refuses what the engine cannot serve. The call of anything refused ends with the error.
+3. The request is submitted to the engine together with the transfer of its blocks, which may be attached from now on; a receiver
+   that came earlier has waited for it.
+4. The engine computes the prompt in chunks. Blocks that are full, and wanted by the receiver, are published as they are computed.
+5. `Computed` has the first token of each sequence, after the prompt's log-probabilities if these were requested.
+6. The engine keeps the blocks until the receiver has released the transfer, its lease has expired, or the worker drains; `Ended`
+   says which. Without a transfer the call ends with `Computed`.
+7. The end of the call, cancelled by the router or with its stream, ends the request and its transfer in any state. When reads of
+   the blocks are fenced, the engine drops the request, and the call's statistics are closed.
+
+An embedding takes steps 1, 2 and 4; its call ends with one `PoolingResult`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.method_handler import Context
-from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES
 from pdserve.kv_transfer.control.transfer_state import SourceState
-from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, request_pb2
+from pdserve.v1 import prefill_pb2, request_pb2
+from pdserve.v1.step_stream_pb2 import Submission
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.step_stream.step_call import StepCall
@@ -38,8 +52,8 @@ _ENDED = {
 
 
 @dataclass(frozen=True, eq=False)
-class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves `PrefillService`. The call is open as long as its transfer; the end of the call ends the transfer."""
+class PrefillServicer:
+    """Serves `Submission.prefill` and `Submission.embed`."""
 
     reader: RequestReader
     engine: EngineClient
@@ -47,42 +61,37 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     layout: KvLayout
     """Layout of the worker's KV blocks."""
 
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Context
-    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        async with contextlib.aclosing(self._prefill(request, metadata_of(context))) as events:
-            async for event in events:
-                yield event
-
-    def begin_prefill(self, request: prefill_pb2.PrefillRequest, call: StepCall) -> None:
-        """Serve `Prefill` as a call of a step stream."""
-        call.serve(self._prefill(request, {}))
+    def begin_prefill(self, submission: Submission, call: StepCall) -> None:
+        """Raises: as `RequestReader.request` and `EngineClient.verify`; InvalidRequest for a transfer that cannot be one."""
+        prefill = submission.prefill
+        request = self.reader.request(submission.request, submission.attempt, transfer_source=bool(prefill.transfer_id))
+        if request.pooling_params is not None:
+            raise InvalidRequest(
+                "request.pooling_params is given: embeddings are requested with `embed`", "pooling_params"
+            )
+        if len(prefill.transfer_id) not in (0, TRANSFER_ID_BYTES):
+            raise InvalidRequest(
+                f"transfer_id has {len(prefill.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "transfer_id"
+            )
+        if prefill.transfer_id:
+            verify_worker_id("receiver.worker_id", prefill.receiver.worker_id)
+        self.engine.verify(request)
+        call.serve(self._prefill(request, self._expected(prefill, request) if prefill.transfer_id else None))
 
     async def _prefill(
-        self, request: prefill_pb2.PrefillRequest, metadata: Mapping[str, str]
+        self, request: EngineCoreRequest, transfer: ExpectedTransfer | None
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        engine_request = self.reader.request(request, request.attempt.number, transfer_source=bool(request.transfer_id))
-        if engine_request.pooling_params is not None:
-            raise InvalidRequest("request.pooling is given: embeddings are asked for with Embed", "pooling")
-        if len(request.transfer_id) not in (0, TRANSFER_ID_BYTES):
-            raise InvalidRequest(
-                f"transfer_id has {len(request.transfer_id)} bytes, not {TRANSFER_ID_BYTES}", "transfer_id"
-            )
-        if request.transfer_id:
-            verify_worker_id("receiver.worker_id", request.receiver.worker_id)
-        self.engine.verify(engine_request)
-        record = self.telemetry.call("prefill", engine_request, metadata)
-        transfer = self._expected(request, engine_request) if request.transfer_id else None
+        record = self.telemetry.call("prefill", request)
         stream = None
         try:
             with record:
-                stream = self.engine.submit(engine_request, record.take, transfer=transfer)
-                yield prefill_pb2.PrefillEvent(admitted=_admitted(engine_request))
-                outputs = [await stream.get() for _ in range(engine_request.n)]
+                stream = self.engine.submit(request, record.take, transfer=transfer)
+                yield prefill_pb2.PrefillEvent(admitted=_admitted(request))
+                outputs = [await stream.get() for _ in range(request.n)]
                 for piece in prompt_logprobs_to_wire(outputs[0].prompt_logprobs):
                     yield prefill_pb2.PrefillEvent(prompt_logprobs=piece)
                 if outputs[0].new_token_ids:
-                    yield prefill_pb2.PrefillEvent(computed=_computed(engine_request, outputs))
+                    yield prefill_pb2.PrefillEvent(computed=_computed(request, outputs))
                 if transfer is not None:
                     state, cause = await stream.source_ended
                     if cause is not None and state not in _ENDED:
@@ -94,20 +103,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             self.engine.release(stream, record.close)
 
-    async def Embed(self, request: prefill_pb2.PoolingRequest, context: Context) -> prefill_pb2.PoolingResponse:
-        engine_request = self.reader.request(request, request.attempt.number, prefill_here=True)
-        if engine_request.pooling_params is None:
-            raise InvalidRequest("request.pooling is missing: it says which embedding is wanted", "pooling")
-        self.engine.verify(engine_request)
-        record = self.telemetry.call("prefill", engine_request, metadata_of(context))
+    def begin_embed(self, submission: Submission, call: StepCall) -> None:
+        """Raises: as `RequestReader.request` and `EngineClient.verify`."""
+        request = self.reader.request(submission.request, submission.attempt, prefill_here=True)
+        if request.pooling_params is None:
+            raise InvalidRequest(
+                "request.pooling_params is missing: it says which embedding is requested", "pooling_params"
+            )
+        self.engine.verify(request)
+        call.serve(self._embed(request))
+
+    async def _embed(self, request: EngineCoreRequest) -> AsyncGenerator[prefill_pb2.PoolingResult, None]:
+        record = self.telemetry.call("prefill", request)
         stream = None
         try:
             with record:
-                stream = self.engine.submit(engine_request, record.take)
+                stream = self.engine.submit(request, record.take)
                 output = await stream.get()
                 if output.pooling_output is None:
                     raise InternalError(f"the engine ended a pooling request without a vector: {output.finish_reason}")
-                return prefill_pb2.PoolingResponse(
+                yield prefill_pb2.PoolingResult(
                     values=output.pooling_output,
                     num_cached_tokens=output.num_cached_tokens,
                     moments=_moments(output, _POOLING_MOMENTS),
@@ -115,15 +130,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             self.engine.release(stream, record.close)
 
-    def _expected(self, request: prefill_pb2.PrefillRequest, engine_request: EngineCoreRequest) -> ExpectedTransfer:
-        num_tokens = len(engine_request.given_token_ids)
+    def _expected(self, prefill: prefill_pb2.Prefill, request: EngineCoreRequest) -> ExpectedTransfer:
+        num_tokens = len(request.given_token_ids)
         order = TransferOrder.of(self.layout.group_windows, num_tokens, self.layout.block_size)
         return ExpectedTransfer(
-            transfer_id=request.transfer_id,
-            request_id=engine_request.request_id,
-            receiver=PeerId(request.receiver.worker_id, request.receiver.epoch),
-            request_digest=engine_request.request_digest,
-            lease_s=engine_request.remaining_s,
+            transfer_id=prefill.transfer_id,
+            request_id=request.request_id,
+            receiver=PeerId(prefill.receiver.worker_id, prefill.receiver.epoch),
+            request_digest=request.request_digest,
+            lease_s=request.remaining_s,
             num_blocks=len(order),
         )
 

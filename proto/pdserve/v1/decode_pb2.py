@@ -26,39 +26,27 @@ from pdserve.v1 import prefill_pb2 as pdserve_dot_v1_dot_prefill__pb2
 from pdserve.v1 import request_pb2 as pdserve_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x18pdserve/v1/prefill.proto\x1a\x18pdserve/v1/request.proto\"\x85\x01\n\nDecodeTurn\x12+\n\x04open\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PreparedRequestH\x00\x12$\n\x04next\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.NextTurnH\x00\x12\x1c\n\x12generation_request\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04turn\"\xc6\x01\n\x08NextTurn\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12,\n\x08sampling\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12=\n\rtrace_headers\x18\x03 \x03(\x0b\x32&.pdserve.v1.NextTurn.TraceHeadersEntry\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x13\x45ndSequencesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07indexes\x18\x03 \x03(\r\x12\x11\n\x04turn\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_turn\"\x16\n\x14\x45ndSequencesResponse\"\xa3\x01\n\rDecodeRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.PreparedRequest\x12$\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.Attempt\x12\"\n\x06source\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Source\x12\x1a\n\x12generation_request\x18\x04 \x01(\x0c\"P\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\x0c\"\xe1\x02\n\x0b\x44\x65\x63odeEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12\x31\n\rneeds_prefill\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.NeedsPrefillH\x00\x12;\n\x12prefilling_locally\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.PrefillingLocallyH\x00\x12$\n\x06landed\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x12&\n\x07outputs\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.OutputsH\x00\x12*\n\treceiving\x18\x07 \x01(\x0b\x32\x15.pdserve.v1.ReceivingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\'\n\x0cNeedsPrefill\x12\x17\n\x0funcached_tokens\x18\x01 \x01(\r\"\x13\n\x11PrefillingLocally\"\"\n\tReceiving\x12\x15\n\rawaits_source\x18\x01 \x01(\x08\"l\n\x06Landed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\tconnector\x18\x03 \x01(\t\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Moment2\xe4\x01\n\rDecodeService\x12@\n\x08Generate\x12\x19.pdserve.v1.DecodeRequest\x1a\x17.pdserve.v1.DecodeEvent0\x01\x12>\n\x07Session\x12\x16.pdserve.v1.DecodeTurn\x1a\x17.pdserve.v1.DecodeEvent(\x01\x30\x01\x12Q\n\x0c\x45ndSequences\x12\x1f.pdserve.v1.EndSequencesRequest\x1a .pdserve.v1.EndSequencesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x18pdserve/v1/prefill.proto\x1a\x18pdserve/v1/request.proto\"~\n\x06\x44\x65\x63ode\x12\"\n\x06source\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Source\x12\x14\n\x0cprefill_here\x18\x02 \x01(\x08\x12!\n\x14local_prefill_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_local_prefill_tokens\"\t\n\x07Session\"P\n\x06Source\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\x0c\"\xe1\x02\n\x0b\x44\x65\x63odeEvent\x12(\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AdmittedH\x00\x12\x31\n\rneeds_prefill\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.NeedsPrefillH\x00\x12;\n\x12prefilling_locally\x18\x03 \x01(\x0b\x32\x1d.pdserve.v1.PrefillingLocallyH\x00\x12$\n\x06landed\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.LandedH\x00\x12&\n\x07outputs\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.OutputsH\x00\x12*\n\treceiving\x18\x07 \x01(\x0b\x32\x15.pdserve.v1.ReceivingH\x00\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\'\n\x0cNeedsPrefill\x12\x17\n\x0funcached_tokens\x18\x01 \x01(\r\"\x13\n\x11PrefillingLocally\"\"\n\tReceiving\x12\x15\n\rawaits_source\x18\x01 \x01(\x08\"l\n\x06Landed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\tconnector\x18\x03 \x01(\t\x12#\n\x07moments\x18\x04 \x03(\x0b\x32\x12.pdserve.v1.Momentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NEXTTURN_TRACEHEADERSENTRY']._loaded_options = None
-  _globals['_NEXTTURN_TRACEHEADERSENTRY']._serialized_options = b'8\001'
-  _globals['_DECODETURN']._serialized_start=92
-  _globals['_DECODETURN']._serialized_end=225
-  _globals['_NEXTTURN']._serialized_start=228
-  _globals['_NEXTTURN']._serialized_end=426
-  _globals['_NEXTTURN_TRACEHEADERSENTRY']._serialized_start=375
-  _globals['_NEXTTURN_TRACEHEADERSENTRY']._serialized_end=426
-  _globals['_ENDSEQUENCESREQUEST']._serialized_start=428
-  _globals['_ENDSEQUENCESREQUEST']._serialized_end=531
-  _globals['_ENDSEQUENCESRESPONSE']._serialized_start=533
-  _globals['_ENDSEQUENCESRESPONSE']._serialized_end=555
-  _globals['_DECODEREQUEST']._serialized_start=558
-  _globals['_DECODEREQUEST']._serialized_end=721
-  _globals['_SOURCE']._serialized_start=723
-  _globals['_SOURCE']._serialized_end=803
-  _globals['_DECODEEVENT']._serialized_start=806
-  _globals['_DECODEEVENT']._serialized_end=1159
-  _globals['_NEEDSPREFILL']._serialized_start=1161
-  _globals['_NEEDSPREFILL']._serialized_end=1200
-  _globals['_PREFILLINGLOCALLY']._serialized_start=1202
-  _globals['_PREFILLINGLOCALLY']._serialized_end=1221
-  _globals['_RECEIVING']._serialized_start=1223
-  _globals['_RECEIVING']._serialized_end=1257
-  _globals['_LANDED']._serialized_start=1259
-  _globals['_LANDED']._serialized_end=1367
-  _globals['_DECODESERVICE']._serialized_start=1370
-  _globals['_DECODESERVICE']._serialized_end=1598
+  _globals['_DECODE']._serialized_start=91
+  _globals['_DECODE']._serialized_end=217
+  _globals['_SESSION']._serialized_start=219
+  _globals['_SESSION']._serialized_end=228
+  _globals['_SOURCE']._serialized_start=230
+  _globals['_SOURCE']._serialized_end=310
+  _globals['_DECODEEVENT']._serialized_start=313
+  _globals['_DECODEEVENT']._serialized_end=666
+  _globals['_NEEDSPREFILL']._serialized_start=668
+  _globals['_NEEDSPREFILL']._serialized_end=707
+  _globals['_PREFILLINGLOCALLY']._serialized_start=709
+  _globals['_PREFILLINGLOCALLY']._serialized_end=728
+  _globals['_RECEIVING']._serialized_start=730
+  _globals['_RECEIVING']._serialized_end=764
+  _globals['_LANDED']._serialized_start=766
+  _globals['_LANDED']._serialized_end=874
 # @@protoc_insertion_point(module_scope)

@@ -286,7 +286,6 @@ class ChatPrompt(google.protobuf.message.Message):
     DOCUMENTS_FIELD_NUMBER: builtins.int
     REASONING_EFFORT_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
-    CHAT_TEMPLATE_FIELD_NUMBER: builtins.int
     PARSE_ANSWER_FIELD_NUMBER: builtins.int
     parallel_tool_calls: builtins.bool
     """default true"""
@@ -302,8 +301,6 @@ class ChatPrompt(google.protobuf.message.Message):
     """likewise"""
     add_special_tokens: builtins.bool
     """add special tokens beside those of the chat template"""
-    chat_template: builtins.str
-    """in place of the model's, if the router's trust_request_chat_template allows it"""
     parse_answer: builtins.bool
     """true: reasoning and calls in the answer have fields of their own, and `text` has the rest"""
     @property
@@ -329,17 +326,14 @@ class ChatPrompt(google.protobuf.message.Message):
         documents: builtins.str | None = ...,
         reasoning_effort: builtins.str | None = ...,
         add_special_tokens: builtins.bool = ...,
-        chat_template: builtins.str | None = ...,
         parse_answer: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template", b"_chat_template", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "documents", b"documents", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "chat_template_kwargs", b"chat_template_kwargs", "documents", b"documents", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template", b"_chat_template", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template", b"chat_template", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "parse_answer", b"parse_answer", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice", "tools", b"tools"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_chat_template_kwargs", b"_chat_template_kwargs", "_documents", b"_documents", "_parallel_tool_calls", b"_parallel_tool_calls", "_reasoning_effort", b"_reasoning_effort", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "documents", b"documents", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "parse_answer", b"parse_answer", "reasoning_effort", b"reasoning_effort", "tool_choice", b"tool_choice", "tools", b"tools"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["add_generation_prompt"]
     _WhichOneofArgType__add_generation_prompt: typing_extensions.TypeAlias = typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]
-    _WhichOneofReturnType__chat_template: typing_extensions.TypeAlias = typing.Literal["chat_template"]
-    _WhichOneofArgType__chat_template: typing_extensions.TypeAlias = typing.Literal["_chat_template", b"_chat_template"]
     _WhichOneofReturnType__chat_template_kwargs: typing_extensions.TypeAlias = typing.Literal["chat_template_kwargs"]
     _WhichOneofArgType__chat_template_kwargs: typing_extensions.TypeAlias = typing.Literal["_chat_template_kwargs", b"_chat_template_kwargs"]
     _WhichOneofReturnType__documents: typing_extensions.TypeAlias = typing.Literal["documents"]
@@ -350,8 +344,6 @@ class ChatPrompt(google.protobuf.message.Message):
     _WhichOneofArgType__reasoning_effort: typing_extensions.TypeAlias = typing.Literal["_reasoning_effort", b"_reasoning_effort"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template) -> _WhichOneofReturnType__chat_template | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template_kwargs) -> _WhichOneofReturnType__chat_template_kwargs | None: ...
     @typing.overload

@@ -45,8 +45,9 @@ class StepStreamServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Open(self, request_iterator, context):
-        """Make calls without a gRPC stream each. Workers with `Identity.step_stream_version` serve it; routers call it. The end of the
-        stream cancels its calls. A status ends all of them, as a broken channel ends calls of their own.
+        """A router has two of these streams open at a worker. One is for requests whose messages are small, so that nothing delays the
+        tokens of a step. The other, `bulk`, is for large requests and answers, sessions and embeddings. Workers treat both alike.
+        The end of a stream cancels its calls. A status ends all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -71,23 +71,18 @@ Global___WatchRequest: typing_extensions.TypeAlias = WatchRequest
 class WatchEvent(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    IDENTITY_FIELD_NUMBER: builtins.int
+    WELCOME_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
-    WELCOME_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
     @property
-    def identity(self) -> Global___Identity:
-        """from a worker of version 1, which has no proof and is refused"""
+    def welcome(self) -> Global___Welcome:
+        """the first event"""
 
     @property
     def load(self) -> Global___Load: ...
     @property
     def blocks(self) -> Global___Blocks: ...
-    @property
-    def welcome(self) -> Global___Welcome:
-        """the first event"""
-
     @property
     def adapters(self) -> Global___Adapters:
         """from workers with enable_lora: before the first Load, and after each change"""
@@ -95,17 +90,16 @@ class WatchEvent(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        identity: Global___Identity | None = ...,
+        welcome: Global___Welcome | None = ...,
         load: Global___Load | None = ...,
         blocks: Global___Blocks | None = ...,
-        welcome: Global___Welcome | None = ...,
         adapters: Global___Adapters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "blocks", b"blocks", "event", b"event", "load", b"load", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "blocks", b"blocks", "event", b"event", "identity", b"identity", "load", b"load", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters", "blocks", b"blocks", "event", b"event", "load", b"load", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["identity", "load", "blocks", "welcome", "adapters"]
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["welcome", "load", "blocks", "adapters"]
     _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -183,8 +177,8 @@ Global___Welcome: typing_extensions.TypeAlias = Welcome
 
 @typing.final
 class Blocks(google.protobuf.message.Message):
-    """A change of the prefix cache: first its content when the watch begins, then changes, at // most every 20 ms. Concatenated
-    placement hashes of 8 bytes.
+    """A change of the prefix cache: first its content when the watch begins, then changes, at most every 20 ms.
+    Concatenated placement hashes of 8 bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -222,6 +216,7 @@ class Identity(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
+    ATTACH_ADDRESS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
@@ -237,7 +232,7 @@ class Identity(google.protobuf.message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: builtins.int
     MAX_N_SEQUENCES_FIELD_NUMBER: builtins.int
     DECODER_PROMPT_LEN_FIELD_NUMBER: builtins.int
-    STEP_STREAM_VERSION_FIELD_NUMBER: builtins.int
+    MAX_REQUEST_BYTES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     epoch: builtins.int
     """64 random bits, new at each start"""
@@ -245,6 +240,8 @@ class Identity(google.protobuf.message.Message):
     protocol_version: builtins.int
     address: builtins.str
     """host:port for peers"""
+    attach_address: builtins.str
+    """host:port of KvSourceService: `address`, or a port of the engine's own process"""
     tokenizer_fingerprint: builtins.str
     max_model_len: builtins.int
     """tokens, prompt and output together; with an encoder, of each of the two"""
@@ -252,23 +249,23 @@ class Identity(google.protobuf.message.Message):
     num_blocks: builtins.int
     max_local_prefill_tokens: builtins.int
     max_num_seqs: builtins.int
-    """most sequences in one step of the engine; 0: unknown"""
+    """most sequences in one step of the engine"""
     hidden_size: builtins.int
     """numbers in an embedding; 0: this worker computes none"""
     sampler_version: builtins.int
-    """workers of one version sample the same tokens; since protocol version 3, before: 1"""
+    """workers of one version sample the same tokens"""
     data_parallel_rank: builtins.int
     """requests may prefer the decode workers of a rank; absent: it has none"""
     num_labels: builtins.int
     """of the model's classification head; 0: it has none, and generates"""
     max_logprobs: builtins.int
-    """most likely tokens per position for which a client may ask; absent: 20"""
+    """most likely tokens per position for which a client may ask"""
     max_n_sequences: builtins.int
-    """sequences of one request, at most; 0: 16"""
+    """sequences of one request, at most"""
     decoder_prompt_len: builtins.int
     """tokens with which the decoder beside an encoder begins; 0: a decoder alone"""
-    step_stream_version: builtins.int
-    """of StepStreamService; 0: the worker does not serve it"""
+    max_request_bytes: builtins.int
+    """of `Submission.request` and `Turn.request`; the router refuses more"""
     @property
     def layout(self) -> pdserve.v1.kv_source_pb2.KvLayout: ...
     @property
@@ -281,6 +278,7 @@ class Identity(google.protobuf.message.Message):
         role: Global___Role.ValueType = ...,
         protocol_version: builtins.int = ...,
         address: builtins.str = ...,
+        attach_address: builtins.str = ...,
         layout: pdserve.v1.kv_source_pb2.KvLayout | None = ...,
         tokenizer_fingerprint: builtins.str = ...,
         max_model_len: builtins.int = ...,
@@ -293,27 +291,23 @@ class Identity(google.protobuf.message.Message):
         sampler_version: builtins.int = ...,
         data_parallel_rank: builtins.int | None = ...,
         num_labels: builtins.int = ...,
-        max_logprobs: builtins.int | None = ...,
+        max_logprobs: builtins.int = ...,
         max_n_sequences: builtins.int = ...,
         decoder_prompt_len: builtins.int = ...,
-        step_stream_version: builtins.int = ...,
+        max_request_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "data_parallel_rank", b"data_parallel_rank", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "_max_logprobs", b"_max_logprobs", "address", b"address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "decoder_prompt_len", b"decoder_prompt_len", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "step_stream_version", b"step_stream_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_max_local_prefill_tokens", b"_max_local_prefill_tokens", "address", b"address", "attach_address", b"attach_address", "connectors", b"connectors", "data_parallel_rank", b"data_parallel_rank", "decoder_prompt_len", b"decoder_prompt_len", "epoch", b"epoch", "hidden_size", b"hidden_size", "layout", b"layout", "max_local_prefill_tokens", b"max_local_prefill_tokens", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_n_sequences", b"max_n_sequences", "max_num_seqs", b"max_num_seqs", "max_request_bytes", b"max_request_bytes", "num_blocks", b"num_blocks", "num_labels", b"num_labels", "protocol_version", b"protocol_version", "role", b"role", "sampler_version", b"sampler_version", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["data_parallel_rank"]
     _WhichOneofArgType__data_parallel_rank: typing_extensions.TypeAlias = typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]
     _WhichOneofReturnType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["max_local_prefill_tokens"]
     _WhichOneofArgType__max_local_prefill_tokens: typing_extensions.TypeAlias = typing.Literal["_max_local_prefill_tokens", b"_max_local_prefill_tokens"]
-    _WhichOneofReturnType__max_logprobs: typing_extensions.TypeAlias = typing.Literal["max_logprobs"]
-    _WhichOneofArgType__max_logprobs: typing_extensions.TypeAlias = typing.Literal["_max_logprobs", b"_max_logprobs"]
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_local_prefill_tokens) -> _WhichOneofReturnType__max_local_prefill_tokens | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_logprobs) -> _WhichOneofReturnType__max_logprobs | None: ...
 
 Global___Identity: typing_extensions.TypeAlias = Identity
 

@@ -50,9 +50,9 @@ class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request_iterator, context):
-        """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, // the
-        router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache. // A
-        worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
+        """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, the
+        router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache.
+        A worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

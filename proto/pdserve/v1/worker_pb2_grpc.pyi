@@ -26,9 +26,9 @@ class WorkerServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> WorkerServiceAsyncStub: ...
     Watch: grpc.StreamStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]
-    """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, // the
-    router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache. // A
-    worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
+    """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, the
+    router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache.
+    A worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
     """
     Meet: grpc.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]
     """An introduction to a peer, so that connections exist before the first request. Idempotent."""
@@ -37,9 +37,9 @@ class WorkerServiceStub:
 class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Watch: grpc.aio.StreamStreamMultiCallable[pdserve.v1.worker_pb2.WatchRequest, pdserve.v1.worker_pb2.WatchEvent]  # type: ignore[assignment]
-    """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, // the
-    router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache. // A
-    worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
+    """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, the
+    router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache.
+    A worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
     """
     Meet: grpc.aio.UnaryUnaryMultiCallable[pdserve.v1.worker_pb2.MeetRequest, pdserve.v1.worker_pb2.MeetResponse]  # type: ignore[assignment]
     """An introduction to a peer, so that connections exist before the first request. Idempotent."""
@@ -51,9 +51,9 @@ class WorkerServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[pdserve.v1.worker_pb2.WatchRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pdserve.v1.worker_pb2.WatchEvent], collections.abc.AsyncIterator[pdserve.v1.worker_pb2.WatchEvent]]:
-        """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, // the
-        router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache. // A
-        worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
+        """First both sides prove that they have the deployment key: the router sends a nonce, the worker answers with Welcome, the
+        router with its proof. Then the worker sends Load every second and when a drain begins, and with `blocks` its cache.
+        A worker counts as lost if Watch breaks or engine_tick does not move for 3 s, and in no other case.
         """
 
     @abc.abstractmethod

@@ -1,7 +1,7 @@
 """`ProcessLink`: calls between a router's parent process and one of its router processes, over a socket pair.
 
-A frame is a length (4 bytes, little-endian) and a msgpack array: kind, number of the call, name, body. Frames arrive in the order
-in which they were sent, so a message that ends something arrives after the call that began it.
+A frame (`common/ipc/frames.py`) is a msgpack array: kind, number of the call, name, body. Frames arrive in the order in which
+they were sent, so a message that ends something arrives after the call that began it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import inspect
 import itertools
 import logging
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,14 +25,12 @@ from pdserve.common.errors import (
     PeerError,
     from_code,
 )
+from pdserve.common.ipc.frame_socket import FrameSocket
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 64 << 20
-"""A longer frame ends the link."""
 CALL_S = 5.0
 """Seconds within which the other process answers a call that waits for nothing."""
-_LENGTH = struct.Struct("<I")
 _CALL, _RESULT, _ERROR, _MESSAGE = range(4)
 T = TypeVar("T")
 
@@ -65,28 +62,20 @@ class Handler(msgspec.Struct, frozen=True):
     """Argument -> result, or an awaitable of it. Raises: PdServeError, which the caller gets."""
 
 
-class ProcessLink(asyncio.Protocol):
+class ProcessLink:
     """One end, used in one event loop. `close` it."""
 
-    def __init__(self) -> None:
-        self.handlers: dict[str, Handler] = {}
+    def __init__(self, connected: socket.socket, handlers: Mapping[str, Handler]) -> None:
+        """Take over one end of a socket pair."""
+        self.handlers: dict[str, Handler] = dict(handlers)
         self.on_lost: Callable[[], None] = lambda: None
-        """Called once when the other process has ended, or wrote what cannot be read."""
-        self._transport: asyncio.WriteTransport | None = None
-        self._received = bytearray()
+        """Called once when the link has ended: by `close`, by the other process, or because that wrote what cannot be read."""
         self._numbers = itertools.count(1)
         self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
         """Number -> (type of the result, its future)."""
         self._serving: set[asyncio.Task[None]] = set()
         self.is_lost = False
-
-    @classmethod
-    async def open(cls, connected: socket.socket, handlers: Mapping[str, Handler]) -> ProcessLink:
-        """Take over one end of a socket pair."""
-        link = cls()
-        link.handlers |= handlers
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connected)
-        return link
+        self._socket = FrameSocket(connected, self._take, self._lost)
 
     async def call(self, name: str, argument: object, kind: type[T], timeout_s: float = CALL_S) -> T:
         """The result of the other process.
@@ -113,14 +102,11 @@ class ProcessLink(asyncio.Protocol):
             self._write(_MESSAGE, 0, name, argument)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        """End the link. May be called again."""
+        self._socket.close()
+        self._lost()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are of no class of asyncio's
-        self._transport = cast(asyncio.WriteTransport, transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
+    def _lost(self) -> None:
         if self.is_lost:
             return
         self.is_lost = True
@@ -131,29 +117,9 @@ class ProcessLink(asyncio.Protocol):
             task.cancel()
         self.on_lost()
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        start, size = 0, len(self._received)
-        try:
-            while size - start >= _LENGTH.size:
-                [length] = _LENGTH.unpack_from(self._received, start)
-                if length > MAX_FRAME_BYTES:
-                    raise PeerError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES} are read")
-                end = start + _LENGTH.size + length
-                if end > size:
-                    break
-                payload = bytes(self._received[start + _LENGTH.size : end])
-                start = end
-                self._take(msgspec.msgpack.decode(payload, type=_Frame))
-        except (PeerError, msgspec.MsgspecError) as error:
-            log.error("a message between processes of this router cannot be read: %s", error)
-            start = size
-            self.close()
-        finally:
-            del self._received[:start]
-
-    def _take(self, frame: _Frame) -> None:
+    def _take(self, payload: bytes) -> None:
         """Raises: msgspec.MsgspecError, PeerError."""
+        frame = msgspec.msgpack.decode(payload, type=_Frame)
         if frame.kind in (_RESULT, _ERROR):
             kind, future = self._calls.get(frame.number, (None, None))
             if future is None or future.done():
@@ -198,15 +164,9 @@ class ProcessLink(asyncio.Protocol):
         self._write(_ERROR, number, "", failure)
 
     def _write(self, kind: int, number: int, name: str, body: object) -> None:
-        if self.is_lost or self._transport is None:
-            return
-        frame = _Frame(kind, number, name, msgspec.Raw(msgspec.msgpack.encode(body)))
-        payload = msgspec.msgpack.encode(frame)
-        if len(payload) > MAX_FRAME_BYTES:
-            raise InternalError(
-                f"a message of {len(payload)} bytes between processes, at most {MAX_FRAME_BYTES} are read"
-            )
-        self._transport.write(_LENGTH.pack(len(payload)) + payload)
+        if not self.is_lost:
+            frame = _Frame(kind, number, name, msgspec.Raw(msgspec.msgpack.encode(body)))
+            self._socket.send(msgspec.msgpack.encode(frame))
 
 
 def _gone() -> Draining:

@@ -27,7 +27,7 @@ async def serve(connected: socket.socket) -> None:
     """Serve until the parent ends this process, or has ended itself."""
     shutdown = Shutdown()
     with shutdown.on_signals():
-        link = await ProcessLink.open(connected, {})
+        link = ProcessLink(connected, {})
         link.on_lost = shutdown.stop.set
         try:
             start = await link.call(START, None, ProcessStart)

@@ -51,6 +51,9 @@ from pdserve.text.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+STARTING_WORKER_TIMEOUT_S = 300.0
+"""Longest wait of a request for a worker while `up` starts one again; it is 5 s for any other worker."""
+
 KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 1.0
 """Seconds in which errors at the end of a drain must reach their clients."""
@@ -105,15 +108,17 @@ async def serve_process(
     models = _model_names(settings, model_folder)
     model_len = model_len_of(model_folder)
     tokenizer = Tokenizer.from_folder(model_folder, parse_special=settings.parse_special)
-    images = ImageProcessor.from_folder(model_folder, settings.image_limits())
+    images = ImageProcessor.from_folder(model_folder, settings.limits.images())
     audio = AudioProcessor.from_folder(model_folder)
     bodies = ClientBodies(settings, model_len, has_media=images is not None or audio is not None)
     remote_images = None
     if images is not None and (domains := settings.media_domains()):
         remote_images = RemoteImages(
-            domains, settings.image_fetch_timeout_s, bodies.max_request_bytes, bodies.budget.max_bytes
+            domains, settings.limits.image_fetch_timeout_s, bodies.max_request_bytes, bodies.budget.max_bytes
         )
-    preparation = Preparation(tokenizer, key, model_len, images, settings.max_held_image_bytes, remote_images, audio)
+    preparation = Preparation(
+        tokenizer, key, model_len, images, settings.limits.max_held_image_bytes, remote_images, audio
+    )
     expected = CompatibilityCheck(key=key, tokenizer_fingerprint=preparation.tokenizer.fingerprint)
     try:
         index = PrefixIndex()
@@ -123,8 +128,8 @@ async def serve_process(
         held = index if directory is None else None
         async with Fleet(
             settings.prefill, settings.decode, expected, held, directory or addresses, client_tls,
-            insecure=settings.insecure, step_streams=settings.step_streams, is_starting=is_starting,
-            starting_timeout_s=settings.starting_worker_timeout_s,
+            insecure=settings.insecure, is_starting=is_starting,
+            starting_timeout_s=STARTING_WORKER_TIMEOUT_S,
         ) as fleet:  # fmt: skip
             inference = Inference(models, settings, fleet, preparation, index, bodies, parent)
             if directory is not None:
@@ -191,9 +196,9 @@ async def _serve(
     if shutdown is None:
         shutdown = Shutdown()
         signals = shutdown.on_signals()
-    max_connections = settings.max_connections or default_max_connections(num_servers=2)
+    max_connections = settings.limits.max_connections or default_max_connections(num_servers=2)
     limits = ConnectionLimits(
-        total=max_connections, per_address=settings.max_connections_per_address or max(1, max_connections // 2)
+        total=max_connections, per_address=settings.limits.max_connections_per_address or max(1, max_connections // 2)
     )
     shares_port = settings.router_processes > 1
     with listening_socket(settings.host, settings.port, shared=shares_port) as http_socket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from typing import Any
@@ -13,15 +12,13 @@ import pytest
 
 from pdserve.common.errors import LayoutMismatch, TransferFailed
 from pdserve.common.kv_layout import FORMAT
-from pdserve.common.net.service_channel import ATTACH
-from pdserve.common.request.wire import layout_from_wire, layout_to_wire
+from pdserve.common.request.wire import layout_to_wire
 from pdserve.kv_transfer.block_digest import GMAC, XXH3_64
 from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
 from tests.support.kv_layouts import make_layout
-from tests.support.record_peer import FOLDER
 from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 from tests.support.waiting import HANG_S
 
@@ -108,17 +105,18 @@ async def test_unequal_layouts_are_refused_at_once_and_printed_field_by_field(ri
     assert rig.num_streams == 1
 
 
-async def test_a_recorded_receiver_with_blocks_of_the_format_before_is_refused_by_name(rig: Any) -> None:
+async def test_a_receiver_with_blocks_of_another_format_is_refused_by_name(rig: Any) -> None:
     """The dimensions are equal, and only the order of the bytes differs."""
-    recorded = json.loads((FOLDER / "version_2.json").read_text())["calls"][ATTACH.path]["message"]
-    asked = kv_source_pb2.AttachRequest.FromString(bytes.fromhex(recorded))
-    await rig.server.stop(None)
-    rig.layout = msgspec.structs.replace(layout_from_wire(asked.open.layout), format=FORMAT)
-    await rig.serve(rig.port)
-    asked.open.source_epoch = SOURCE_EPOCH
+    rig.expect()
+    opening = kv_source_pb2.Open(
+        transfer_id=TRANSFER_ID, source_epoch=SOURCE_EPOCH, request_digest=DIGEST,
+        receiver=prefill_pb2.Receiver(worker_id=RECEIVER.worker_id, epoch=RECEIVER.epoch), digest_algorithms=["xxh3_64"],
+        layout=layout_to_wire(msgspec.structs.replace(LAYOUT, format=FORMAT + 1)), connectors=["tcp"],
+    )  # fmt: skip
+    asked = kv_source_pb2.AttachRequest(open=opening)
     [answer] = [event async for event in kv_source_pb2_grpc.KvSourceServiceStub(rig.channel).Attach(iter([asked]))]
     assert answer.failed.error.code == "layout_mismatch"
-    assert answer.failed.error.message.endswith(f": format: {FORMAT} != 0")
+    assert answer.failed.error.message.endswith(f": format: {FORMAT} != {FORMAT + 1}")
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
 import pytest
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import InternalError, TransferFailed
-from pdserve.kv_transfer.block_digest import GMAC, BlockDigest
-from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
+from pdserve.kv_transfer.block_digest import GMAC
+from pdserve.kv_transfer.connector import ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
@@ -248,17 +247,7 @@ async def test_what_a_source_has_to_say_of_its_failure_is_cut(rig: Any, until: A
 
 async def test_i6_a_connector_that_breaks_its_promise_fails_the_transfer(rig: Any, until: Any) -> None:
     class Raising(FakeConnector):
-        def read(
-            self,
-            metadata: bytes,
-            token: bytes,
-            blocks: Sequence[BlockToRead],
-            listener: ReadListener,
-            digest: BlockDigest,
-            unused: DeviceEvent | None = None,
-            parts: int = 1,
-            source_parts: int = 1,
-        ) -> FakeRead:
+        def read(self, order: ReadOrder, listener: ReadListener) -> FakeRead:
             raise RuntimeError("a bug")
 
     async def source(number: int, requests: AsyncIterable[Any]) -> AsyncIterator[Any]:

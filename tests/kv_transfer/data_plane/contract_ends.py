@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
@@ -86,19 +85,16 @@ class EndContract(LinkContract):
         transfer = setup.transfer(4)
         read = RecordedRead(4)
         read.when_ended = setup.link.receiver.close
-        setup.link.receiver.read(
-            setup.link.source.metadata, transfer.token, transfer.blocks(range(4), range(4)), read, XXH3
-        )
+        blocks = transfer.blocks(range(4), range(4))
+        setup.link.receiver.read(ReadOrder(setup.link.source.metadata, transfer.token, blocks), read)
         assert read.wait_ended() is ReadOutcome.DONE
 
     def test_listener_that_raises_is_survived(self, setup: Setup) -> None:
         transfer = setup.transfer(64)
         raising = _Raising(64)
-        setup.link.receiver.read(
-            setup.link.source.metadata, transfer.token, transfer.blocks(range(64), range(64)), raising, XXH3
-        )
-        assert raising.wait_ended() is ReadOutcome.DONE
         blocks = transfer.blocks(range(64), range(64))
+        setup.link.receiver.read(ReadOrder(setup.link.source.metadata, transfer.token, blocks), raising)
+        assert raising.wait_ended() is ReadOutcome.DONE
         assert setup.read(transfer, blocks).wait_ended() is ReadOutcome.DONE
 
     # Everything at once.

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOrder, ReadOutcome
 from tests.support.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
@@ -168,7 +167,7 @@ class _Quitter(RecordedRead):
     def __init__(self, receiver: BlockConnector, metadata: bytes, token: bytes, blocks: list[BlockToRead]) -> None:
         super().__init__(len(blocks))
         self._begun = threading.Event()
-        self.read = receiver.read(metadata, token, blocks, self, XXH3)
+        self.read = receiver.read(ReadOrder(metadata, token, blocks), self)
         self._begun.set()
 
     def landed(self, first: int, count: int) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOutcome
+from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from tests.support.pretend_pool import reachable_by_nixl
@@ -81,9 +80,8 @@ class Source:
     def do_read(self, number: int, metadata: str, token: str, blocks: list[list[int]]) -> None:
         wanted = [BlockToRead(*block) for block in blocks]
         listener = _Listener(self, number)
-        self._reads[number] = self._connector.read(
-            bytes.fromhex(metadata), bytes.fromhex(token), wanted, listener, XXH3
-        )
+        order = ReadOrder(bytes.fromhex(metadata), bytes.fromhex(token), wanted)
+        self._reads[number] = self._connector.read(order, listener)
 
     def do_cancel(self, number: int) -> None:
         self._reads[number].cancel()

@@ -10,7 +10,7 @@ import numpy as np
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOutcome
+from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.waiting import HANG_S
 
@@ -142,7 +142,7 @@ class Transfer:
 def start_read(receiver: BlockConnector, metadata: bytes, token: bytes, blocks: Sequence[BlockToRead]) -> RecordedRead:
     """Begin a read and record it."""
     recorded = RecordedRead(len(blocks))
-    recorded.read = receiver.read(metadata, token, blocks, recorded, XXH3)
+    recorded.read = receiver.read(ReadOrder(metadata, token, blocks), recorded)
     return recorded
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockToRead, ReadListener, ReadOutcome
+from pdserve.kv_transfer.block_digest import XXH3
+from pdserve.kv_transfer.connector import ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from tests.support.forked_process import ForkedProcess
 from tests.support.waiting import HANG_S
@@ -96,16 +96,9 @@ class RemoteSource:
         self._call("grant", token.hex())
         return _RemoteGrant(self, token)
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest = XXH3,
-    ) -> _RemoteRead:
-        """digest: only `XXH3`."""
-        assert digest is XXH3
+    def read(self, order: ReadOrder, listener: ReadListener) -> _RemoteRead:
+        """The digest is `XXH3`."""
+        assert order.digest is XXH3
 
         def heard(event: str, *arguments: Any) -> None:
             if event == "landed":
@@ -115,8 +108,8 @@ class RemoteSource:
                 listener.ended(ReadOutcome(outcome), cause and TransferFailed(cause))
 
         number = self._process.expect(heard)
-        wanted = [[block.index, block.digest, block.local_block, block.location] for block in blocks]
-        self._call("read", number, metadata.hex(), token.hex(), wanted)
+        wanted = [[block.index, block.digest, block.local_block, block.location] for block in order.blocks]
+        self._call("read", number, order.metadata.hex(), order.token.hex(), wanted)
         return _RemoteRead(self, number)
 
     def close(self) -> None:

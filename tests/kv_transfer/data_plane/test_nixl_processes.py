@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
 
-from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
@@ -66,7 +66,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool, transports: str
 ) -> None:
     read = SignalOnLanding(source, signal.SIGSTOP)
-    receiver.read(source.metadata, source.token, source.blocks, read)
+    receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)
     read.wait_landed(1)
     outcome = read.wait_ended()
     # The memory of a stopped process can still be read; its sockets are silent.
@@ -90,7 +90,7 @@ def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
     read = SignalOnLanding(source, signal.SIGSTOP)
-    read.read = receiver.read(source.metadata, source.token, source.blocks, read)
+    read.read = receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)
     read.wait_landed(1)
     read.cancel()
     read.wait_ended()
@@ -102,7 +102,7 @@ def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
 
 def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
-    receiver.read(source.metadata, source.token, source.blocks, read)
+    receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)
     read.wait_ended()
     for position in read.landed_blocks:
         assert pool.block(position) == source.pool.block(position)

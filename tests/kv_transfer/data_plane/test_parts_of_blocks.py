@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 
 from .contract_link import Link, LinkContract, Setup
@@ -42,9 +42,9 @@ class PartsContract(LinkContract):
             for index, number in enumerate(numbers)
         ]
         read = RecordedRead(NUM_READ)
-        read.read = setup.link.receiver.read(
-            setup.link.source.metadata, token, blocks, read, XXH3, None, parts, source_parts
-        )
+        metadata = setup.link.source.metadata
+        order = ReadOrder(metadata, token, blocks, parts=parts, source_parts=source_parts)
+        read.read = setup.link.receiver.read(order, read)
         assert read.wait_ended() is ReadOutcome.DONE
         assert read.landed_blocks == set(range(NUM_READ))
         for index, number in enumerate(numbers):
@@ -59,7 +59,8 @@ class PartsContract(LinkContract):
         setup.link.source.grant(token, 2).publish(0, [0])
         read = RecordedRead(1)
         blocks = [BlockToRead(0, XXH3.of(there.block(0), 0), 0, 0)]
-        read.read = setup.link.receiver.read(setup.link.source.metadata, token, blocks, read, XXH3, None, 4, 2)
+        order = ReadOrder(setup.link.source.metadata, token, blocks, parts=4, source_parts=2)
+        read.read = setup.link.receiver.read(order, read)
         assert "size" in read.wait_failed()
         assert not any(setup.snapshot())
 

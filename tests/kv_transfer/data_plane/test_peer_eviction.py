@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError, TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import MAX_WORKERS, ConnectorSet, PeerEndpoints
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import HostPool
@@ -92,7 +92,7 @@ class Reader:
     def begin(self, address: str) -> RecordedRead:
         blocks = [BlockToRead(index, XXH3.of(self.pool.block(0), index), index) for index in range(4)]
         recorded = RecordedRead(len(blocks))
-        recorded.read = self.reader.read(lambda: address, TOKEN, blocks, recorded)
+        recorded.read = self.reader.read(lambda: address, ReadOrder(b"", TOKEN, blocks), recorded)
         return recorded
 
     def read(self, address: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve.common.errors import TransferFailed
-from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.landing_ring import RingConnector
 from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
 from pdserve.kv_transfer.memory.pool_memory import HostPool
@@ -106,7 +106,7 @@ class Bench:
     def read(self, num_blocks: int, metadata: bytes = b"peer", first: int = 0, **options: Any) -> RecordedRead:
         blocks = [BlockToRead(index, index, first + index, index) for index in range(num_blocks)]
         recorded = RecordedRead(num_blocks)
-        recorded.read = self.ring.read(metadata, bytes(16), blocks, recorded, **options)
+        recorded.read = self.ring.read(ReadOrder(metadata, bytes(16), blocks, **options), recorded)
         return recorded
 
     def arrive(self, number: int) -> None:
@@ -242,7 +242,7 @@ def test_only_a_ring_can_wait_for_a_step() -> None:
     connector = LocalConnector(network)
     connector.serve(make_pool())
     with pytest.raises(ValueError, match="only a ring"):
-        connector.read(b"local:0", bytes(16), [], RecordedRead(0), unused=_Step())
+        connector.read(ReadOrder(b"local:0", bytes(16), [], unused=_Step()), RecordedRead(0))
     connector.close()
 
 

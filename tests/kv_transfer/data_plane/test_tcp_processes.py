@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdserve.kv_transfer.connector import ReadOutcome
+from pdserve.kv_transfer.connector import ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -52,7 +52,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     source: SourceProcess, receiver: TcpConnector, pool: HostPool
 ) -> None:
     read = SignalOnLanding(source, signal.SIGSTOP)
-    receiver.read(source.metadata, source.token, source.blocks, read)
+    receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)
     read.wait_landed(1)
     assert read.wait_failed()
     assert read.num_landed < NUM_BLOCKS
@@ -70,7 +70,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
 
 def test_killed_source_fails_the_read(source: SourceProcess, receiver: TcpConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
-    receiver.read(source.metadata, source.token, source.blocks, read)
+    receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)
     assert read.wait_failed()
     for position in read.landed_blocks:
         assert pool.block(position) == source.pool.block(position)

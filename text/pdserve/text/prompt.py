@@ -58,7 +58,7 @@ class TranscriptInput(msgspec.Struct, frozen=True):
     """Sound of which a text is written."""
 
     file: bytes
-    """A WAV file; empty once its samples have been made."""
+    """A file of sound; empty once its samples have been made."""
     language: str | None
     """A code, as `TranscriptPrompt.language` returns it."""
     task: Task = "transcribe"
@@ -80,7 +80,7 @@ class ChatInput(msgspec.Struct, frozen=True):
     add_special_tokens: bool = False
     """Add special tokens beside those of the chat template."""
     chat_template: str | None = None
-    """The client's template, in place of the model's."""
+    """A template of the caller of `LLM`, in place of the model's; a router takes none from its clients."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -214,8 +214,6 @@ def encode_prompt(
         prompt = msgspec.structs.replace(prompt, messages=messages)
     if sources and images is None:
         raise InvalidRequest(f"{IMAGES_FIELD} is given, and this model takes text alone", IMAGES_FIELD)
-    if sources and isinstance(prompt, ChatInput) and prompt.chat_template is not None:
-        raise InvalidRequest("chat_template is given, and the messages have images", "chat_template")
     if sources and truncates:
         raise InvalidRequest("truncate_prompt_tokens is given, and the prompt has images", "truncate_prompt_tokens")
 
@@ -294,7 +292,7 @@ def _transcript(
         verify_text_bytes(prompt.text, max_text_bytes(rule.max_model_len), prompt.text_field)
         most = max(1, rule.max_model_len // 2 - 1)
     token_ids = audio.transcript.token_ids(prompt.language, prompt.task, prompt.text, encode, most, prompt.text_field)
-    return EncodedPrompt(None, token_ids, (audio.process_wav(prompt.file, field),))
+    return EncodedPrompt(None, token_ids, (audio.process_file(prompt.file, field),))
 
 
 def verify_prompt_tokens(

@@ -1,6 +1,6 @@
 """`EngineClient`: the engine for servicers: submit a request, iterate over its outputs, release it.
 
-It is an `EngineHost`'s subscriber, and does not depend on the process in which the engine runs.
+It reads an `EngineCoreClient`, and does not depend on the process in which the engine runs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,44 @@ from pdserve.common.request.engine_types import (
     StreamingUpdate,
 )
 from pdserve.common.request.known_adapters import NO_ADAPTERS
+from pdserve.engine.client.engine_core_client import EngineCoreClient
+from pdserve.engine.client.messages import AbortedRequest, EngineFailed, ForReader, Released, TransferEvent
 from pdserve.engine.output_stream import OutputStream, failed_output
-from pdserve.engine.stats.stat_recorder import StatRecorder
-from pdserve.worker.engine_host.engine_host import NOTHING_MORE, EngineHost, RequestEnd, TransferCounts
+from pdserve.kv_transfer.control.transfer_view import TransfersPage
 from pdserve.worker.kv_event_publisher import KvEventPublisher
 from pdserve.worker.prefill_rate import PrefillRate
 from pdserve.worker.step_totals import StepTotals
+from pdserve.worker.transfers.transfer_messages import (
+    BlocksLanded,
+    ReceivedBlocks,
+    Receiving,
+    SourceEnded,
+    TransferCounts,
+    TransferNews,
+    news_of,
+    typed,
+)
+
+ANSWER_S = 5.0
+"""Seconds for the engine to answer a question."""
 
 if TYPE_CHECKING:
     from pdserve.kv_transfer.control.receiver_transfer import SourceRef
     from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer
     from pdserve.kv_transfer.control.transfer_state import SourceState
 
+
+class RequestEnd(NamedTuple):
+    """The engine has nothing more of a released request."""
+
+    aborted: AbortedRequest | None = None
+    """None if the request had ended by itself."""
+    received: ReceivedBlocks | None = None
+    """None without a transfer to this worker."""
+
+
+NOTHING_MORE = RequestEnd()
+"""The end of a request of which the engine has nothing to add."""
 OnEnded = Callable[[RequestEnd], None]
 """Called when the engine no longer uses the request."""
 
@@ -77,36 +103,43 @@ class RequestStream(OutputStream):
         self.source_ended: asyncio.Future[SourceEnd] = loop.create_future()
         """Done when a transfer from this worker has ended. Raises: WorkerLost when the engine has died."""
 
+    def on_news(self, news: TransferNews) -> None:
+        """Take news of the transfer."""
+        match news:
+            case Receiving(awaits_source):
+                if self.on_receiving is not None:
+                    self.on_receiving(awaits_source)
+            case BlocksLanded(num_blocks, connector):
+                if not self.landed.done():
+                    self.landed.set_result(Landing(num_blocks, connector))
+            case SourceEnded(state, cause):
+                if not self.source_ended.done():
+                    self.source_ended.set_result(SourceEnd(state, None if cause is None else cause.error()))
+
 
 class EngineClient:
     """Used in the asyncio thread."""
 
     def __init__(
         self,
-        host: EngineHost,
+        core: EngineCoreClient,
         max_waiting: int | None = None,
         max_sessions: int = 0,
-        recorder: StatRecorder | None = None,
     ) -> None:
-        """max_waiting: requests that may wait in the engine; None: no limit. max_sessions: most sessions open at a time.
-
-        recorder: None without stat loggers.
-        """
-        self.host = host
-        host.subscribe(self)
+        """max_waiting: requests that may wait in the engine; None: no limit. max_sessions: most sessions open at a time."""
+        self.core = core
         self._streams: dict[str, RequestStream] = {}
         self._sequence_ids: dict[str, tuple[str, ...]] = {}
         """Request id -> engine sequence ids; removed once the engine has dropped the request."""
         self._taken: set[str] = set()
         """All of these."""
-        self.stats = host.stats
+        self.stats = core.stats
         self.step_totals = StepTotals()
-        self._recorder = recorder
         self._prefill_rate = PrefillRate()
         self.max_waiting = max_waiting
         self._num_submitted = 0
         self.num_sessions = 0
-        """Streaming sessions that are open, also between turns; counted by `DecodeServicer`."""
+        """Streaming sessions that are open, also between turns; counted by `DecodeSession`."""
         self.max_sessions = max_sessions
         self.known_adapters = NO_ADAPTERS
         """Adapters that requests may name."""
@@ -115,21 +148,22 @@ class EngineClient:
         self.cached_blocks = KvEventPublisher()
         self._leaving: dict[str, OnEnded | None] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._is_closing = False
+        core.subscribe(self._on_message)
 
     async def close(self) -> None:
         """End the engine with its transfers; waits."""
-        await self.host.close()
-        if self._recorder is not None:
-            self._recorder.log()
+        self._is_closing = True
+        await self.core.shutdown()
 
     @property
     def tick(self) -> int:
-        return self.host.tick
+        return self.core.tick
 
     @property
     def tick_age_s(self) -> float:
         """Seconds since the engine's loop last made progress."""
-        return max(0.0, time.monotonic() - self.host.ticked_at)
+        return max(0.0, time.monotonic() - self.core.ticked_at)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -144,7 +178,7 @@ class EngineClient:
 
     @property
     def transfer_counts(self) -> TransferCounts:
-        return self.host.counts
+        return typed(self.core.transfer_state or TransferCounts(), TransferCounts)
 
     @property
     def num_streams(self) -> int:
@@ -154,7 +188,7 @@ class EngineClient:
         """Raises: InvalidRequest for what the engine cannot serve, and when a sequence of that name is here already;
         AdapterUnavailable."""
         self._verify_adapter(request)
-        self.host.verifier.verify(request)
+        self.core.verifier.verify(request)
         self._verify_unused(_sequence_ids(request))
 
     def _verify_unused(self, sequence_ids: tuple[str, ...]) -> None:
@@ -173,7 +207,7 @@ class EngineClient:
 
     def verify_update(self, update: StreamingUpdate) -> None:
         """Raises: InvalidRequest for a turn of a session that the engine cannot serve."""
-        self.host.verifier.verify_update(update)
+        self.core.verifier.verify_update(update)
 
     def submit(
         self,
@@ -210,9 +244,7 @@ class EngineClient:
             left_s = max(0.0, request.deadline - time.monotonic())
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(left_s, self._expire, stream)
         self._num_submitted += 1
-        if self._recorder is not None:
-            self._recorder.add_request(request)
-        self.host.add_request(request, transfer)
+        self.core.add_request(request, transfer, is_verified=True)
         return stream
 
     def _expire(self, stream: OutputStream) -> None:
@@ -229,9 +261,7 @@ class EngineClient:
         if self.draining:
             raise Draining("the worker is draining")
         self.verify_update(update)
-        if self._recorder is not None:
-            self._recorder.resume_request(update)
-        self.host.resume_request(update)
+        self.core.resume_request(update, is_verified=True)
 
     def release(self, stream: RequestStream | None, on_ended: OnEnded | None = None) -> None:
         """The reader has left: abort the request and its transfer, unless they have ended. Harmless when called again.
@@ -247,43 +277,56 @@ class EngineClient:
         self._forget_deadline(stream.request_id)
         self._leaving[stream.request_id] = on_ended
         if self.died.is_set():
-            self.released(stream.request_id, NOTHING_MORE)
+            self._released(stream.request_id, NOTHING_MORE)
         else:
-            self.host.release_request(stream.request_id)
+            self.core.release_request(stream.request_id)
 
     def abort(self, request_id: str) -> None:
-        self.host.abort_request(request_id)
+        self.core.abort_requests([request_id])
 
     def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
         """One of its sequences, or this turn of a session, has ended where its text is made. Harmless when it had ended."""
-        self.host.end_sequence(request_id, index, turn)
+        self.core.end_sequence(request_id, index, turn)
 
     def meet(self, worker_id: str, epoch: int, address: str) -> None:
         """A peer has started. address: one that this worker may connect to."""
-        self.host.meet(worker_id, epoch, address)
+        self.core.call_utility("meet", worker_id, epoch, address)
 
-    # ---- `EngineEvents`
+    async def transfers(self) -> TransfersPage:
+        """Transfers under way, and those that ended recently. Raises: WorkerLost when the engine does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return typed(await self.core.utility_async("get_transfers"), TransfersPage)
+        except TimeoutError:
+            raise WorkerLost(f"the engine has not answered for {ANSWER_S:g} s") from None
 
-    def released(self, request_id: str, end: RequestEnd) -> None:
+    def revoke_transfers(self, cause: PdServeError) -> None:
+        """End all transfers as source."""
+        self.core.call_utility("revoke_transfers", cause.code, cause.message)
+
+    # ---- out of the engine
+
+    def _on_message(self, message: ForReader) -> None:
+        match message:
+            case EngineCoreOutputs():
+                self._on_outputs(message)
+            case Released(request_id, aborted, received):
+                end = RequestEnd(aborted, None if received is None else typed(received, ReceivedBlocks))
+                self._released(request_id, end)
+            case TransferEvent(request_id, event):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.on_news(news_of(event))
+            case EngineFailed(failure):
+                if not self._is_closing:
+                    self._died_with(failure.error())
+
+    def _released(self, request_id: str, end: RequestEnd) -> None:
         # only now: until here the engine's last outputs may arrive, which another request of that name must not get
         self._taken.difference_update(self._sequence_ids.pop(request_id, ()))
         if (on_ended := self._leaving.pop(request_id, None)) is not None:
             on_ended(end)
 
-    def receiving(self, request_id: str, awaits_source: bool) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and stream.on_receiving is not None:
-            stream.on_receiving(awaits_source)
-
-    def blocks_landed(self, request_id: str, num_blocks: int, connector: str) -> None:
-        if (stream := self._streams.get(request_id)) is not None and not stream.landed.done():
-            stream.landed.set_result(Landing(num_blocks, connector))
-
-    def source_ended(self, request_id: str, state: SourceState, cause: PdServeError | None) -> None:
-        if (stream := self._streams.get(request_id)) is not None and not stream.source_ended.done():
-            stream.source_ended.set_result(SourceEnd(state, cause))
-
-    def outputs(self, outputs: EngineCoreOutputs) -> None:
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
@@ -292,15 +335,14 @@ class EngineClient:
                     self._forget_deadline(output.request_id)  # it was that of the session's turn
         if outputs.model_runner_stats is not None:
             self.step_totals.add(outputs.model_runner_stats)
-        if self._recorder is not None:
-            self._recorder.record(outputs)
+        self.core.recorded(outputs)
         if outputs.blocks_stored or outputs.blocks_removed:
             self.cached_blocks.apply(outputs.blocks_stored, outputs.blocks_removed)
         if outputs.scheduler_stats is not None:
             self._measure(outputs.scheduler_stats)
             self.stats = outputs.scheduler_stats
 
-    def died_with(self, cause: PdServeError) -> None:
+    def _died_with(self, cause: PdServeError) -> None:
         self.died.set()
         for stream in list(self._streams.values()):
             if stream.awaits_more:  # it was on its way to the engine, which never took it in
@@ -309,7 +351,7 @@ class EngineClient:
                 stream.source_ended.set_exception(cause)
                 stream.source_ended.exception()  # not every call awaits it
         for request_id in list(self._leaving):
-            self.released(request_id, NOTHING_MORE)
+            self._released(request_id, NOTHING_MORE)
 
     def _measure(self, stats: SchedulerStats) -> None:
         self._prefill_rate.add(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
 
@@ -19,12 +18,6 @@ LOOK_EVERY_S = 1.0
 LOCKED_FACTOR = 2
 """If the engine holds the GIL, no Python thread can check it; after this multiple of the limit, a timer of the interpreter ends the
 process."""
-
-
-def dump_stacks() -> None:
-    """Write the stacks of all threads of this process to standard error."""
-    sys.stderr.flush()
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
 
 class EngineWatchdog:
@@ -37,7 +30,7 @@ class EngineWatchdog:
         kill: Callable[[], None],
         end: Callable[[int], None] | None = None,
     ) -> None:
-        """stuck_exit_s: above 0. kill: `EngineHost.kill`. end: called last, with the exit status; default `os._exit`."""
+        """stuck_exit_s: above 0. kill: `EngineCoreClient.kill`. end: called last, with the exit status; default `os._exit`."""
         self._tick = tick
         self._stuck_exit_s = stuck_exit_s
         self._kill = kill

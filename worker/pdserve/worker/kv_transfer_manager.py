@@ -7,14 +7,14 @@ between them, in the asyncio thread. It keeps holds from the moment the engine s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, TransferFailed
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, SchedulerStats
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.engine.client.engine_side import EngineSide
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.scheduler.kv_messages import (
@@ -40,7 +40,6 @@ from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage
 from pdserve.kv_transfer.heads.group_digest import group_digests
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.digest import block_digests
-from pdserve.worker.engine_outbox import EngineOutbox
 from pdserve.worker.peer_channels import PeerChannels
 
 QUARANTINE_FULL_AFTER_S = 2.0
@@ -49,22 +48,6 @@ QUARANTINE_MAX_SHARE = 0.1
 """Above this part of the pool in quarantine nothing new is received: reads that do not end would eat the pool up."""
 DIGEST_HERE_BYTES = 4 << 20
 """Bytes that are digested in the asyncio thread, at most: this takes 0.5 ms, as long as handing them to another thread."""
-
-
-class TransferEngine(Protocol):
-    """The part of an engine that its transfers use, in the asyncio thread."""
-
-    @property
-    def stats(self) -> SchedulerStats: ...
-
-    def apply(self, event: IntoEngine) -> None:
-        """Pass an event on."""
-
-    def submit_quietly(self, request: EngineCoreRequest) -> None:
-        """Queue a request of the transfers' own."""
-
-    def observe(self, on_output: Callable[[EngineCoreOutput], None]) -> None:
-        """Call `on_output` with every output."""
 
 
 class _Source:
@@ -101,19 +84,16 @@ class KvTransferManager:
 
     def __init__(
         self,
-        engine: TransferEngine,
-        outbox: EngineOutbox,
+        engine: EngineSide,
         connectors: ConnectorSet,
         pool: PoolMemory,
         peers: PeerChannels,
         receiving: ReceiverInfo,
     ) -> None:
-        """outbox: the engine's. pool: the engine's, which `connectors` serve. peers: channels to sources. receiving: what sources
+        """pool: the engine's, which `connectors` serve. peers: channels to sources. receiving: what sources
         need to know of this worker.
         """
         self.engine = engine
-        outbox.subscribe(self._on_message)
-        engine.observe(self._on_output)
         self._connectors = connectors
         self._pool = pool
         self._peers = peers
@@ -177,9 +157,13 @@ class KvTransferManager:
         self._quarantine_since = self._quarantine_since or now
         return now - self._quarantine_since >= QUARANTINE_FULL_AFTER_S
 
-    # ---- out of the engine
+    # ---- the engine
 
-    def _on_message(self, message: OutOfEngine) -> None:
+    def _apply(self, event: IntoEngine) -> None:
+        self.engine.post(lambda core: core.apply(event))
+
+    def on_message(self, message: OutOfEngine) -> None:
+        """A message of the engine about KV blocks."""
         match message:
             case Settled():
                 self._settled(message)
@@ -219,7 +203,7 @@ class KvTransferManager:
         source = self._sources.get(transfer.expected.request_id)
         if source is not None and source.transfer is transfer:
             source.wanted_from = first_index
-            self.engine.apply(Want(source.request.request_id, first_index))
+            self._apply(Want(source.request.request_id, first_index))
 
     def ended(self, transfer: SourceTransfer) -> None:
         """Fenced: what the transfer pinned goes back, and what still computes for it stops."""
@@ -228,12 +212,13 @@ class KvTransferManager:
             del self._sources[transfer.expected.request_id]
             self._log.add(source_view(transfer, 0))
             self._return(source.request.request_id, source.holds)
-            self.engine.apply(Revoke(source.request.request_id))
+            self._apply(Revoke(source.request.request_id))
             if source.rerun_id is not None:
                 del self._reruns[source.rerun_id]
-                self.engine.apply(Revoke(source.rerun_id))
+                self._apply(Revoke(source.rerun_id))
 
-    def _on_output(self, output: EngineCoreOutput) -> None:
+    def on_output(self, output: EngineCoreOutput) -> None:
+        """An output of any request, after its reader got it."""
         rerun = self._reruns.get(output.request_id)
         source = rerun or self._sources.get(output.request_id)
         if source is None:
@@ -347,16 +332,16 @@ class KvTransferManager:
         receiver.transfer.room(message.first_index, message.hold.block_ids, message.device_event)
 
     def landed(self, transfer: ReceiverTransfer, num_blocks: int) -> None:
-        self.engine.apply(Landed(transfer.request_id, num_blocks))
+        self._apply(Landed(transfer.request_id, num_blocks))
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
-        self.engine.apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
+        self._apply(SourceFinished(transfer.request_id, num_tokens, token_ids))
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
         if not isinstance(cause, TransferFailed):
             # else the request's router would blame this worker, or the client hear what a source says
             cause = TransferFailed(f"source {transfer.source.worker_id}: {cause.message}")
-        self.engine.apply(ReceiveFailed(transfer.request_id, cause))
+        self._apply(ReceiveFailed(transfer.request_id, cause))
 
     def fenced(self, transfer: ReceiverTransfer) -> None:
         receiver = self._receivers.get(transfer.request_id)
@@ -381,7 +366,7 @@ class KvTransferManager:
 
     def _return(self, request_id: str, holds: list[PinnedBlocks]) -> None:
         for hold in holds:
-            self.engine.apply(HoldReturned(request_id, hold))
+            self._apply(HoldReturned(request_id, hold))
 
 
 def _not_digested(error: BaseException) -> TransferFailed:

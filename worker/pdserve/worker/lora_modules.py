@@ -17,12 +17,14 @@ from types import MappingProxyType
 from pdserve.common.errors import ConfigError, WorkerLost
 from pdserve.common.request.generation_request import LORA_NAME, LORA_NAME_RULE
 from pdserve.common.request.known_adapters import MAX_ADAPTERS, NO_ADAPTERS, KnownAdapters
+from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.lora.adapter_store import FileState, adapter_file_state
-from pdserve.worker.engine_host.engine_host import EngineHost
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+ADD_S = 120.0
+"""Seconds for the engine to read and check an adapter."""
 _SHOWN_CHARS = 1000
 
 
@@ -70,14 +72,14 @@ class LoraModules:
 
     def __init__(
         self,
-        host: EngineHost,
+        engine: EngineCoreClient,
         modules: Mapping[str, str],
         folder: str | None,
         on_change: Callable[[KnownAdapters], None],
     ) -> None:
         """modules: name -> PEFT folder. folder: whose subfolders are adapters, too; None for none. on_change: gets what is offered
         now, after each change."""
-        self._host = host
+        self._engine = engine
         self._given = {name: absolute_folder(path) for name, path in modules.items()}
         self._watched = None if folder is None else absolute_folder(folder)
         self._on_change = on_change
@@ -118,7 +120,7 @@ class LoraModules:
         seen = await asyncio.to_thread(self._look)
         for name in [name for name in self._modules if name not in seen]:
             module = self._modules.pop(name)
-            await self._host.remove_lora(str(module.folder))
+            await self._engine.utility_async("remove_lora", str(module.folder))
             if module.fingerprint:
                 log.info("adapter %s is offered no more: its folder %s is gone", name, module.folder)
         for name, (folder, state) in seen.items():
@@ -132,7 +134,10 @@ class LoraModules:
     async def _read(self, name: str, folder: Path, state: FileState) -> _Module:
         module = self._modules[name] = _Module(folder, state)
         try:
-            module.fingerprint = await self._host.add_lora(str(folder))
+            async with asyncio.timeout(ADD_S):
+                module.fingerprint = await self._engine.utility_async("add_lora", str(folder))
+        except TimeoutError:
+            raise WorkerLost(f"the engine has not read an adapter for {ADD_S:g} s") from None
         except ConfigError as error:
             module.objection = error.message[:_SHOWN_CHARS]
             log.warning("adapter %s is not offered: %s", name, module.objection)

@@ -1,4 +1,4 @@
-"""`RequestReader`: a router's messages as requests for this worker's engine."""
+"""`RequestReader`: a router's submissions as requests for this worker's engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import hashed_spans, images_extras
-from pdserve.common.request.wire import RequestMessage, request_from_wire
+from pdserve.common.request.request_bytes import decode_request
 
 
 def sequence_stem(request_id: str, attempt: int) -> str:
@@ -46,13 +46,13 @@ class RequestReader:
         self._max_model_len = 2 * max_model_len if reads_prompt else max_model_len
         self._vocab_size = vocab_size
 
-    def request(self, message: RequestMessage, attempt: int = 0, **fields: Any) -> EngineCoreRequest:
-        """The request of a call, or of a session's first turn. fields: those of the engine alone.
+    def request(self, data: bytes, attempt: int = 0, **fields: Any) -> EngineCoreRequest:
+        """The request of a submission. fields: those of the engine only.
 
         Raises: PeerError, InvalidRequest, PromptTooLong before anything is hashed; DigestMismatch when the request digest is
         not that of these tokens under this root and deployment key.
         """
-        request = request_from_wire(message, self._max_model_len, self._vocab_size)
+        request = decode_request(data, self._max_model_len, self._vocab_size)
         request.verify_received(self._max_model_len)
         if (prompts := self._encoder_decoder) is not None:
             self._verify_sound(request, prompts)
@@ -92,9 +92,9 @@ class RequestReader:
             if prompts.audio is not None and feature.data:
                 _verify_identifier(place, feature.identifier, prompts.audio.identifier(feature.data), "samples")
 
-    def turn(self, message: RequestMessage) -> GenerationRequest:
-        """A session's later turn, of which prompt, sampling parameters and trace headers count. Raises: as `request_from_wire`."""
-        return request_from_wire(message, self._max_model_len, self._vocab_size)
+    def turn(self, data: bytes) -> GenerationRequest:
+        """A session's later turn: its prompt, sampling parameters and trace headers count. Raises: as `decode_request`."""
+        return decode_request(data, self._max_model_len, self._vocab_size)
 
     def _block_hashes(self, request: GenerationRequest) -> list[bytes]:
         given = request.given_token_ids

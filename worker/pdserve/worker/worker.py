@@ -18,38 +18,46 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.block_hash import BlockHasher
-from pdserve.common.errors import Draining
+from pdserve.common.errors import Draining, PdServeError
 from pdserve.common.net.connection_watch import ConnectionWatch
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
-from pdserve.common.net.rpc import MAX_PEER_CONNECTIONS, MAX_STREAMS_PER_CONNECTION, abort_with, bind, make_server
+from pdserve.common.net.rpc import (
+    MAX_PEER_CONNECTIONS_PER_ADDRESS,
+    MAX_STREAMS_PER_CONNECTION,
+    abort_with,
+    bind,
+    make_server,
+)
 from pdserve.common.processes.memory_return import MemoryReturn
 from pdserve.common.processes.shared_interpreter import share_interpreter
-from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, STEP_STREAM_VERSION
+from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from pdserve.common.request.known_adapters import KnownAdapters
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DeploymentKey
-from pdserve.common.security.peer_message import max_request_bytes
+from pdserve.common.security.peer_message import COMMAND_BYTES, max_request_bytes
 from pdserve.common.security.role_guard import CallerRoles, RoleGuard
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
+from pdserve.engine.client.engine_core_client import EngineCoreClient
+from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.sampling.sampler import SAMPLER_VERSION
 from pdserve.engine.stats.stat_logger import load_stat_loggers
 from pdserve.engine.stats.stat_recorder import StatRecorder
-from pdserve.kv_transfer.control.source_transfer import PeerId
-from pdserve.v1 import step_stream_pb2_grpc, worker_pb2_grpc
+from pdserve.v1 import kv_source_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
-from pdserve.worker.engine_host.engine_host import EngineHost
 from pdserve.worker.engine_watchdog import EngineWatchdog
 from pdserve.worker.lora_modules import LoraModules
 from pdserve.worker.peer_channels import PeerRule
 from pdserve.worker.redis_publisher import make_publisher
 from pdserve.worker.request_reader import RequestReader
-from pdserve.worker.step_stream.step_stream_servicer import CallHandler, StepStreamServicer
+from pdserve.worker.step_stream.step_stream_servicer import BeginCall, StepStreamServicer
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
+from pdserve.worker.transfers.transfer_messages import TransferProperties, typed
+from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 from pdserve.worker.worker_servicer import WorkerServicer
 
 log = logging.getLogger(__name__)
@@ -58,10 +66,8 @@ STOP_GRACE_S = 1.0
 HEALTH_EVERY_S = 0.25
 TICK_STILL_S = 3.0
 """Seconds after which an engine whose loop makes no progress is stuck."""
-MAX_PEER_CONNECTIONS_PER_ADDRESS = MAX_PEER_CONNECTIONS // 4
-"""Routers and workers keep one each; several may share an address."""
 _OTHER_STREAMS = 36
-"""Streams of a connection besides one per session, or per sequence whose blocks another worker fetches."""
+"""Streams of a connection besides one per sequence whose blocks another worker fetches."""
 LAST_WORDS_S = 0.5
 """Seconds in which streams that are cut off must report that to their routers."""
 
@@ -75,41 +81,42 @@ class Worker:
         self,
         settings: WorkerSettings,
         role: WorkerRole,
-        host: EngineHost,
+        engine: EngineCoreClient,
         deployment_key: DeploymentKey,
         add_servicers: AddServicers,
         tls: TlsIdentity | None = None,
     ) -> None:
-        """host: the engine with its transfers, not started yet."""
+        """engine: with its transfers, not started yet."""
         self.settings = settings
-        self.host = host
-        info = host.info
+        self.core = engine
+        info = engine.info
+        self._max_request_bytes = (
+            MAX_MESSAGE_BYTES - COMMAND_BYTES
+            if settings.enable_prompt_embeds or info.takes_media
+            else max_request_bytes(info.max_model_len, info.vocab_size)
+        )
         self._callers = CallerRoles(tls.server if tls is not None else None)
         calls = CallVerifier(deployment_key, lambda: self.identity.key)
         self.server = make_server(
             RoleGuard(self._callers, abort_with),
             CallGuard(calls),
-            max_received_bytes=MAX_MESSAGE_BYTES
-            if settings.enable_prompt_embeds or info.engine.takes_media
-            else max_request_bytes(info.engine.max_model_len, info.engine.vocab_size),
-            max_streams=max(
-                MAX_STREAMS_PER_CONNECTION, max(settings.session_limit, settings.max_num_seqs) + _OTHER_STREAMS
-            ),
+            max_received_bytes=self._max_request_bytes + COMMAND_BYTES,
+            max_streams=max(MAX_STREAMS_PER_CONNECTION, settings.max_num_seqs + _OTHER_STREAMS),
         )
         self.port = bind(self.server, settings.host, settings.port, tls.server if tls is not None else None)
         self.reader = RequestReader(
-            BlockHasher(deployment_key, settings.block_size), info.engine.max_model_len, info.engine.vocab_size,
-            info.engine.images, info.engine.encoder_decoder,
+            BlockHasher(deployment_key, settings.block_size), info.max_model_len, info.vocab_size,
+            info.images, info.encoder_decoder,
         )  # fmt: skip
-        loggers = load_stat_loggers(settings.stat_loggers, info.engine)
-        recorder = StatRecorder(loggers) if loggers else None
-        self.engine = EngineClient(host, settings.waiting_limit, settings.session_limit, recorder)
+        loggers = load_stat_loggers(settings.stat_loggers, info)
+        engine.recorder = StatRecorder(loggers) if loggers else None
+        self.engine = EngineClient(engine, settings.waiting_limit, settings.session_limit)
         self.identity = self._identity(role)
-        host.begin_transfers(PeerId(*self.identity.key))
+        engine.call_utility("begin_transfers", *self.identity.key)
         self._watchdog: EngineWatchdog | None = None
         self._health = health.aio.HealthServicer()
-        self.telemetry = WorkerTelemetry(settings, self.identity, self.engine)
-        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, host.transfers)
+        self.telemetry = WorkerTelemetry(self.identity, self.engine)
+        self.metrics_server = MetricsServer(self.telemetry.exposition, self.health, self.engine.transfers)
         self.publisher = make_publisher(settings, self.identity, self.engine.cached_blocks, deployment_key)
         if (publisher := self.publisher) is not None:
             self.telemetry.watch_redis(publisher.breaker, publisher.counts)
@@ -118,7 +125,7 @@ class Worker:
         self._watching_process: list[asyncio.Task[None]] = []
         peers = PeerRule(tls is not None, settings.insecure)
         self._watch = WorkerServicer(self.identity, self.engine, peers, deployment_key)
-        self.lora_modules = LoraModules(host, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
+        self.lora_modules = LoraModules(engine, settings.lora_modules or {}, settings.lora_dir, self._offer_adapters)
         self._following_adapters: asyncio.Task[None] | None = None
         self._step_streams: StepStreamServicer | None = None
         self._add_servicers(add_servicers)
@@ -128,8 +135,9 @@ class Worker:
         self._watch.announce()
 
     def _identity(self, role: WorkerRole) -> WorkerIdentity:
-        settings, info = self.settings, self.host.info
-        prompts = info.engine.encoder_decoder
+        settings, info = self.settings, self.core.info
+        transfers = typed(self.core.transfers, TransferProperties)
+        prompts = info.encoder_decoder
         host = settings.peers_host
         address = host_and_port(host, self.port)
         return WorkerIdentity(
@@ -138,22 +146,23 @@ class Worker:
             protocol_version=PROTOCOL_VERSION,
             role=role,
             address=address,
+            attach_address=host_and_port(host, transfers.attach_port or self.port),
             layout=info.layout,
             tokenizer_fingerprint=info.tokenizer_fingerprint,
-            max_model_len=info.engine.max_model_len,
-            vocab_size=info.engine.vocab_size,
-            num_blocks=info.engine.num_blocks,
-            connectors=info.connectors,
-            max_local_prefill_tokens=settings.max_local_prefill_tokens,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            num_blocks=info.num_blocks,
+            connectors=transfers.connectors,
+            max_local_prefill_tokens=settings.limits.max_local_prefill_tokens,
             max_num_seqs=settings.max_num_seqs,
-            hidden_size=0 if info.engine.num_labels or prompts is not None else info.engine.hidden_size,
+            hidden_size=0 if info.num_labels or prompts is not None else info.hidden_size,
             decoder_prompt_len=0 if prompts is None else prompts.num_decoder_prompt_tokens,
-            num_labels=info.engine.num_labels,
+            num_labels=info.num_labels,
             sampler_version=SAMPLER_VERSION,
             data_parallel_rank=settings.data_parallel_rank,
-            max_logprobs=settings.max_logprobs,
-            max_n_sequences=settings.max_n_sequences,
-            step_stream_version=STEP_STREAM_VERSION,
+            max_logprobs=settings.limits.max_logprobs,
+            max_n_sequences=settings.limits.max_n_sequences,
+            max_request_bytes=self._max_request_bytes,
         )
 
     def _add_servicers(self, add_servicers: AddServicers) -> None:
@@ -163,13 +172,18 @@ class Worker:
         names += ["pdserve.v1.WorkerService", health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.server)
 
-    def serve_source(self) -> str:
-        """Add `KvSourceService`, for roles whose blocks others read; returns its name."""
-        self.host.add_attach(self.server, self._callers)
-        return "pdserve.v1.KvSourceService"
+    def serve_source(self) -> list[str]:
+        """Add `KvSourceService`, for roles whose blocks others read, unless the engine's process serves it; returns its name."""
+        if not isinstance(self.core, InprocClient):
+            return []
+        transfers = self.core.side.transfers
+        assert isinstance(transfers, WorkerTransfers)
+        servicer = transfers.attach_servicer(self._callers)
+        kv_source_pb2_grpc.add_KvSourceServiceServicer_to_server(servicer, self.server)
+        return ["pdserve.v1.KvSourceService"]
 
-    def serve_step_streams(self, handlers: Mapping[str, CallHandler]) -> str:
-        """Add `StepStreamService` for the calls that the role serves; returns its name."""
+    def serve_calls(self, handlers: Mapping[str, BeginCall]) -> str:
+        """Add `StepStreamService` for the kinds of call that the role serves; returns its name."""
         self._step_streams = StepStreamServicer(handlers)
         step_stream_pb2_grpc.add_StepStreamServiceServicer_to_server(self._step_streams, self.server)
         return "pdserve.v1.StepStreamService"
@@ -177,12 +191,15 @@ class Worker:
     async def start(self) -> None:
         """Warm the engine up, then answer. Raises: ConfigError for adapters of the settings that cannot be used."""
         share_interpreter()
-        await self.host.start()
-        if self.engine.died.is_set():
-            raise RuntimeError("the engine failed while it was warmed up")
+        try:
+            await asyncio.wrap_future(self.core.start(warm_up=True))
+        except PdServeError as error:
+            raise RuntimeError("the engine failed while it was warmed up") from error
         await self.lora_modules.start()
-        if self.settings.engine_stuck_exit_s:
-            self._watchdog = EngineWatchdog(lambda: self.engine.tick, self.settings.engine_stuck_exit_s, self.host.kill)
+        if self.settings.limits.engine_stuck_exit_s:
+            self._watchdog = EngineWatchdog(
+                lambda: self.engine.tick, self.settings.limits.engine_stuck_exit_s, self.core.kill
+            )
             self._watchdog.start()
         host = self.settings.metrics_at
         await self.metrics_server.start(host, self.settings.metrics_port)
@@ -207,8 +224,9 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Requests and transfers that a drain waits for."""
-        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected)
+        """Requests, transfers and unread answers that a drain waits for."""
+        num_unread = 0 if self._step_streams is None else self._step_streams.num_waiting
+        return max(self.engine.num_streams, self.engine.transfer_counts.num_expected, num_unread)
 
     def health(self) -> Health:
         """True if the engine makes progress and work is taken."""
@@ -241,15 +259,15 @@ class Worker:
         """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
         self.engine.draining = True
         self._watch.announce()
-        self.host.fail_idle_sessions(Draining("the worker is draining"))
+        self.core.fail_idle_sessions(Draining("the worker is draining"))
         deadline = time.monotonic() + self.settings.drain_s
         # two counters and a clock end this, not one event
         while self.num_open and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        self.host.revoke_transfers(Draining("the source is draining"))
+        self.engine.revoke_transfers(Draining("the source is draining"))
         if self.engine.num_streams:
             # their routers get the cause, and place them elsewhere
-            self.host.fail_requests(Draining("the worker has drained for as long as it may"))
+            self.core.fail_requests(Draining("the worker has drained for as long as it may"))
             await asyncio.sleep(LAST_WORDS_S)
 
     async def stop(self) -> None:

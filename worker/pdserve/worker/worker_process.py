@@ -14,7 +14,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.tasks.first_done import first_done
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
-from pdserve.worker.engine_host.make_host import Progress, make_host
+from pdserve.worker.make_engine import Progress, make_engine
 from pdserve.worker.worker import AddServicers, Worker
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,11 @@ async def run_worker(
         log.warning("no deployment key: using the public development key, which is for loopback only")
     tls = settings.tls()
     role = WorkerRole(settings.section)
-    host = await make_host(settings, model_folder, key, tls, progress)
+    engine = await make_engine(settings, model_folder, key, tls, progress)
     try:
-        worker = Worker(settings, role, host, key, add_servicers, tls)
+        worker = Worker(settings, role, engine, key, add_servicers, tls)
     except BaseException:
-        await host.close()
+        await engine.shutdown()
         raise
     renewal = TlsRenewal(settings, tls)
     renewal.log_expiry()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, failed, ok
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.cuda_devices import CudaView
+from pdserve.engine.runner.cuda_devices import CudaView, rank_devices
 
 LOOK_S = 50.0
 _NEEDED = "install a torch with CUDA and the driver it needs (`nvidia-smi` shows it), or set device=cpu"
@@ -17,10 +17,10 @@ class NoView(Exception):
     """The devices could not be examined; the text says why."""
 
 
-def look_at_gpus() -> CudaView:
+def look_at_gpus(settings: WorkerSettings) -> CudaView:
     """Ask torch in a child process: a driver may hang, and a CUDA context would take memory of this process. Raises: NoView."""
     try:
-        with child("pdserve.engine.runner.cuda_devices", timeout_s=LOOK_S) as probe:
+        with child("pdserve.engine.runner.cuda_devices", *rank_devices(settings), timeout_s=LOOK_S) as probe:
             return probe.answer(CudaView)
     except ChildBroke as error:
         raise NoView(f"torch cannot be examined: {error}") from error
@@ -29,10 +29,10 @@ def look_at_gpus() -> CudaView:
 
 
 def check_gpu(settings: WorkerSettings) -> Iterator[Finding]:
-    """torch's build, the devices that it can use, and whether the setting names one of them."""
+    """torch's build, the devices that it can use, and whether those of the worker's ranks are among them."""
     device = settings.device
     try:
-        view = look_at_gpus()
+        view = look_at_gpus(settings)
     except NoView as error:
         yield failed(str(error), "import torch by hand, and look at what it says")
         return
@@ -41,22 +41,7 @@ def check_gpu(settings: WorkerSettings) -> Iterator[Finding]:
         for index, gpu in enumerate(view.gpus)
     ]
     shown = "; ".join([f"torch {view.torch}, {f'CUDA {view.cuda}' if view.cuda else 'without CUDA'}", *gpus])
-    index = gpu_index(device)
-    if device == "cpu":
-        yield ok(f"device is cpu{', not used' if gpus else ''}: {shown}")
-    elif not device.startswith("cuda"):
-        yield failed(f"device is {device!r}", "it must be cpu, cuda or cuda:N")
-    elif not gpus:
-        yield failed(f"device is {device!r}, and torch sees no GPU: {shown}", _NEEDED)
-    elif index is None or index >= len(gpus):
-        yield failed(f"device is {device!r}, which is not among: {shown}", "name one of them")
+    if view.problem is not None:
+        yield failed(f"{view.problem}: {shown}", "name one of them" if gpus else _NEEDED)
     else:
-        yield ok(f"device is {device}: {shown}")
-
-
-def gpu_index(device: str) -> int | None:
-    """`cuda` -> 0, `cuda:N` -> N; None for anything else."""
-    if device == "cuda":
-        return 0
-    kind, _, number = device.partition(":")
-    return int(number) if kind == "cuda" and number.isascii() and number.isdigit() else None
+        yield ok(f"device is {device}{', not used' if gpus and device == 'cpu' else ''}: {shown}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pdserve.cli.doctor.finding import Finding, failed, ok, warning
-from pdserve.cli.doctor.gpu_check import NoView, gpu_index, look_at_gpus
+from pdserve.cli.doctor.gpu_check import NoView, look_at_gpus
 from pdserve.common.errors import PdServeError
 from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.engine.runner.cuda_devices import Gpu, gpu_index, rank_devices
 from pdserve.kernels.free_memory import free_memory
 from pdserve.models.model_folder import model_folder
 
@@ -18,8 +19,7 @@ TIGHT_SHARE = 0.9
 
 def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
     """Compare the memory that a worker needs with the free memory. root: folder that contains `proc` and `sys`."""
-    from pdserve.engine.runner.loaded_model import rank_device  # imports torch
-    from pdserve.engine.runner.pool.memory_needs import memory_needs
+    from pdserve.engine.runner.pool.memory_needs import memory_needs  # imports torch
 
     try:
         needs = memory_needs(model_folder(settings.model, download=False), settings)
@@ -41,19 +41,21 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
         on_host = {name + of_ranks: needs.ranks * size for name, size in on_host.items()}
         on_host |= {} if needs.on_gpu else draft
         yield _fit("main memory", on_host, needs.host, free.num_bytes, free.limited_by)
-    for rank in range(needs.ranks if needs.on_gpu else 0):
-        device = rank_device(settings.device, rank, needs.ranks)
-        if rank == 0:
-            yield _on_gpu(device, on_device | draft, needs.device)
-        else:
-            yield _on_gpu(device, on_device, needs.device - needs.draft_model)
-
-
-def _on_gpu(device: str, parts: dict[str, int], num_bytes: int) -> Finding:
+    if not needs.on_gpu:
+        return
     try:
-        gpus = look_at_gpus().gpus
+        gpus = look_at_gpus(settings).gpus
     except NoView as error:
-        return failed(f"the memory of {device} is not known: {error}", "see the check gpu")
+        yield failed(f"the memory of {settings.device} is not known: {error}", "see the check gpu")
+        return
+    for rank, device in enumerate(rank_devices(settings)):
+        if rank == 0:
+            yield _on_gpu(gpus, device, on_device | draft, needs.device)
+        else:
+            yield _on_gpu(gpus, device, on_device, needs.device - needs.draft_model)
+
+
+def _on_gpu(gpus: Sequence[Gpu], device: str, parts: dict[str, int], num_bytes: int) -> Finding:
     index = gpu_index(device)
     if index is None or index >= len(gpus):
         return failed(f"{_needed(parts, num_bytes)} on {device}, which is not here", "see the check gpu")

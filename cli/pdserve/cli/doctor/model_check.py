@@ -55,11 +55,11 @@ def _text_side(tokenizer: Tokenizer) -> Iterator[Finding]:
 
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     # torch takes seconds to import, and the check for a router does not need it
+    from pdserve.engine.runner.loaded_model import verify_model
     from pdserve.engine.runner.pool.memory_needs import weight_bytes
-    from pdserve.models.model_impl import read_model_config
 
     try:
-        config = read_model_config(folder, settings.dtype, settings.model_impl)
+        config = verify_model(folder, settings)
         num_bytes = weight_bytes(
             folder, settings.dtype, settings.load_format, settings.quantization, model_impl=settings.model_impl
         )

@@ -146,7 +146,7 @@ def choice(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Finding:
 def _locked_memory(settings: WorkerSettings, used: Sequence[UcxTransport]) -> Iterator[Finding]:
     """Check the limit of locked memory, since RDMA pins the memory that it accesses."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    too_low = limit != resource.RLIM_INFINITY and limit < (settings.pool_mib or settings.kv_ring_mib) << 20
+    too_low = limit != resource.RLIM_INFINITY and limit < (settings.pool_mib or settings.limits.kv_ring_mib) << 20
     if settings.num_blocks is None and too_low and any(transport.kind == "RDMA" for transport in used):
         what = f"RDMA must lock the KV pool, and only {limit >> 20} MiB may be locked"
         yield warning(what, "raise it: `ulimit -l unlimited`, `--ulimit memlock=-1` for containers")

@@ -13,7 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.settings.worker_settings import WorkerSettings
+from pdserve.common.settings.worker_settings import PrefillSettings, WorkerSettings
 
 FEW_DESCRIPTORS = 4096
 _RAISE = "raise the hard limit: `ulimit -Hn`, `LimitNOFILE=` of systemd, `ulimits: nofile` of a container"
@@ -37,11 +37,14 @@ def ports_of(settings: WorkerSettings | RouterSettings) -> list[Port]:
             Port("grpc_port", "gRPC", settings.host, settings.grpc_port),
             metrics,
         ]
-    return [
+    ports = [
         Port("port", "gRPC", settings.host, settings.port),
         Port("data_port", "KV blocks over TCP", settings.host, settings.data_port),
         metrics,
     ]
+    if settings.engine_process and isinstance(settings, PrefillSettings):
+        ports.append(Port("attach_port", "gRPC of the engine's process", settings.host, settings.attach_port))
+    return ports
 
 
 def check_ports(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
@@ -98,8 +101,8 @@ def check_descriptors(settings: WorkerSettings | RouterSettings) -> Iterator[Fin
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
     needed = 0
-    if isinstance(settings, RouterSettings) and settings.max_connections is not None:
-        needed = 2 * settings.max_connections + KEPT_BACK
+    if isinstance(settings, RouterSettings) and settings.limits.max_connections is not None:
+        needed = 2 * settings.limits.max_connections + KEPT_BACK
     shown = f"at most {limit} files may be open"
     if needed > limit:
         what = f"{shown}, and max_connections of two front ends with what workers need are {needed}"

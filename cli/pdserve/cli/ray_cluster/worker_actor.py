@@ -19,7 +19,8 @@ from pdserve.cli.up.cluster_plan import ChildPlan, WorkerRole
 from pdserve.cli.up.reserved_ports import reserved_ports
 from pdserve.cli.up.worker_child import WorkerChild
 from pdserve.common.errors import ConfigError
-from pdserve.common.settings.settings import ENV_PREFIX, load_settings
+from pdserve.common.settings.catalogue import ENV_PREFIX
+from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 
 STATUS_WITH_WORKER = 1
@@ -44,7 +45,8 @@ class WorkerActor:
         """Start the worker and wait until it is ready: `address` and `metrics`, or `error`, the reason why it does not start.
 
         Returns the same again if the worker is there: the answer to an earlier call may have been lost.
-        given: `PDSERVE_<NAME>` -> text, every setting that is not the default. driver: pdserve's version at the driver.
+        given: `PDSERVE_<NAME>` -> text, every setting that is not the default, and the driver's `OTEL_...`.
+        driver: pdserve's version at the driver.
         """
         if self._ready:
             return self._ready

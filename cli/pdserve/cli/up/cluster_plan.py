@@ -13,24 +13,16 @@ import msgspec
 from pdserve.cli.doctor.port_check import Port, ports_of
 from pdserve.common.errors import ConfigError
 from pdserve.common.security.deployment_key import new_deployment_key
-from pdserve.common.settings.near_match import near_match
+from pdserve.common.settings.catalogue import ENV_PREFIX, SERVICES, hint, settings_of
 from pdserve.common.settings.router_settings import RouterSettings
-from pdserve.common.settings.service_settings import ServiceSettings
-from pdserve.common.settings.settings import ENV_PREFIX, load_settings, names_given
+from pdserve.common.settings.settings import load_settings, names_given, values_of
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 
 MIN_CORES_FOR_PINNING = 2
 WorkerRole = Literal["prefill", "decode"]
 _WORKERS: dict[WorkerRole, type[WorkerSettings]] = {"prefill": PrefillSettings, "decode": DecodeSettings}
-_SERVICES: dict[str, type[ServiceSettings]] = {
-    "router": RouterSettings,
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-}
-_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "127.0.0.1", "data_port": 0}
+_ON_LOOPBACK = {"host": "127.0.0.1", "advertise_host": "127.0.0.1", "data_port": 0, "attach_port": 0}
 """Settings of all workers, which only this machine reaches, whatever the router listens on."""
-_CHOSEN_HERE = ("prefill", "decode", "worker_id", "advertise_host", "data_port")
-"""Settings that `up` chooses for each service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +123,7 @@ def _child(
 
 
 def _for_another_machine(child: ChildPlan) -> ChildPlan:
-    """The plan with every setting in its environment, and nothing else of this machine in it.
+    """The plan with every setting in its environment, and nothing else of this machine but OpenTelemetry's variables.
 
     A relative folder of the model becomes an absolute one. Raises: ConfigError for a device that Ray does not assign.
     """
@@ -149,11 +141,11 @@ def _for_another_machine(child: ChildPlan) -> ChildPlan:
     modules = {name: str(Path(path).absolute()) for name, path in (settings.lora_modules or {}).items()} or None
     lora_dir = None if settings.lora_dir is None else str(Path(settings.lora_dir).absolute())
     settings = msgspec.structs.replace(settings, lora_modules=modules, lora_dir=lora_dir)
-    defaults = _WORKERS[child.role]()
-    environ = {
+    defaults = values_of(_WORKERS[child.role]())
+    environ = {name: value for name, value in child.environ.items() if name.startswith("OTEL_")} | {
         f"{ENV_PREFIX}{name.upper()}": _as_text(value)
-        for name, value in msgspec.structs.asdict(settings).items()
-        if value is not None and value != getattr(defaults, name)
+        for name, value in values_of(settings).items()
+        if value is not None and value != defaults[name]
     }
     return ChildPlan(child.role, child.name, (), environ, settings)
 
@@ -180,20 +172,10 @@ def _defaults(place: int, num_processes: int) -> dict[str, object]:
 
 
 def settings_by_role(given: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Role -> the given settings that its service has.
-
-    Raises: ConfigError for a name that no service has, or that `up` chooses for each service.
-    """
+    """Role -> the given settings that its service has. Raises: ConfigError for a name that no service has."""
     for name in given:
-        if name in _CHOSEN_HERE:
-            raise ConfigError(
-                f"{name} is chosen by `up` for each service: start services that need another one with "
-                "`pdserve prefill`, `pdserve decode` and `pdserve router`"
-            )
-        if not any(name in kind.__struct_fields__ for kind in _SERVICES.values()):
-            known = {one for kind in _SERVICES.values() for one in kind.__struct_fields__}
-            raise ConfigError(f"{name}: no service has such a setting{near_match(name, known)}")
+        if name not in settings_of(*SERVICES):
+            raise ConfigError(f"{name}: no service has such a setting{hint(name)}")
     return {
-        role: {name: value for name, value in given.items() if name in kind.__struct_fields__}
-        for role, kind in _SERVICES.items()
+        kind.section: {name: value for name, value in given.items() if name in settings_of(kind)} for kind in SERVICES
     }

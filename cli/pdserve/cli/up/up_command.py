@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.clients.client_options import DEFAULT_URL
 from pdserve.cli.clients.picture_file import data_url
-from pdserve.cli.service_commands import parse_assignments, warn_of_secrets
+from pdserve.cli.service_commands import warn_of_secrets
 from pdserve.cli.up.cluster import RayCluster, run_cluster
 from pdserve.cli.up.cluster_plan import WorkerRole, make_plan
 from pdserve.cli.up.greeting import Greeting
@@ -17,8 +17,7 @@ from pdserve.common.telemetry.logging_setup import configure_logging
 
 
 def run_up(
-    flags: Mapping[str, object],
-    assignments: list[str],
+    given: Mapping[str, object],
     config: Path | None,
     num_workers: Mapping[WorkerRole, int],
     question: str,
@@ -29,11 +28,10 @@ def run_up(
 ) -> bool:
     """Run a cluster until it is stopped; True if the question was answered.
 
-    flags: settings that have an option of their own; None counts as not given. assignments: of `--set`. question: empty
-    for none. image: file of a picture for it. once: stop after the answer. on_ray: the cluster for the workers.
+    given: settings of the command line. question: empty for none. image: file of a picture for it. once: stop after the
+    answer. on_ray: the cluster for the workers.
     Raises: ConfigError.
     """
-    given = parse_assignments(assignments) | {name: value for name, value in flags.items() if value is not None}
     warn_of_secrets(given)
     url = None if image is None else data_url(image)
     plan = make_plan(given, config, num_workers, on_ray=on_ray is not None)

@@ -33,7 +33,7 @@ class WorkerChild:
         self.address = ""
         self.metrics = host_and_port(plan.settings.metrics_at, metrics_port)
         """host:port of `/metrics`."""
-        self._flags = ("--model", str(model), "--set", f"metrics_port={metrics_port}")
+        self._flags = ("--model", str(model), "--metrics-port", str(metrics_port))
         self.on_load: Callable[[str, LoadReport], None] = lambda name, load: None
         """Called with the worker's name and the report while weights load."""
         self.ready_at: float | None = None

@@ -54,6 +54,8 @@ MAX_STREAMS_PER_CONNECTION = 100
 """Calls that a peer may have open on one connection; gRPC refuses most of those beyond them. Each takes 15 to 20 KB here from its
 headers on, also the call of a stranger."""
 MAX_PEER_CONNECTIONS = 1024
+MAX_PEER_CONNECTIONS_PER_ADDRESS = MAX_PEER_CONNECTIONS // 4
+"""Routers and workers keep one each; several may share an address."""
 ENDURED_PINGS = [("grpc.http2.max_ping_strikes", 0)]
 """Pings never close a connection. With a limit, each ping beyond it is kept, at 800 bytes, until the peer has read why its
 connection ends, and a peer may never read; without one, gRPC stops reading from a peer that has 10,000 answers unread."""

@@ -7,7 +7,7 @@ A request is serialized once: the proof covers the bytes that are sent. A respon
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 from pdserve.common.errors import PeerError
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.rate_limited_log import RateLimitedLog
-from pdserve.common.security.call_proof import CallSigner
+from pdserve.common.security.call_proof import CallSigner, Metadata
 from pdserve.common.security.peer_message import parsed
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
+from pdserve.v1 import kv_source_pb2, step_stream_pb2, worker_pb2
 
 Req = TypeVar("Req", bound=Message)
 Res = TypeVar("Res", bound=Message)
@@ -39,13 +39,6 @@ class Method(Generic[Req, Res]):
     """A larger response is not decoded. None: only gRPC's own limit."""
 
 
-PREFILL = Method("/pdserve.v1.PrefillService/Prefill", prefill_pb2.PrefillRequest, prefill_pb2.PrefillEvent)
-EMBED = Method("/pdserve.v1.PrefillService/Embed", prefill_pb2.PoolingRequest, prefill_pb2.PoolingResponse)
-GENERATE = Method("/pdserve.v1.DecodeService/Generate", decode_pb2.DecodeRequest, decode_pb2.DecodeEvent)
-SESSION = Method("/pdserve.v1.DecodeService/Session", decode_pb2.DecodeTurn, decode_pb2.DecodeEvent)
-END_SEQUENCES = Method(
-    "/pdserve.v1.DecodeService/EndSequences", decode_pb2.EndSequencesRequest, decode_pb2.EndSequencesResponse
-)
 STEP_STREAM = Method("/pdserve.v1.StepStreamService/Open", step_stream_pb2.StepCommands, step_stream_pb2.StepOutputs)
 ATTACH = Method("/pdserve.v1.KvSourceService/Attach", kv_source_pb2.AttachRequest, kv_source_pb2.AttachEvent)
 MEET = Method("/pdserve.v1.WorkerService/Meet", worker_pb2.MeetRequest, worker_pb2.MeetResponse)
@@ -104,50 +97,23 @@ class ServiceChannel:
         self._receiver = receiver
 
     def unary_unary(
-        self,
-        method: Method[Req, Res],
-        request: Req,
-        *,
-        timeout: float | None = None,
-        metadata: Iterable[tuple[str, str]] = (),
+        self, method: Method[Req, Res], request: Req, *, timeout: float | None = None
     ) -> grpc.aio.UnaryUnaryCall[Req, Res]:
         """Make a call. The caller passes the awaited result to `readable`."""
-        raw, signed = self._sign(method, request.SerializeToString(), metadata)
+        raw = request.SerializeToString()
         call: Any = self.channel.unary_unary(method.path, None, self._decoder(method))
-        return cast("grpc.aio.UnaryUnaryCall[Req, Res]", call(raw, timeout=timeout, metadata=signed))
+        return cast("grpc.aio.UnaryUnaryCall[Req, Res]", call(raw, timeout=timeout, metadata=self._proof(method, raw)))
 
-    def unary_stream(
-        self,
-        method: Method[Req, Res],
-        request: Req,
-        *,
-        timeout: float | None = None,
-        metadata: Iterable[tuple[str, str]] = (),
-    ) -> grpc.aio.UnaryStreamCall[Req, Res]:
-        """Each message that is read goes through `readable`."""
-        raw, signed = self._sign(method, request.SerializeToString(), metadata)
-        call: Any = self.channel.unary_stream(method.path, None, self._decoder(method))
-        return cast("grpc.aio.UnaryStreamCall[Req, Res]", call(raw, timeout=timeout, metadata=signed))
-
-    def stream_stream(
-        self,
-        method: Method[Req, Res],
-        first: bytes,
-        *,
-        metadata: Iterable[tuple[str, str]] = (),
-    ) -> grpc.aio.StreamStreamCall[Req, Res]:
+    def stream_stream(self, method: Method[Req, Res], first: bytes) -> grpc.aio.StreamStreamCall[Req, Res]:
         """first: the serialized first message, which is signed; the caller writes it.
 
         The caller passes each message that it reads to `readable`.
         """
-        _, signed = self._sign(method, first, metadata)
         call: Any = self.channel.stream_stream(method.path, as_bytes, self._decoder(method))
-        return cast("grpc.aio.StreamStreamCall[Req, Res]", call(metadata=signed))
+        return cast("grpc.aio.StreamStreamCall[Req, Res]", call(metadata=self._proof(method, first)))
 
-    def _sign(
-        self, method: Method[Any, Any], raw: bytes, metadata: Iterable[tuple[str, str]]
-    ) -> tuple[bytes, tuple[tuple[str, str | bytes], ...]]:
-        return raw, (*metadata, *self._signer.metadata(method.path, self._receiver, raw))
+    def _proof(self, method: Method[Any, Any], raw: bytes) -> Metadata:
+        return self._signer.metadata(method.path, self._receiver, raw)
 
     def _decoder(self, method: Method[Any, Res]) -> Callable[[bytes], Res]:
         return decoder(method.response, f"worker {self._receiver[0]}", method.max_response_bytes)

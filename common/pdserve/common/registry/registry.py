@@ -26,7 +26,7 @@ from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.protocol import OLDEST_AUTHENTICATED, version_objection
+from pdserve.common.protocol import OLDEST_VERSION, version_objection
 from pdserve.common.security.deployment_key import REDIS_RECORDS, DeploymentKey
 
 RECORD_TTL_S = 3.0
@@ -184,7 +184,7 @@ def read_record(worker_id: str, values: Sequence[object]) -> WorkerRecord | None
         raise InvalidRequest(f"a record has {len(values)} fields, {len(RECORD_FIELDS)} are needed", "record")
     found = dict(zip(RECORD_FIELDS, values, strict=True))
     version = read_number("protocol_version", found["protocol_version"])
-    if version < OLDEST_AUTHENTICATED:
+    if version < OLDEST_VERSION:
         raise InvalidRequest(f"protocol_version is {version}: {version_objection(version)}", "protocol_version")
     role = _text("role", found["role"], re.compile("|".join(_ROLES)))
     return WorkerRecord(

@@ -36,4 +36,9 @@ def output_events(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]
     """The `Outputs` message of one output of the engine, after the prompt's log-probabilities. names: see `outputs_to_wire`."""
     for piece in prompt_logprobs_to_wire(output.prompt_logprobs, output.first_prompt_position):
         yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
-    yield decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))
+    yield outputs_event(output, names)
+
+
+def outputs_event(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> decode_pb2.DecodeEvent:
+    """One output of the engine without the prompt's log-probabilities."""
+    return decode_pb2.DecodeEvent(outputs=outputs_to_wire(output, names))

@@ -326,7 +326,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, omit_default
         return self.num_waiting_reqs - self.num_grammar_reqs
 
 
-class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
+class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False, tag=True):
     """All results of one step."""
 
     outputs: list[EngineCoreOutput] = []

@@ -65,6 +65,14 @@ def verify_speculative_tokens(speculative_tokens: int | None) -> None:
         )
 
 
+def verify_priority_is_used(priority: int, scheduling_policy: str) -> None:
+    """scheduling_policy: the setting of those who schedule. Raises: InvalidRequest for a priority without effect."""
+    if priority and scheduling_policy == "fcfs":
+        raise InvalidRequest(
+            f"priority is {priority}, and requests run in order of arrival here (scheduling_policy is fcfs)", "priority"
+        )
+
+
 def verify_client_request_id(client_request_id: str, field: str = "client_request_id") -> None:
     """Check the client's id of its request: it goes into spans, so it is short and one line.
 

@@ -20,26 +20,24 @@ from pdserve.common.request.sampling_params import (
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.v1 import request_pb2
 
-SAMPLING_OPTIONAL = tuple(
+_OPTIONAL = tuple(
     field.name
     for field in request_pb2.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.message_type is None
 )
 """Fields of one value, which the message has or not; they have the names of those of `SamplingParams`."""
-SAMPLING_PLAIN = ("include_stop_str_in_output", "ignore_eos")
-KIND_TO_WIRE = {
-    RequestOutputKind.CUMULATIVE: request_pb2.OUTPUT_KIND_CUMULATIVE,
-    RequestOutputKind.DELTA: request_pb2.OUTPUT_KIND_DELTA,
-    RequestOutputKind.FINAL_ONLY: request_pb2.OUTPUT_KIND_FINAL_ONLY,
+_PLAIN = ("include_stop_str_in_output", "ignore_eos")
+_KIND_FROM_WIRE = {
+    request_pb2.OUTPUT_KIND_UNSPECIFIED: RequestOutputKind.CUMULATIVE,
+    request_pb2.OUTPUT_KIND_CUMULATIVE: RequestOutputKind.CUMULATIVE,
+    request_pb2.OUTPUT_KIND_DELTA: RequestOutputKind.DELTA,
+    request_pb2.OUTPUT_KIND_FINAL_ONLY: RequestOutputKind.FINAL_ONLY,
 }
-_KIND_FROM_WIRE = {wire: kind for kind, wire in KIND_TO_WIRE.items()}
-_KIND_FROM_WIRE[request_pb2.OUTPUT_KIND_UNSPECIFIED] = RequestOutputKind.CUMULATIVE
-POOLING_TO_WIRE: dict[PoolingType, request_pb2.PoolingType.ValueType] = {
-    "last": request_pb2.POOLING_TYPE_LAST,
-    "mean": request_pb2.POOLING_TYPE_MEAN,
+_POOLING_FROM_WIRE: dict[request_pb2.PoolingType.ValueType, PoolingType] = {
+    request_pb2.POOLING_TYPE_UNSPECIFIED: PoolingParams().pooling_type,
+    request_pb2.POOLING_TYPE_LAST: "last",
+    request_pb2.POOLING_TYPE_MEAN: "mean",
 }
-_POOLING_FROM_WIRE = {wire: name for name, wire in POOLING_TO_WIRE.items()}
-_POOLING_FROM_WIRE[request_pb2.POOLING_TYPE_UNSPECIFIED] = PoolingParams().pooling_type
 
 
 def _structured_outputs_from_wire(message: request_pb2.StructuredOutputs) -> StructuredOutputsParams:
@@ -65,8 +63,8 @@ def sampling_from_wire(
     """
     verify_entries(message, vocab_size)
     given: dict[str, object] = dict(defaults or {})
-    given |= {name: getattr(message, name) for name in SAMPLING_OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
-    given |= {name: getattr(message, name) for name in SAMPLING_PLAIN}
+    given |= {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    given |= {name: getattr(message, name) for name in _PLAIN}
     output_kind = _KIND_FROM_WIRE.get(message.output_kind)
     if output_kind is None:
         raise InvalidRequest(f"output_kind is {message.output_kind}, which is none", "output_kind")

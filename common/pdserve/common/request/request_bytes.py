@@ -7,6 +7,7 @@ by their headers, and only then is anything decoded.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -22,6 +23,7 @@ from pdserve.common.request.sampling_params import (
     verify_num_entries,
 )
 from pdserve.common.request.structured_outputs import MAX_SPEC_BYTES
+from pdserve.common.request.trace_headers import valid_trace_headers
 
 MAX_FIELDS = 64
 """Limit of a request, and of its sampling parameters."""
@@ -47,7 +49,9 @@ def encode_request(request: GenerationRequest) -> bytes:
 
 
 def decode_request(data: bytes, max_model_len: int, vocab_size: int | None = None) -> GenerationRequest:
-    """The request of a peer; `verify_received` and the engine check its values. vocab_size: where it is known.
+    """The request of a peer, whose deadline begins now; `verify_received` and the engine check its values.
+
+    vocab_size: where it is known.
 
     Raises: PeerError for what is no such map; InvalidRequest naming a field that is unknown here, has too many entries or
     another type; PromptTooLong.
@@ -64,12 +68,15 @@ def decode_request(data: bytes, max_model_len: int, vocab_size: int | None = Non
             if len(known_sampling) < len(sampling):
                 known["sampling_params"] = msgspec.Raw(_encode(known_sampling))
         changed = len(known) < len(parts) or known.get("sampling_params") is not parts.get("sampling_params")
-        return _decode(_encode(known) if changed else data)
+        request = _decode(_encode(known) if changed else data)
     except msgspec.ValidationError as error:
         field = _FIELD.search(str(error))
         raise InvalidRequest(f"request: {error}", field[1] if field else None) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise PeerError(f"a request of {len(data)} bytes cannot be decoded: {error}") from None
+    request.deadline = time.monotonic() + request.timeout_s
+    request.trace_headers = valid_trace_headers(request.trace_headers)
+    return request
 
 
 def _parts(data: bytes | msgspec.Raw, name: str) -> Parts:

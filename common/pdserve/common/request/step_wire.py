@@ -7,10 +7,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from pdserve.common.errors import Overloaded, PdServeError, PeerError, from_code
+from pdserve.common.security.peer_message import max_event_bytes
 from pdserve.v1 import step_stream_pb2
 
 MAX_COMMANDS = 1024
-"""Most submissions, ended sequences and cancelled calls, each, in one message of a router."""
+"""Most ended sequences, cancelled calls and turns, each, in one message of a router."""
+MAX_SUBMISSIONS = 512
+"""Most submissions in one message of a router: each has up to eight fields of the 8,192 that a message may have."""
 MAX_EVENTS = 1024
 """Most events in one message of a worker: each has four fields of the 8,192 that a message may have."""
 MAX_ENTRIES = 8192
@@ -26,6 +29,11 @@ _MAX_END_CHARS = 2000
 def max_step_bytes(max_model_len: int) -> int:
     """Size up to which a router takes a message of a worker: a full one, whose last entry or event is a whole output."""
     return _MESSAGE_BYTES + _TOKEN_BYTES * max_model_len
+
+
+def max_bulk_bytes(max_model_len: int, vocab_size: int) -> int:
+    """The same for the bulk stream, where the last event may be as large as one can be."""
+    return _MESSAGE_BYTES + max_event_bytes(max_model_len, vocab_size)
 
 
 def end_to_wire(error: PdServeError | None) -> step_stream_pb2.CallEnd:
@@ -65,7 +73,7 @@ class StepEvent(NamedTuple):
 
     key: int
     message: bytes = b""
-    """Serialized: as in a gRPC stream of the call's own, or a `CallEnd`."""
+    """Serialized: an event of the call's kind, or a `CallEnd`."""
     is_end: bool = False
 
 

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from pdserve.common.errors import PeerError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
-from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.protocol_3 import request_of_version_3, turn_of_version_3
-from pdserve.common.request.request_bytes import decode_request
-from pdserve.common.request.trace_headers import valid_trace_headers
 from pdserve.common.timeline import to_unix_ns
-from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, request_pb2
+from pdserve.v1 import kv_source_pb2, request_pb2
 
 _FINISH_TO_WIRE = {reason: request_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
-
-RequestMessage = (
-    prefill_pb2.PrefillRequest | prefill_pb2.PoolingRequest | decode_pb2.DecodeRequest | decode_pb2.DecodeTurn
-)
-"""Messages with a request in them."""
-
-
-def request_from_wire(
-    message: RequestMessage,
-    max_model_len: int,
-    vocab_size: int | None = None,
-) -> GenerationRequest:
-    """The request in a router's call, or in a turn of its session; counted, but with values that are not checked yet.
-
-    Raises: as `decode_request`.
-    """
-    if message.generation_request:
-        request = decode_request(message.generation_request, max_model_len, vocab_size)
-    elif isinstance(message, decode_pb2.DecodeTurn):
-        request = turn_of_version_3(message, max_model_len, vocab_size)
-    else:
-        request = request_of_version_3(message.request, max_model_len, vocab_size)
-    request.deadline = time.monotonic() + request.timeout_s
-    request.trace_headers = valid_trace_headers(request.trace_headers)
-    return request
 
 
 def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
@@ -49,12 +19,8 @@ def layout_to_wire(layout: KvLayout) -> kv_source_pb2.KvLayout:
 
 
 def layout_from_wire(message: kv_source_pb2.KvLayout) -> KvLayout:
-    """A message without format, from an older peer, has none of the fields for ranks either."""
     fields = {name: getattr(message, name) for name in KvLayout.__struct_fields__}
-    fields["group_windows"] = tuple(message.group_windows)
-    if not message.format:
-        fields |= {"total_num_kv_heads": message.num_kv_heads, "tp_rank": 0, "tp_size": 1}
-    return KvLayout(**fields)
+    return KvLayout(**fields | {"group_windows": tuple(message.group_windows)})
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> request_pb2.FinishReason.ValueType:

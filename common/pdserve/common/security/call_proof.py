@@ -94,7 +94,7 @@ class CallVerifier:
         if proof is None:
             raise KeyMismatch(
                 f"{method} needs a proof of the deployment key, and none came with it: the caller is no service of this "
-                "deployment, or speaks protocol version 1, which does not authenticate"
+                "deployment"
             )
         if not _FIELDS.size + _MAC_BYTES <= len(proof) <= _FIELDS.size + _MAC_BYTES + _MAX_ID_BYTES:
             raise KeyMismatch(f"the proof of a call has {len(proof)} bytes, which no proof has")

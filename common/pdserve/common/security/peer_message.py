@@ -20,10 +20,12 @@ _LEAST_BYTES_OF_A_FIELD = 2
 _BASE_BYTES = 1 << 20
 """Bytes for the fields of a request other than token ids; all of them at their limits take less than half of it."""
 _TOKEN_BYTES = 8
+COMMAND_BYTES = 64 << 10
+"""Bytes of a router's message besides one request of the largest size: ended sequences and cancelled calls take half at most."""
 
 
 def max_request_bytes(max_model_len: int, vocab_size: int) -> int:
-    """Size up to which a worker takes messages: a whole context, and a list of all tokens that may be sampled."""
+    """Size up to which a worker takes requests: a whole context, and a list of all tokens that may be sampled."""
     return _BASE_BYTES + _TOKEN_BYTES * (max_model_len + vocab_size)
 
 

@@ -1,6 +1,6 @@
 """`RoleGuard`: the interceptor of a worker's server that lets each method be called by the roles that need it alone.
 
-    router                     PrefillService, DecodeService, StepStreamService, WorkerService
+    router                     StepStreamService, WorkerService
     decode worker              KvSourceService
     any role                   health, reflection
 
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 _ROUTERS = (ServiceRole.ROUTER,)
 CALLERS: dict[str, tuple[ServiceRole, ...]] = {
-    "pdserve.v1.PrefillService": _ROUTERS,
-    "pdserve.v1.DecodeService": _ROUTERS,
     "pdserve.v1.StepStreamService": _ROUTERS,
     "pdserve.v1.WorkerService": _ROUTERS,
     "pdserve.v1.KvSourceService": (ServiceRole.DECODE,),

@@ -86,9 +86,6 @@ class WatchChallenge:
         Raises: ProtocolMismatch, KeyMismatch, ClockSkew; google.protobuf.message.DecodeError, for an identity that has
         the proof of a service of this deployment and cannot be decoded.
         """
-        if event.WhichOneof("event") == "identity":
-            # a worker of version 1 sends its identity without a proof
-            raise ProtocolMismatch(version_objection(event.identity.protocol_version, self._version) or _NO_PROOF)
         welcome = event.welcome
         if len(welcome.nonce) != NONCE_BYTES:
             raise KeyMismatch(_NO_PROOF)

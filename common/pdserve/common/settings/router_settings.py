@@ -9,15 +9,12 @@ from typing import ClassVar, Literal
 
 from pdserve.common.address.media_domains import MediaDomains
 from pdserve.common.errors import ConfigError
-from pdserve.common.image_processor_config import ImageLimits
-from pdserve.common.protocol import MAX_MESSAGE_BYTES
-from pdserve.common.request.multimodal import MAX_IMAGE_BYTES, MAX_IMAGES
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.tls import ServerTls, load_front
 from pdserve.common.settings.api_key_file import is_name, read_keys, verify_plain_keys
-from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
+from pdserve.common.settings.limits import RouterLimits
+from pdserve.common.settings.service_settings import ServiceSettings
 
-_LEAST_REQUEST_BYTES = 1024
 _MAX_FLUSH_MS = 1000
 _MAX_NAME_CHARS = 256
 _MAX_PROCESSES = 64
@@ -30,13 +27,15 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """The router and its two front ends."""
 
     section: ClassVar[str] = "router"
+    group: ClassVar[str] = "Router"
 
     port: int = 8000
     """OpenAI HTTP."""
     grpc_port: int = 50051
+    """gRPC for clients."""
     router_processes: int = 1
     """Processes that serve clients behind `port` and `grpc_port`; limits of tenants and of the queue hold over all of them, limits
-    of connections and bytes in each."""
+    of connections and bytes in each. See docs/deploy.md#several-router-processes."""
     prefill: tuple[str, ...] = ()
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
@@ -46,77 +45,30 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     local_prefill: Literal["never", "auto", "always"] = "auto"
     """When decode may prefill; `auto`: when it is faster, without a prefill worker, or after a failed transfer."""
     policy: Literal["kv_aware", "least_loaded", "round_robin"] = "kv_aware"
-    """The rule that chooses among the workers that can serve a request."""
+    """The rule that chooses among the workers that can serve a request: `kv_aware` by cached prefix and load."""
     on_kv_failure: Literal["local", "remote", "fail"] = "local"
-    """The kind of the next attempt after a failed transfer."""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """Order in which requests get a place, as on the workers: by `priority`, or only by arrival."""
-    step_streams: bool = True
-    """Make all calls to a worker over one stream, whose messages have the outputs of a step of its engine; False: a stream per
-    call, as to workers of earlier releases."""
-    max_attempts: int = 3
-    request_timeout_s: float = 600.0
-    """Longest deadline of a request, seconds; default of a request without one."""
-    max_queued_requests: int = 1024
-    """Requests that wait in the router for a place; more are refused at once."""
-    max_running_requests: int | None = None
-    """Requests that workers serve at once; default: the sequences and prompt blocks that the live ones can hold."""
-    starting_worker_timeout_s: float = 300.0
-    """Longest wait of a request for a worker while `up` starts one again, seconds; it is 5 s for any other worker."""
-    queue_timeout_s: float = 30.0
-    """Longest wait for a place, seconds; refused at once when the expected wait is longer."""
-    max_requests_per_key: int | None = None
-    """Sequences of one tenant in the router at once, where its key has no `max_sequences`; default: no limit."""
-    max_request_bytes: int | None = None
-    """Bytes of one request, a JSON body or a gRPC message; default: 1 MiB, and 8 bytes per token of the model's length;
-    with `enable_prompt_embeds`, and for a model with images, 16 MiB."""
-    max_image_pixels: int = 1 << 25
-    """Pixels of an image before it is resized, at most: decoded, it has 3 or 4 bytes per pixel, in each of two threads."""
-    max_images_per_prompt: int = 16
-    max_held_image_bytes: int = 256 << 20
-    """Bytes of resized images, 3 per pixel, of all requests under way; more are refused (429)."""
+    """After a failed transfer: prefill on decode, on another prefill worker (`remote`), or `fail`."""
     allowed_media_domains: tuple[str, ...] = ()
     """Hosts from which images of chats are fetched by URL: `host`, `host:port`, or an IP address with a port, which alone may be
-    a private one; default: none, and only data URLs are taken."""
-    image_fetch_timeout_s: float = 5.0
-    """Seconds for fetching all images of a prompt."""
-    max_body_bytes_in_flight: int | None = None
-    """Bytes of requests in reading at the same time, outside of admission; default: 64 MiB, or 16 requests at the limit."""
-    max_connections: int | None = None
-    """Connections of each front end at a time; default: half of the descriptors beyond 128, at most 8192."""
-    max_connections_per_address: int | None = None
-    """Connections of each front end from one IPv4 address or one /64 of IPv6; default: half of `max_connections`."""
-    max_answer_bytes: int = 32 << 20
-    """Bytes of a response that is not streamed: 256 per log-probability and 4 per token beside its text."""
-    max_stored_responses_per_tenant: int = 1024
-    """Responses of `/v1/responses` that are kept for `previous_response_id`, the newest; 0 keeps none."""
-    max_stored_bytes_per_tenant: int = 64 << 20
-    """Bytes of one tenant's stored responses; each has its whole conversation."""
-    max_stored_response_bytes: int = 8 << 20
-    """Bytes of one stored response with its conversation; a larger one is not stored."""
-    max_stored_bytes: int = 512 << 20
-    """Bytes of stored responses in this router's memory, of all tenants; with `redis` they are there instead."""
-    max_stored_response_age_s: float = 86_400.0
-    """Seconds after which a stored response is dropped."""
+    a private one; default: none, and only data URLs are taken. See docs/images.md#images-by-url."""
     trust_client_trace_headers: bool | None = None
     """Adopt clients' `traceparent`, with its sampling, or only link to it; default: adopt that of clients that show an
     API key or a certificate, and of all where neither is asked for on loopback."""
     stream_flush_ms: int = 0
     """Least milliseconds between two writes to a client's stream, 1000 at most: output of the meantime is written together. The
     first output and the end of a stream are not delayed."""
-    max_unread_bytes: int = 1 << 20
-    """Text that a client has not read, at most, before its request is cancelled."""
     api_keys: tuple[str, ...] | None = None
     """If given, both front ends require one as bearer token; at least 16 characters each; each is a tenant of its own."""
     api_keys_file: str | None = None
     """TOML file with the hashes of API keys, their tenants, roles and limits, in place of `api_keys`; read again when it
-    changes."""
+    changes. See docs/tenants.md."""
     no_auth: bool = False
     """Listen beyond loopback though clients need neither an API key nor a certificate."""
     audit_log: str | None = None
     """Target of one JSON line per client request: a path, or `stderr`; default: none."""
     shared_prefix_cache: tuple[str, ...] = ()
-    """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do."""
+    """Tenants that share cached prefixes: groups of their names, joined by `+`, or `*` for all; default: none do. See
+    docs/tenants.md."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the HTTP API from a browser, `scheme://host[:port]`, or `*` for all; default: none."""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
@@ -124,23 +76,19 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     with one log line per name."""
     parse_special: bool = True
     """Parse special tokens in clients' chat messages; False: they are plain text."""
-    enable_prompt_embeds: bool = False
-    """Take prompts as embeddings; workers have a setting of the same name."""
-    max_prompt_embeds_bytes: int = 64 << 20
-    """Bytes of prompt embeddings in the router at once, at most; more are refused as overload."""
-    trust_request_chat_template: bool = False
-    """Render the chat templates that requests bring, each in a process of its own; False: refuse them."""
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
-    """Form of calls of tools in answers; `auto`: by the chat template; `none`: they remain text."""
+    """Form of calls of tools in answers; `auto`: by the chat template; `none`: they remain text. See
+    docs/parameters.md#tools."""
     reasoning_parser: str = "auto"
     """Tags of reasoning in answers: a family's name, or the opening tag itself, as `<think>`; `auto`: by the chat template;
-    `none`: reasoning remains text."""
+    `none`: reasoning remains text. See docs/openai.md#reasoning."""
     front_tls_cert_file: str | None = None
     """PEM certificate of both front ends, for clients; needs `front_tls_key_file`."""
     front_tls_key_file: str | None = None
+    """The private key of `front_tls_cert_file`, not encrypted."""
     front_tls_client_ca_file: str | None = None
     """PEM certificates of the CA that signed those of clients; when given, clients must show one."""
-    drain_s: float = 30.0
+    limits: RouterLimits = RouterLimits()
 
     def addresses(self) -> list[str]:
         return [self.host, *self.prefill, *self.decode]
@@ -210,17 +158,10 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     def verify(self) -> None:
         super().verify()
         self._verify_ports("port", "grpc_port")
-        self._verify_least(1, "max_attempts", "max_queued_requests", "max_unread_bytes", "max_answer_bytes")
-        self._verify_least(1, "max_running_requests", "max_requests_per_key")
-        self._verify_least(1, "max_connections", "max_connections_per_address")
-        self._verify_bytes()
         self._verify_processes()
-        self._verify_least(0, "max_stored_responses_per_tenant", "max_stored_bytes_per_tenant", "max_stored_bytes")
-        self._verify_least(0, "max_stored_response_bytes", "stream_flush_ms")
+        self._verify_least(0, "stream_flush_ms")
         if self.stream_flush_ms > _MAX_FLUSH_MS:
             raise ConfigError(f"stream_flush_ms is {self.stream_flush_ms}, at most {_MAX_FLUSH_MS} is possible")
-        self._verify_seconds("request_timeout_s", "queue_timeout_s", "drain_s", "max_stored_response_age_s")
-        self._verify_seconds("image_fetch_timeout_s", "starting_worker_timeout_s")
         self.media_domains()
         self._verify_keys()
         self._verify_names()
@@ -229,10 +170,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"cors_origins has {origin[:200]!r}, scheme://host[:port] in lower case or * is needed"
                 )
-        if self.trust_request_chat_template and not self.parse_special:
-            raise ConfigError(
-                "trust_request_chat_template is true and parse_special false: a client's template may write special tokens"
-            )
         if not _REASONING_PARSER.fullmatch(self.reasoning_parser):
             raise ConfigError(
                 f"reasoning_parser is {self.reasoning_parser!r:.80}: auto, none, a family's name, or an opening tag of at "
@@ -249,7 +186,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         """Raises: ConfigError."""
         if not 1 <= self.router_processes <= _MAX_PROCESSES:
             raise ConfigError(f"router_processes is {self.router_processes}, 1 to {_MAX_PROCESSES} are possible")
-        most = self.max_stored_response_bytes
+        most = self.limits.max_stored_response_bytes
         if self.router_processes > 1 and self.redis is None and most > _MOST_SHARED_RESPONSE_BYTES:
             raise ConfigError(
                 f"max_stored_response_bytes is {most} and router_processes {self.router_processes}: without redis, a response "
@@ -282,32 +219,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         if self.no_auth and self.asks_for_keys:
             raise ConfigError("no_auth is true, and API keys are given: one or the other is meant")
 
-    def image_limits(self) -> ImageLimits:
-        """Limits of a prompt's images, which travel in one message to a worker."""
-        return ImageLimits(self.max_image_pixels, self.max_images_per_prompt, MAX_IMAGE_BYTES)
-
     def media_domains(self) -> MediaDomains:
         """Raises: ConfigError."""
         return MediaDomains(self.allowed_media_domains, "allowed_media_domains")
-
-    def _verify_bytes(self) -> None:
-        """Raises: ConfigError."""
-        if (limit := self.max_request_bytes) is not None and not _LEAST_REQUEST_BYTES <= limit <= MAX_MESSAGE_BYTES:
-            raise ConfigError(
-                f"max_request_bytes is {limit}, {_LEAST_REQUEST_BYTES} to {MAX_MESSAGE_BYTES} bytes are possible"
-            )
-        if self.max_prompt_embeds_bytes < 1:
-            raise ConfigError(f"max_prompt_embeds_bytes is {self.max_prompt_embeds_bytes}, at least 1 is needed")
-        for name, most in (("max_image_pixels", 1 << 28), ("max_images_per_prompt", MAX_IMAGES)):
-            if not 0 < getattr(self, name) <= most:
-                raise ConfigError(f"{name} is {getattr(self, name)}, 1 to {most} are possible")
-        if self.max_held_image_bytes < 0:
-            raise ConfigError(f"max_held_image_bytes is {self.max_held_image_bytes}, at least 0 is needed")
-        in_flight, least = self.max_body_bytes_in_flight, self.max_request_bytes or _LEAST_REQUEST_BYTES
-        if in_flight is not None and in_flight < least:
-            raise ConfigError(
-                f"max_body_bytes_in_flight is {in_flight}, at least one request ({least} bytes) is needed"
-            )
 
 
 def _verify_address(field: str, address: str) -> None:

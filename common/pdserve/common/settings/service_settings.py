@@ -6,33 +6,26 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
-from urllib.parse import urlsplit
-
-import msgspec
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.registry.registry import is_namespace
-from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES, MOST_LOGPROBS, MOST_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey, is_loopback, resolve_deployment_key
 from pdserve.common.security.tls import TlsFile, TlsIdentity, load_identity
 from pdserve.common.security.tls_roles import ServiceRole
+from pdserve.common.settings.checked import Checked
+from pdserve.common.settings.limits import ServiceLimits
 
-SamplerName = Literal[
-    "always_on",
-    "always_off",
-    "traceidratio",
-    "parentbased_always_on",
-    "parentbased_always_off",
-    "parentbased_traceidratio",
-]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
-class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServiceSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of every service."""
 
     section: ClassVar[str] = ""
+    """The service's table in a file; empty for settings that several services share."""
+    group: ClassVar[str] = "Every service"
+    """Heading of the struct's own settings in documents and help."""
 
     model: str = "demo"
     """A folder with a Hugging Face checkpoint, `ORG/NAME` of its hub, or a bundled one: `demo`, or `demo-image` for pictures."""
@@ -58,38 +51,26 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     deployment_key: str | None = None
     """The secret all services share; at least 16 characters, 6 of them different."""
     deployment_key_file: str | None = None
+    """File with `deployment_key`; mode 0600."""
     redis: str | None = None
-    """redis://[user:password@]host[:port][/db], or rediss:// for TLS: registry of workers and of their cached blocks."""
+    """`redis://[user:password@]host[:port][/db]`, or `rediss://` for TLS: registry of workers and of their cached blocks."""
     redis_namespace: str = "pdserve"
     """Begins every key in Redis; deployments that share one Redis need one each."""
     redis_ca_file: str | None = None
     """PEM certificates to trust for rediss://; default: the system's."""
-    max_logprobs: int = MAX_LOGPROBS
-    """Most likely tokens per position for which a request may ask; the smallest of router and workers counts."""
-    max_n_sequences: int = MAX_SEQUENCES
-    """Largest `n` or `best_of` of a request; the smallest of router and workers counts."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Order of requests: `fcfs` by arrival; `priority` lower `priority` first, equals by arrival. Routers grant places by it,
+    workers fill steps."""
+    enable_prompt_embeds: bool = False
+    """Take prompts as embeddings in place of token ids, which any client may then choose freely. See
+    docs/parameters.md#prompt-embeddings."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of the lines that are logged."""
     log_format: Literal["text", "json"] = "text"
     """`json`: one JSON object per line of the log."""
-    otlp: str | None = None
-    """The collector for traces: grpc://host:port or http://host:port; None traces nothing."""
-    otlp_is_traces_url: bool = False
-    """`otlp` is the whole URL of an HTTP collector, to which no `/v1/traces` is added."""
-    otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
-    """Protocol of an http:// collector; default: HTTP."""
-    otlp_headers: str = ""
-    """name=value,name=value: sent to the collector with each batch."""
-    otel_service_name: str | None = None
-    """This service in traces; default: pdserve- and its role."""
-    otel_resource_attributes: str = ""
-    """name=value,name=value: attributes of every span of this process."""
-    otel_traces_sampler: SamplerName = "parentbased_always_on"
-    otel_traces_sampler_arg: float = 1.0
-    """The ratio, for samplers that take one."""
-    otel_bsp_schedule_delay_ms: float = 2000.0
-    """Time for which finished spans wait to be exported together."""
-    otel_sdk_disabled: bool = False
-    """Disable tracing, also if `otlp` is set."""
+    drain_s: float = 30.0
+    """Time that running streams get to end when the service stops, seconds."""
+    limits: ServiceLimits = ServiceLimits()
 
     def addresses(self) -> list[str]:
         """Every host that this service listens on or connects to by its settings."""
@@ -133,13 +114,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         self._verify_metrics()
         self._verify_redis()
         self._verify_connecting()
-        for name, least, most in (("max_logprobs", 0, MOST_LOGPROBS), ("max_n_sequences", 1, MOST_SEQUENCES)):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ConfigError(f"{name} is {value}, {least} to {most} are possible")
-        if not 1 <= self.otel_bsp_schedule_delay_ms <= 60_000:
-            raise ConfigError(f"otel_bsp_schedule_delay_ms is {self.otel_bsp_schedule_delay_ms}, 1 to 60000 is needed")
-        if not 0 <= self.otel_traces_sampler_arg <= 1:
-            raise ConfigError(f"otel_traces_sampler_arg is {self.otel_traces_sampler_arg}, 0 to 1 is needed")
+        self._verify_seconds("drain_s")
+        self.limits.verify()
 
     def _verify_listening(self) -> None:
         if not is_loopback(self.host) and not self.insecure and self.tls_cert_file is None:
@@ -180,10 +156,6 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """(setting, host or host:port, what would bring TLS) of everything this service connects to without TLS."""
         if self.redis is not None and not (redis := parse_redis_url(self.redis)).tls:
             yield "redis", redis.host, "rediss://"
-        if self.otlp is not None and not self.otel_sdk_disabled:
-            endpoint = urlsplit(self.otlp)
-            if endpoint.scheme != "https" and endpoint.hostname:
-                yield "otlp", endpoint.hostname, "https://"
 
     def _verify_redis(self) -> None:
         if self.redis is not None:
@@ -211,21 +183,3 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ]
         if given:
             raise ConfigError(f"{given[0]} is given, so {' and '.join(missing)} must be, too")
-
-    def _verify_least(self, least: int, *names: str) -> None:
-        """Check that the named settings, unless None, are at least `least`. Raises: ConfigError."""
-        for name in names:
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ConfigError(f"{name} is {value}, at least {least} is needed")
-
-    def _verify_ports(self, *names: str) -> None:
-        """Raises: ConfigError."""
-        for name in names:
-            if not 0 <= (value := getattr(self, name)) < 65536:
-                raise ConfigError(f"{name} is {value}, 0 to 65535 is needed")
-
-    def _verify_seconds(self, *names: str) -> None:
-        """Raises: ConfigError."""
-        for name in names:
-            if not 0 <= (value := getattr(self, name)) < float("inf"):
-                raise ConfigError(f"{name} is {value}, a number of seconds from 0 on is needed")

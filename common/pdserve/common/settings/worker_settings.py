@@ -12,15 +12,15 @@ from pdserve.common.registry.registry import is_worker_id
 from pdserve.common.request.generation_request import LORA_NAME, LORA_NAME_RULE, MAX_DATA_PARALLEL_RANK
 from pdserve.common.request.known_adapters import MAX_ADAPTERS
 from pdserve.common.security.deployment_key import is_loopback
-from pdserve.common.settings.service_settings import SchedulingPolicy, ServiceSettings
+from pdserve.common.settings.limits import WorkerLimits
+from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 
 CPU_STEP_TOKENS = 512
-"""On a processor larger steps are no faster, and the blocks of one step move only when it has ended."""
+"""On a CPU larger steps are no faster, and the blocks of one step move only when it has ended."""
 GPU_STEP_TOKENS = 2048
 """Tokens per step on a GPU, which needs more to be busy."""
 MAX_STREAM_INTERVAL = 1024
-MAX_LORA_RANK = 512
 CPU_KV_CACHE_MIB = 256
 """Size of the KV pool in main memory, if no setting says another."""
 
@@ -28,9 +28,8 @@ _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 """torch counts devices in eight bits."""
 
 _MOST = {
-    "block_size": 1 << 16, "max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 22, "max_waiting": 1 << 24,
-    "max_loras": 1 << 16, "max_cpu_loras": 1 << 16, "num_threads": 1 << 12, "tensor_parallel_size": 1 << 10,
-    "kv_ring_mib": 1 << 24, "grammar_memory_mib": 1 << 24,
+    "block_size": 1 << 16, "max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 22, "num_threads": 1 << 12,
+    "tensor_parallel_size": 1 << 10,
 }  # fmt: skip
 """Values beyond any machine's, for which memory or threads would be asked before anything is served. What pools take is compared
 with the machine's memory when they are made."""
@@ -42,6 +41,8 @@ KvDigestName = Literal["auto", "xxh3_64", "gmac"]
 class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """A prefill or decode worker."""
 
+    group: ClassVar[str] = "Workers"
+
     port: int = 0
     """gRPC; 0 draws a free one."""
     data_port: int = 0
@@ -51,83 +52,70 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     worker_id: str | None = None
     """Names this worker; default: role, host beyond loopback, port."""
     data_parallel_rank: int | None = None
-    """On a decode worker: requests that prefer this rank are placed on it while it is ready; several workers may have one rank."""
+    """On a decode worker: requests that prefer this rank are placed on it while it is ready; several workers may have one rank.
+    See docs/parameters.md#scheduling."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of weights and activations; `auto`: the checkpoint's."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws weights instead of reading them, for measurements with a config.json alone."""
     model_impl: ModelImpl = "auto"
     """Code that computes the model: `native`, our own of its family; `transformers`, the model's own in that library, with our
-    attention; `auto`, native where there is the family. Equal on all workers of a model."""
+    attention; `auto`, native where there is the family. Equal on all workers of a model. See
+    docs/models.md#any-other-family."""
     quantization: Literal["int8"] | None = None
     """`int8`: matrices of attention and MLP have int8 weights, rounded at loading, and their inputs are rounded per row; on a
-    processor only."""
+    CPU only."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """Dtype of keys and values in the KV cache: `auto` the model's; `int8` or `fp8` (e4m3) with a scale per token and head, on a
-    processor only; other names of these: `CACHE_DTYPES`."""
+    CPU only; other names of these: `CACHE_DTYPES`. See docs/checkpoints.md#quantized-kv-cache."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     tensor_parallel_size: int = 1
     """Processes that share the model's heads and matrices, each with a part of the weights and of the KV cache; with `cuda` each
-    has a GPU of its own."""
+    has a GPU of its own. See docs/deploy.md#tensor-parallelism."""
     block_size: int = 16
     """Tokens in a KV block; equal on all workers."""
     num_blocks: int | None = None
     """KV blocks of all layers in the pool, or as much memory in blocks of a KV cache group's layers; default: what `kv_cache_mib`
     holds."""
     disable_hybrid_kv_cache_manager: bool = False
-    """True: layers with a window keep all blocks where other layers have none, in one KV cache group; equal on all workers. Workers
-    of earlier releases have one group."""
+    """True: layers with a window keep all blocks where other layers have none, in one KV cache group; equal on all workers. See
+    docs/architecture.md#kv-cache-groups."""
     kv_cache_mib: int | None = None
-    """Size of the KV pool, per rank of `tensor_parallel_size`; default: 256 on a processor, on a GPU what
+    """Size of the KV pool, per rank of `tensor_parallel_size`; default: 256 on a CPU, on a GPU what
     `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that weights, the largest step and the KV pool may take, other processes included."""
     kv_host_mib: int = 0
     """Main memory for cached blocks that the KV pool reuses, from which they are loaded when they are needed again, per rank of
     `tensor_parallel_size`; 0: none."""
-    kv_ring_mib: int = 256
-    """On a GPU: memory per connector in which received blocks are verified, before they are moved into the pool."""
     max_model_len: int | None = None
-    """Tokens of prompt and output together; default: the model's own limit."""
+    """Tokens of prompt and output together; default: the model's own limit. See docs/checkpoints.md#length."""
     max_num_batched_tokens: int | None = None
     """Tokens computed in one step, at most; default: `CPU_STEP_TOKENS` or `GPU_STEP_TOKENS`."""
     max_num_seqs: int = 64
     """Sequences in one step, at most."""
-    max_waiting: int | None = None
-    """Requests that wait for a place in a step, or for remote KV; more are refused, and routers place them elsewhere;
-    default: 4 * `max_num_seqs`."""
     enable_prefix_caching: bool = True
     """Find blocks of earlier prompts again; without it every prompt is computed or received as a whole."""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """`priority`: requests with a lower `priority` first, equals in order of arrival; `fcfs`: order of arrival alone."""
-    long_prefill_token_threshold: int = 0
-    """Tokens of one prompt computed in a step, at most; 0: no limit but `max_num_batched_tokens`."""
     num_threads: int = 1
+    """Computing threads."""
     cpu_core: int | None = None
     """Pin the worker's computing threads to this core (and the following `num_threads - 1`)."""
     logits_processors: tuple[str, ...] = ()
     """Entry points of the group `pdserve.logits_processors` that are loaded at start; no other plug-in is imported."""
-    enable_prompt_embeds: bool = False
-    """Take prompts as embeddings in place of token ids, which any client may then choose freely."""
     enable_lora: bool = False
-    """Serve LoRA adapters."""
+    """Serve LoRA adapters. See docs/lora.md."""
     lora_modules: dict[str, str] | None = None
     """Adapter's name for clients -> its PEFT folder; as text `name=folder`, with commas between several."""
     lora_dir: str | None = None
     """Folder whose subfolders are adapters, each by its name; looked at every second, so that they come and go at run time."""
-    max_loras: int = 1
-    """Different adapters in one step, at most: slots on the device."""
-    max_lora_rank: int = 16
-    """Largest rank of an adapter; a slot has room for it."""
-    max_cpu_loras: int | None = None
-    """Adapters kept in main memory; others are read again when they are used; default: `max_loras`."""
     attention_backend: str = "auto"
     """Implementation of attention: `auto` chooses by the device, `torch` runs on every device, `native` on
-    processors, with decode attention in C++ where that is built, `triton` on GPUs, as `sdpa`, which is `triton` with torch's fused
+    CPUs, with decode attention in C++ where that is built, `triton` on GPUs, as `sdpa`, which is `triton` with torch's fused
     attention within full prompt chunks; any other name is an entry point of the group `pdserve.attention_backends`, imported only
     when this setting names it."""
     kernels: Literal["auto", "torch", "native", "triton"] = "auto"
-    """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, `native` (C++) on a processor, or
+    """Implementation of norms, rotary embedding, activations, sampling and block copies: `torch`, `native` (C++) on a CPU, or
     `triton` on a GPU; `auto`: `native` or `triton`, where it is there."""
     enforce_eager: bool = False
     """On a GPU: launch each kernel of a decode step by itself, instead of replaying captured graphs."""
@@ -142,7 +130,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     profile_steps: int = 0
     """End this log after this number of steps, with a last line; 0: never."""
     speculative_config: SpeculativeConfig | None = None
-    """How tokens are drafted, as a table, or as JSON; default: not at all. Without effect on prefill workers."""
+    """How tokens are drafted, as a table, or as JSON; default: not at all. Without effect on prefill workers.
+    See docs/parameters.md#speculation."""
     connector: Literal["auto", "nixl", "tcp"] = "auto"
     """How KV blocks move: `auto` and `nixl` fall back to TCP at run time, `nixl` refuses to start without NIXL."""
     nixl_plaintext: bool = False
@@ -150,33 +139,12 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     kv_digest: KvDigestName = "auto"
     """How a block's bytes are verified: `xxh3_64` detects damage, `gmac` also forgery; `auto`: `gmac` with peers beyond loopback
     to which blocks may travel without TLS, else `xxh3_64`."""
-    max_local_prefill_tokens: int | None = None
-    """Longest uncached prompt that decode prefills itself; default: no limit."""
-    run_ahead_share: float = 0.5
-    """Part of the pool in which prefill may compute sources without `Want`."""
-    grammar_timeout_s: float = 10.0
-    """Processor time for a grammar of `structured_outputs` to be compiled, seconds; requests wait three times as long, and before
-    that once as long for its turn."""
-    grammar_token_s: float = 0.05
-    """Processor time for a grammar to accept a token and find the next mask, seconds; its process is killed after 5 times it."""
-    grammar_request_s: float = 1.0
-    """The same for all tokens of a request's sequences together, seconds, plus 5 ms per token."""
-    grammar_memory_mib: int = 2048
-    """Address space that the process of a grammar may take in addition to its initial one."""
-    grammar_whitespace_chars: int = 16
-    """White space characters in a row that JSON of a grammar may have; 0: no limit. Equal on all workers."""
-    grammar_string_chars: int | None = None
-    """Characters of a string in JSON of a grammar whose schema has no limit; 0: no limit. Equal on all workers. Default: 64 for the
-    bundled models, else 0."""
     engine_process: bool = False
-    """Run the engine, its KV pool and its transfers in a process of their own, which ends with the worker's."""
-    engine_stuck_exit_s: float = 60.0
-    """Seconds without progress of the engine after which its worker logs all stacks and exits with status 1; 0: never."""
-    attach_timeout_s: float = 10.0
-    lease_grace_s: float = 3.0
-    """Seconds for which a source keeps blocks after the control stream broke."""
-    lease_max_s: float = 600.0
-    drain_s: float = 30.0
+    """Run the engine, its KV pool and its transfers in a process of their own, which ends with the worker's. See
+    docs/architecture.md#the-door-to-an-engine."""
+    attach_port: int = 0
+    """gRPC port of a prefill worker's `engine_process`, at which decode workers ask for KV blocks; 0 draws a free one."""
+    limits: WorkerLimits = WorkerLimits()
 
     def addresses(self) -> list[str]:
         return [self.host, *(host for host in (self.advertise_host, self.metrics_host) if host)]
@@ -206,7 +174,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def cpu_loras(self) -> int:
         """`max_cpu_loras`, or its default."""
-        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+        return self.limits.max_loras if self.limits.max_cpu_loras is None else self.limits.max_cpu_loras
 
     @property
     def cache_dtype(self) -> str | None:
@@ -216,7 +184,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def waiting_limit(self) -> int:
         """Requests that may wait."""
-        return 4 * self.max_num_seqs if self.max_waiting is None else self.max_waiting
+        return 4 * self.max_num_seqs if self.limits.max_waiting is None else self.limits.max_waiting
 
     @property
     def session_limit(self) -> int:
@@ -264,14 +232,11 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device is {self.device[:200]!r}, it must be cpu, cuda or cuda:N")
-        self._verify_ports("port", "data_port")
-        self._verify_least(
-            1, "block_size", "kv_cache_mib", "kv_ring_mib", "max_num_batched_tokens", "max_num_seqs", "max_waiting"
-        )
-        self._verify_least(1, "num_threads", "grammar_memory_mib", "max_loras", "tensor_parallel_size")
+        self._verify_ports("port", "data_port", "attach_port")
+        self._verify_least(1, "block_size", "kv_cache_mib", "max_num_batched_tokens", "max_num_seqs")
+        self._verify_least(1, "num_threads", "tensor_parallel_size")
         for name, most in _MOST.items():
-            if (value := getattr(self, name)) is not None and value > most:
-                raise ConfigError(f"{name} is {value}, at most {most} is possible")
+            self._verify_most(most, name)
         self._verify_lora()
         self._verify_ranks()
         if self.num_blocks is not None and self.num_blocks < 2:
@@ -282,7 +247,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             )
         if self.quantization is not None and self.device != "cpu":
             raise ConfigError(
-                f"quantization is {self.quantization!r}, which runs on a processor only, and device is {self.device!r}"
+                f"quantization is {self.quantization!r}, which runs on a CPU only, and device is {self.device!r}"
             )
         self._verify_cache_dtype()
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -295,30 +260,14 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 f"attention_backend is {self.attention_backend!r}, a name is needed: "
                 "auto, torch, native, triton, sdpa, or a plug-in's"
             )
-        if not 0 <= self.profile_interval_s < float("inf"):
-            raise ConfigError(
-                f"profile_interval_s is {self.profile_interval_s}, a number of seconds from 0 on is needed"
-            )
+        self._verify_seconds("profile_interval_s")
         if self.speculative_config is not None:
             self.speculative_config.verify()
-        self._verify_least(
-            0,
-            "kv_host_mib",
-            "profile_steps",
-            "long_prefill_token_threshold",
-            "grammar_whitespace_chars",
-            "grammar_string_chars",
-        )
+        self._verify_least(0, "kv_host_mib", "profile_steps")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, above 0 and at most 1 is needed"
             )
-        if not 0 < self.run_ahead_share <= 1:
-            raise ConfigError(f"run_ahead_share is {self.run_ahead_share}, above 0 and at most 1 is needed")
-        self._verify_seconds("grammar_timeout_s", "grammar_token_s", "grammar_request_s")
-        if self.engine_stuck_exit_s:
-            self._verify_seconds("engine_stuck_exit_s")
-        self._verify_seconds("attach_timeout_s", "lease_grace_s", "lease_max_s", "drain_s")
 
     def _verify_cache_dtype(self) -> None:
         if self.kv_cache_dtype == "auto":
@@ -332,10 +281,6 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
                 )
 
     def _verify_lora(self) -> None:
-        if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
-            raise ConfigError(f"max_lora_rank is {self.max_lora_rank}, 1 to {MAX_LORA_RANK} are possible")
-        if self.cpu_loras < self.max_loras:
-            raise ConfigError(f"max_cpu_loras is {self.max_cpu_loras}, at least max_loras ({self.max_loras}) is needed")
         for name, value in (("lora_modules", self.lora_modules), ("lora_dir", self.lora_dir)):
             if value and not self.enable_lora:
                 raise ConfigError(f"{name} is {value!s:.200} and enable_lora is false: set enable_lora=true")
@@ -352,31 +297,27 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
 
 
 class PrefillSettings(WorkerSettings, frozen=True, kw_only=True):
+    """A prefill worker."""
+
     section: ClassVar[str] = "prefill"
 
 
 class DecodeSettings(WorkerSettings, frozen=True, kw_only=True):
+    """A decode worker."""
+
     section: ClassVar[str] = "decode"
+    group: ClassVar[str] = "Decode workers"
 
     stream_interval: int = 1
     """Tokens of a sequence per message to the router, after its first; a message costs both sides more than its tokens do."""
-    max_sessions: int = 64
-    """Streaming sessions open at once; more are refused."""
-    session_idle_timeout_s: float = 60.0
-    """Seconds that a session waits for its client's next turn before it ends."""
 
     @property
     def session_limit(self) -> int:
-        return self.max_sessions
+        return self.limits.max_sessions
 
     def verify(self) -> None:
         super().verify()
         if not 1 <= self.stream_interval <= MAX_STREAM_INTERVAL:
             raise ConfigError(
                 f"stream_interval is {self.stream_interval}, 1 to {MAX_STREAM_INTERVAL} tokens are possible"
-            )
-        self._verify_least(0, "max_sessions")
-        if not 0 < self.session_idle_timeout_s < float("inf"):
-            raise ConfigError(
-                f"session_idle_timeout_s is {self.session_idle_timeout_s}, a number of seconds above 0 is needed"
             )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pdserve.common.net.loop_lag import LoopLag
 from pdserve.common.net.tls_renewal import PeerKind
 from pdserve.common.registry.circuit_breaker import CircuitBreaker
-from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.telemetry.metrics import Exposition, Families, make_registry, redis_families, tls_families
 from pdserve.common.telemetry.telemetry import make_telemetry
 
@@ -16,9 +15,9 @@ from pdserve.common.telemetry.telemetry import make_telemetry
 class ServiceTelemetry:
     """Telemetry of one service, used in the asyncio thread. `close` it."""
 
-    def __init__(self, settings: ServiceSettings, service: str, instance: str) -> None:
-        """service, instance: as for `make_telemetry`. Raises: ConfigError for an invalid collector."""
-        self._telemetry = make_telemetry(settings, service, instance)
+    def __init__(self, service: str, instance: str) -> None:
+        """service, instance: as for `make_telemetry`."""
+        self._telemetry = make_telemetry(service, instance)
         self._registry = make_registry(self._telemetry.counts if self._telemetry else None)
         self.loop_lag = LoopLag(self._registry)
         self._text = Exposition(self._registry)

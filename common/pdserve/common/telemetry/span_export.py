@@ -1,110 +1,90 @@
-"""`SpanExport`: sends finished spans to a collector, in a thread of its own.
+"""`SpanExport`: the SDK's own export of spans in batches, with counts of their outcomes and an end in bounded time.
 
-Ending a span never waits: a full queue drops it, and an endpoint that does not respond loses a batch. Both are counted, and
-logged once when they begin and once when they end.
+Ending a span never waits: a full queue drops spans, and an endpoint that does not respond loses a batch. Both are counted, and a
+collector that fails is logged once when it begins to and once when it is back.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
-import time
-from collections import deque
+from collections.abc import Sequence
 
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from pdserve.common.telemetry.metrics import ExportCounts
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_SPANS = 8192
-MAX_BATCH_SPANS = 512
-EXPORT_TIMEOUT_S = 2.0
-"""Seconds for the collector to accept one batch."""
 SHUTDOWN_TIMEOUT_S = 2.0
 """Seconds for which a stopping process waits for the last batches."""
+_MAX_QUEUED_SPANS = 2048
+"""The SDK's own default."""
 
 
-class SpanExport(SpanProcessor):
-    """Hands finished spans to an exporter, in batches."""
+class SpanExport(BatchSpanProcessor):
+    """Hands finished spans to an exporter, in batches. The SDK's variables `OTEL_BSP_...` set their size and delay."""
 
-    def __init__(
-        self, exporter: SpanExporter, endpoint: str, *, every_s: float, max_queued: int = MAX_QUEUED_SPANS
-    ) -> None:
-        """endpoint: for the log. every_s: how long spans wait for others; a full batch goes at once."""
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        """endpoint: for the log. Raises: ValueError for a variable that is not a positive number."""
         self.counts = ExportCounts()
-        self._exporter = exporter
-        self._endpoint = endpoint
-        self._every_s = every_s
-        self._max_queued = max_queued
-        self._queue: deque[ReadableSpan] = deque()
-        self._wake = threading.Event()
-        self._leaving = False
-        self._gives_up_at = float("inf")
-        self._failing = False
-        self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
-        self._thread.start()
-
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        pass
+        self._max_queued = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, "").strip() or _MAX_QUEUED_SPANS)
+        self._num_ended = 0
+        self._counted = _CountedExporter(exporter, endpoint, self.counts)
+        super().__init__(self._counted, max_queue_size=self._max_queued)
 
     def on_end(self, span: ReadableSpan) -> None:
         """Any thread; never waits."""
-        if self._leaving or len(self._queue) >= self._max_queued:
-            self.counts.dropped += 1
-            return
-        self._queue.append(span)
-        if len(self._queue) >= MAX_BATCH_SPANS:
-            self._wake.set()
+        super().on_end(span)
+        if span.context is not None and span.context.trace_flags.sampled:
+            self._num_ended += 1
+            # the SDK does not say what it drops; while its queue is full, these are all that neither left nor wait
+            self.counts.dropped = max(self.counts.dropped, self._num_ended - self._counted.num_spans - self._max_queued)
 
     def shutdown(self) -> None:
-        """Export what is queued, within `SHUTDOWN_TIMEOUT_S`, unless the collector takes nothing anyway.
+        """Export what is queued, within `SHUTDOWN_TIMEOUT_S`; what is still queued then ends with the process."""
+        stopping = threading.Thread(target=super().shutdown, name="span-export-end", daemon=True)
+        stopping.start()
+        stopping.join(SHUTDOWN_TIMEOUT_S)
+        self.counts.dropped = max(self.counts.dropped, self._num_ended - self._counted.num_spans)
 
-        Harmless when called again.
-        """
-        if self._leaving:
-            return
-        self._gives_up_at = 0.0 if self._failing else time.monotonic() + SHUTDOWN_TIMEOUT_S
-        self._leaving = True
-        self._wake.set()
-        if self._failing:
-            self._exporter.shutdown()  # ends its waiting for the next try
-        self._thread.join(SHUTDOWN_TIMEOUT_S)
-        self.counts.dropped += len(self._queue)
-        self._queue.clear()
+
+class _CountedExporter(SpanExporter):
+    """Counts what another exporter was given, by outcome."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str, counts: ExportCounts) -> None:
+        self.num_spans = 0
+        """Spans that left the queue."""
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._counts = counts
+        self._failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Raises nothing."""
+        self.num_spans += len(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:
+            # without its text, which may repeat the collector's URL and so a password
+            log.debug("a batch of spans could not be exported: %s", type(error).__name__)
+            result = SpanExportResult.FAILURE
+        self._count(len(spans), result is SpanExportResult.SUCCESS)
+        return result
+
+    def shutdown(self) -> None:
         self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """The thread flushes by itself; here only to have the interface whole."""
-        self._wake.set()
-        return True
-
-    def _run(self) -> None:
-        while not self._leaving:
-            self._wake.wait(self._every_s)
-            self._wake.clear()
-            self._export()
-
-    def _export(self) -> None:
-        while self._queue and time.monotonic() < self._gives_up_at:
-            batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))]
-            try:
-                done = self._exporter.export(batch) is SpanExportResult.SUCCESS
-            except Exception as error:
-                # without its text, which may repeat the collector's URL and so a password
-                log.debug("a batch of spans could not be exported: %s", type(error).__name__)
-                done = False
-            self._count(len(batch), done)
 
     def _count(self, num_spans: int, done: bool) -> None:
         if done:
-            self.counts.exported += num_spans
+            self._counts.exported += num_spans
             if self._failing:
-                log.warning("spans reach %s again; %d were lost", self._endpoint, self.counts.failed)
+                log.warning("spans reach %s again; %d were lost", self._endpoint, self._counts.failed)
         else:
-            self.counts.failed += num_spans
+            self._counts.failed += num_spans
             if not self._failing:
                 log.warning(
                     "spans cannot be exported to %s: it does not take them; requests are served as usual",

@@ -6,22 +6,14 @@ Imported only by a process that traces (see `telemetry.py`). `docs/observability
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import (
-    ALWAYS_OFF,
-    ALWAYS_ON,
-    DEFAULT_OFF,
-    DEFAULT_ON,
-    ParentBasedTraceIdRatio,
-    Sampler,
-    TraceIdRatioBased,
-)
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -37,7 +29,6 @@ from opentelemetry.trace import (
 
 from pdserve.common.errors import InvalidRequest, PdServeError
 from pdserve.common.request.trace_headers import TRACEPARENT, TRACESTATE, valid_trace_headers
-from pdserve.common.settings.service_settings import SamplerName
 
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Attributes = Mapping[str, Attribute]
@@ -121,8 +112,9 @@ def _status_text(error: PdServeError) -> str:
 class Tracing:
     """The tracer of one process. `close` it."""
 
-    def __init__(self, resource: Attributes, sampler: Sampler, processor: SpanProcessor) -> None:
-        self._provider = TracerProvider(sampler=sampler, resource=Resource(resource), shutdown_on_exit=False)
+    def __init__(self, resource: Resource, processor: SpanProcessor, sampler: Sampler | None = None) -> None:
+        """sampler: by default that of `OTEL_TRACES_SAMPLER`."""
+        self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pdserve")
 
@@ -179,21 +171,6 @@ class Tracing:
             record_exception=False,
         )
         return OpenSpan(self, span)
-
-
-_SAMPLERS: Mapping[SamplerName, Callable[[float], Sampler]] = {
-    "always_on": lambda _: ALWAYS_ON,
-    "always_off": lambda _: ALWAYS_OFF,
-    "parentbased_always_on": lambda _: DEFAULT_ON,
-    "parentbased_always_off": lambda _: DEFAULT_OFF,
-    "traceidratio": TraceIdRatioBased,
-    "parentbased_traceidratio": ParentBasedTraceIdRatio,
-}
-
-
-def make_sampler(name: SamplerName, argument: float) -> Sampler:
-    """argument: the ratio, for those that take one."""
-    return _SAMPLERS[name](argument)
 
 
 def _peer_context(headers: Mapping[str, str]) -> SpanContext | None:

@@ -20,15 +20,16 @@ from pathlib import Path
 import torch
 
 from pdserve.common.errors import InternalError, PdServeError, PeerError
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.processes.child_life import end_after, end_with_parent, leave_signals_to_peer
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
+from pdserve.engine.runner.cuda_devices import rank_devices
 from pdserve.engine.runner.host_blocks import HostBlocks
-from pdserve.engine.runner.loaded_model import LoadedModel, load_rank, rank_device
+from pdserve.engine.runner.loaded_model import LoadedModel, load_rank
 from pdserve.engine.runner.make_model_runner import make_model_runner
 from pdserve.engine.scheduler_output import RequestFailure
-from pdserve.engine.socket_frames import receive_frame, send_frame
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,8 @@ def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | No
     settings = start.settings
     torch.set_num_threads(settings.num_threads)
     _pin(settings.cpu_core, start.rank, settings.num_threads)
-    size = settings.tensor_parallel_size
-    device = torch.device(rank_device(settings.device, start.rank, size))
-    group = ProcessRankGroup(Path(start.store), start.rank, size, device)
+    device = torch.device(rank_devices(settings)[start.rank])
+    group = ProcessRankGroup(Path(start.store), start.rank, settings.tensor_parallel_size, device)
     model = load_rank(Path(start.folder), settings, group)
     group.limit_waits(start.wait_s)
     config, decoder = model.engine_config(settings), model.decoder

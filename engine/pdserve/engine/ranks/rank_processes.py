@@ -19,11 +19,11 @@ import msgspec
 import torch
 
 from pdserve.common.errors import Cancelled, PdServeError, PeerError, WorkerLost, from_code
+from pdserve.common.ipc.child_process import ChildProcess, exit_text, start_module, wait_for_exit
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.child_process import ChildProcess, exit_text, start_module, wait_for_exit
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import StartRank, ToRank, decode_from_rank, encode
-from pdserve.engine.socket_frames import receive_frame, send_frame
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class RankProcesses:
         """This end of each rank's second socket, from rank 1 on; empty without `transfer_program`. Who uses one closes it."""
         self._owner = os.getpid()
         size = settings.tensor_parallel_size
-        self._wait_s = settings.engine_stuck_exit_s or DEFAULT_WAIT_S
+        self._wait_s = settings.limits.engine_stuck_exit_s or DEFAULT_WAIT_S
         self._ended_with: PdServeError | None = None
         self._closing = threading.Lock()
         self._lock = threading.Lock()

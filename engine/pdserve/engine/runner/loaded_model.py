@@ -21,6 +21,7 @@ from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.ranks.rank_processes import RankProcesses
+from pdserve.engine.runner.cuda_devices import rank_devices, verify_device
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
@@ -99,19 +100,23 @@ class LoadedModel:
 
     def grammar_compiler(self, settings: WorkerSettings) -> GrammarCompiler | None:
         """The compiler for structured outputs, which reads no file yet; None without a tokenizer."""
-        if not (self.folder / "tokenizer.json").is_file():
+        if not self._tokenizer_file.is_file():
             return None
         limits = GrammarLimits(
-            compile_s=settings.grammar_timeout_s,
-            token_s=settings.grammar_token_s,
-            kill_s=5 * settings.grammar_token_s,
-            request_s=settings.grammar_request_s,
-            memory_mib=settings.grammar_memory_mib,
-            whitespace_chars=settings.grammar_whitespace_chars,
+            compile_s=settings.limits.grammar_timeout_s,
+            token_s=settings.limits.grammar_token_s,
+            kill_s=5 * settings.limits.grammar_token_s,
+            request_s=settings.limits.grammar_request_s,
+            memory_mib=settings.limits.grammar_memory_mib,
+            whitespace_chars=settings.limits.grammar_whitespace_chars,
             string_chars=string_chars(settings, self.folder),
         )
         vocab_size = self.decoder.config.vocab_size
         return GrammarCompiler(self.folder, vocab_size, limits, max_processes=settings.max_num_seqs)
+
+    @property
+    def _tokenizer_file(self) -> Path:
+        return self.folder / "tokenizer.json"
 
     def engine_info(self, settings: WorkerSettings) -> EngineInfo:
         return EngineInfo(
@@ -122,6 +127,9 @@ class LoadedModel:
             num_blocks=self.num_blocks,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
+            layout=self.layout,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            has_grammars=self._tokenizer_file.is_file(),
             num_labels=self.num_labels,
             images=None if self.encoder is None else ImageProcessorConfig.read(self.folder),
             encoder=self.encoder,
@@ -156,16 +164,16 @@ class LoadedModel:
             kv_cache_specs=self.kv_cache_config.specs,
             max_num_batched_tokens=step_tokens,
             max_num_seqs=settings.max_num_seqs,
-            max_sequences=settings.max_n_sequences,
+            max_sequences=settings.limits.max_n_sequences,
             enable_prefix_caching=settings.enable_prefix_caching,
             scheduling_policy=settings.scheduling_policy,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            max_local_prefill_tokens=settings.max_local_prefill_tokens,
-            run_ahead_share=settings.run_ahead_share,
+            long_prefill_token_threshold=settings.limits.long_prefill_token_threshold,
+            max_local_prefill_tokens=settings.limits.max_local_prefill_tokens,
+            run_ahead_share=settings.limits.run_ahead_share,
             attention_backend=settings.attention_backend,
             kernels=settings.kernels,
-            max_loras=settings.max_loras if self.adapters is not None else 0,
-            grammar_timeout_s=settings.grammar_timeout_s,
+            max_loras=settings.limits.max_loras if self.adapters is not None else 0,
+            grammar_timeout_s=settings.limits.grammar_timeout_s,
             enforce_eager=settings.enforce_eager,
             async_scheduling=settings.runs_ahead,
             collect_layer_times=settings.collect_layer_times,
@@ -190,7 +198,7 @@ def load_model(
     size = settings.tensor_parallel_size
     if size == 1:
         return _load(folder, settings, None, progress)
-    ranks = RankProcesses(folder, settings, torch.device(rank_device(settings.device, 0, size)), transfer_program)
+    ranks = RankProcesses(folder, settings, torch.device(rank_devices(settings)[0]), transfer_program)
     try:
         loaded = ranks.attempt(lambda: _load(folder, settings, ranks.group, progress))
         ranks.loaded()
@@ -205,12 +213,17 @@ def verify_worker(folder: Path, settings: WorkerSettings) -> None:
 
     Raises: ConfigError, UnsupportedModel.
     """
-    size = settings.tensor_parallel_size
-    for rank in range(size):
-        _check_device(rank_device(settings.device, rank, size))
+    for device in rank_devices(settings):
+        verify_device(device)
+    verify_model(folder, settings)
+
+
+def verify_model(folder: Path, settings: WorkerSettings) -> ModelConfig:
+    """The part of `verify_worker` that needs no device. Raises: as it."""
     config = _verified_config(folder, settings)
-    if size > 1:
-        config.verify_sharding(size, folder)
+    if settings.tensor_parallel_size > 1:
+        config.verify_sharding(settings.tensor_parallel_size, folder)
+    return config
 
 
 def load_rank(folder: Path, settings: WorkerSettings, group: RankGroup) -> LoadedModel:
@@ -218,18 +231,11 @@ def load_rank(folder: Path, settings: WorkerSettings, group: RankGroup) -> Loade
     return _load(folder, settings, group, None)
 
 
-def rank_device(device: str, rank: int, size: int) -> str:
-    """Each rank has a GPU of its own, from the given one on. device: as `WorkerSettings` verifies it."""
-    if size == 1 or device == "cpu":
-        return device
-    return f"cuda:{int(device.removeprefix('cuda').removeprefix(':') or '0') + rank}"
-
-
 def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progress: Progress | None) -> LoadedModel:
     config = _verified_config(folder, settings)
     draft_folder = DraftModelFolder.of(settings, folder, config)
     shard = WHOLE if group is None else RankShard(group.rank, group.size, group)
-    device = rank_device(settings.device, shard.rank, shard.size)
+    device = rank_devices(settings)[shard.rank]
     decoder = load_model_decoder(
         folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
         load_format=settings.load_format, quantization=settings.quantization, shard=shard, progress=progress,
@@ -238,11 +244,11 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     adapters = None
     if settings.enable_lora and isinstance(decoder, Decoder):
         with allocating(
-            f"max_loras {settings.max_loras} with max_lora_rank {settings.max_lora_rank}",
+            f"max_loras {settings.limits.max_loras} with max_lora_rank {settings.limits.max_lora_rank}",
             adapter_bytes(folder, settings, shard), device,
         ):  # fmt: skip
             decoder, targets = with_lora_targets(
-                decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, kernels=settings.kernels,
+                decoder, max_loras=settings.limits.max_loras, max_rank=settings.limits.max_lora_rank, kernels=settings.kernels,
                 max_tokens=settings.step_tokens, shard=shard,
             )  # fmt: skip
         adapters = AdapterStore(targets, settings.cpu_loras)
@@ -352,7 +358,7 @@ def _budget(
                 num_rows=settings.max_num_seqs,
                 max_model_len=max_model_len if is_first else min(max_model_len, longest),
                 num_drafts=settings.step_drafts if is_first else 0,
-                num_logprobs=settings.max_logprobs,
+                num_logprobs=settings.limits.max_logprobs,
             )
         )
     return PoolBudget.measured(settings, steps[0], memory, *steps[1:])
@@ -372,17 +378,9 @@ def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> 
     return model_fingerprint(folder, kept, drawn)
 
 
-def _check_device(name: str) -> None:
-    """Raises: ConfigError for a device that does not exist."""
-    device = torch.device(name)
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise ConfigError(f"device is {name!r}, but torch {torch.__version__} sees {num_gpus} CUDA devices here")
-
-
 def string_chars(settings: WorkerSettings, folder: Path) -> int:
     """`grammar_string_chars`, or its default for the model in this folder."""
-    if settings.grammar_string_chars is not None:
-        return settings.grammar_string_chars
+    if settings.limits.grammar_string_chars is not None:
+        return settings.limits.grammar_string_chars
     # they were trained on sentences, and end no string by themselves
     return _BUNDLED_STRING_CHARS if folder in map(model_folder, BUNDLED) else 0

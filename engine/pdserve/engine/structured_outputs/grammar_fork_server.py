@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.common.ipc.child_process import ChildProcess
 from pdserve.common.processes.child_environment import child_environment
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
-from pdserve.engine.child_process import ChildProcess
 from pdserve.engine.structured_outputs.grammar_messages import (
     MAX_PACKET_BYTES,
     Broken,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -123,17 +123,17 @@ class _EventQueue:
             revoked = kv_source_pb2.Revoked(cause=cause.message if cause else "")
             self.messages.put_nowait(kv_source_pb2.AttachEvent(revoked=revoked))
         elif state is not SourceState.RELEASED:
-            self.messages.put_nowait(failed_event(cause or TransferFailed("the source's request was cancelled")))
+            self.messages.put_nowait(_failed_event(cause or TransferFailed("the source's request was cancelled")))
         self.messages.put_nowait(None)
 
 
-def failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
+def _failed_event(error: PdServeError) -> kv_source_pb2.AttachEvent:
     message = error.message[:MAX_CAUSE_CHARS]
     wire = request_pb2.Error(code=error.code, message=message, retryable=error.retryable)
     return kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=wire))
 
 
-async def opening_of(requests: AsyncIterator[kv_source_pb2.AttachRequest]) -> kv_source_pb2.Open:
+async def _opening_of(requests: AsyncIterator[kv_source_pb2.AttachRequest]) -> kv_source_pb2.Open:
     """The first message. Raises: TransferFailed when none arrives in time, or another one."""
     try:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -148,12 +148,7 @@ async def opening_of(requests: AsyncIterator[kv_source_pb2.AttachRequest]) -> kv
     return first.open
 
 
-def verify_receiver(callers: CallerRoles, context: Context, opening: kv_source_pb2.Open) -> None:
-    """Raises: PermissionDenied when the caller is no decode worker, or another one than the receiver."""
-    callers.verify(context, (ServiceRole.DECODE,), opening.receiver.worker_id)
-
-
-def log_refusal(error: PdServeError) -> None:
+def _log_refusal(error: PdServeError) -> None:
     level = logging.DEBUG if isinstance(error, AttachedTooLate) else logging.WARNING
     log.log(level, "an attach was refused: %s", error.message[:MAX_CAUSE_CHARS])
 
@@ -191,27 +186,13 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
     async def Attach(
         self, requests: AsyncIterator[kv_source_pb2.AttachRequest], context: Context
     ) -> AsyncIterator[kv_source_pb2.AttachEvent]:
-        def verify(opening: kv_source_pb2.Open) -> None:
-            verify_receiver(self._callers, context, opening)
-
-        async with contextlib.aclosing(self.serve(requests, peer_host(context.peer()), verify)) as events:
-            async for event in events:
-                yield event
-
-    async def serve(
-        self,
-        requests: AsyncIterator[kv_source_pb2.AttachRequest],
-        host: str,
-        verify: Callable[[kv_source_pb2.Open], None],
-    ) -> AsyncGenerator[kv_source_pb2.AttachEvent, None]:
-        """Serve one stream, whatever carries it. host: the caller's. verify: checks the caller's roles; raises PdServeError."""
         stream = _EventQueue()
         incoming = aiter(requests)
         try:
-            transfer, connector = await self._open(incoming, stream, host, verify)
+            transfer, connector = await self._open(incoming, stream, context)
         except PdServeError as error:
-            log_refusal(error)
-            yield failed_event(error)
+            _log_refusal(error)
+            yield _failed_event(error)
             return
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
         heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](lambda: self._alive(transfer))
@@ -226,36 +207,20 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             reader.cancel()
             transfer.detach(stream, "it was closed")
 
-    async def serve_carried(
-        self, opening: bytes, messages: AsyncIterator[bytes], host: str
-    ) -> AsyncGenerator[bytes, None]:
-        """Serve a stream whose caller another process has checked. opening: `Open`; messages, results: `AttachRequest` and
-        `AttachEvent`, serialized."""
-
-        async def requests() -> AsyncIterator[kv_source_pb2.AttachRequest]:
-            yield kv_source_pb2.AttachRequest(open=kv_source_pb2.Open.FromString(opening))
-            async for message in messages:
-                yield kv_source_pb2.AttachRequest.FromString(message)
-
-        async with contextlib.aclosing(self.serve(requests(), host, lambda _: None)) as events:
-            async for event in events:
-                yield event.SerializeToString()
-
     async def _open(
         self,
         requests: AsyncIterator[kv_source_pb2.AttachRequest],
         stream: _EventQueue,
-        host: str,
-        verify: Callable[[kv_source_pb2.Open], None],
+        context: Context,
     ) -> tuple[SourceTransfer, BlockConnector]:
         """Check the first message, find its transfer, and choose the connector. Raises: PdServeError."""
-        request = await opening_of(requests)
-        verify(request)
+        request = await _opening_of(requests)
+        self._callers.verify(context, (ServiceRole.DECODE,), request.receiver.worker_id)
         if request.source_epoch != self._epoch:
             raise TransferFailed("the transfer belongs to another epoch of this worker")
         _verify_open(request)
         groups = self._groups(request)
-        algorithm = self._digests.choose(request.digest_algorithms, host)
+        algorithm = self._digests.choose(request.digest_algorithms, peer_host(context.peer()))
         connector = self._connectors.choose(request.connectors)
         if connector is None:
             here, there = ", ".join(self._connectors.names), ", ".join(request.connectors)

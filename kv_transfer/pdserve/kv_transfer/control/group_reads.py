@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener, ReadOrder
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.heads.group_digest import GroupDigest
 from pdserve.kv_transfer.heads.head_groups import GroupSource, RankPart
@@ -109,17 +109,8 @@ class GroupReads:
         number = self._num_reads
         self._num_reads += 1
         listener = self._make_listener(number, places)
-        self._active[number] = self._connectors.of_rank(part.rank).read(
-            self.way.connector,
-            group.metadata,
-            group.token,
-            blocks,
-            listener,
-            digest,
-            self._unused,
-            part.parts,
-            group.source.parts,
-        )
+        order = ReadOrder(group.metadata, group.token, blocks, digest, self._unused, part.parts, group.source.parts)
+        self._active[number] = self._connectors.of_rank(part.rank).read(self.way.connector, order, listener)
 
     def landed(self, places: Sequence[int]) -> bool:
         """Note that one read has delivered its part of these blocks; True if `num_landed` grew."""

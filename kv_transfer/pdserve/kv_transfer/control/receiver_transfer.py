@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import DigestMismatch, PdServeError, TransferFailed
@@ -28,8 +29,7 @@ NOTIFY_EVERY_S = 0.005
 """Seconds between reports to engine and source while blocks land; a report costs more than a block."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRef:
+class SourceRef(msgspec.Struct, frozen=True, tag=True):
     """The source of one transfer: one epoch of a worker, and the transfer's id, which is used once."""
 
     worker_id: str

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.block_digest import BlockDigest
 from pdserve.kv_transfer.connector import Grant
@@ -50,8 +52,7 @@ class LeaseLimits:
     max_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedTransfer:
+class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     """The prefill call's description of a transfer: its reader and its request."""
 
     transfer_id: bytes

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.kv_transfer.block_digest import BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder
 
 
 class RankTransfers(Protocol):
@@ -20,18 +19,7 @@ class RankTransfers(Protocol):
     def grant(self, token: bytes, parts: int = 1) -> Grant:
         """As `BlockConnector.grant`, on all of this rank's connectors."""
 
-    def read(
-        self,
-        connector: str,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
+    def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`, into this rank's pool."""
 
     def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:

@@ -15,14 +15,11 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory, part_bytes
 from pdserve.kv_transfer.nixl.agent_pool import AgentPool
@@ -124,26 +121,16 @@ class NixlConnector:
         """As `BlockConnector.grant`; fenced as soon as it is closed, see the module's docstring."""
         return self._require_started().grants.open(token, parts)
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest = XXH3,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
+    def read(self, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`."""
         started = self._require_started()
 
         def find_address() -> NixlAddress:
-            address = NixlAddress.from_metadata(metadata)
-            address.verify_block(part_bytes(started.address.block_bytes, parts), source_parts)
+            address = NixlAddress.from_metadata(order.metadata)
+            address.verify_block(part_bytes(started.address.block_bytes, order.parts), order.source_parts)
             return address
 
-        return started.reads.read(find_address, token, blocks, listener, digest, unused, parts)
+        return started.reads.read(find_address, order, listener)
 
     def close(self) -> None:
         """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made."""

@@ -26,7 +26,7 @@ import msgspec
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.common.processes.child_answers import ChildAnswers
 from pdserve.kv_transfer.block_digest import XXH3
-from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
+from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import why_no_nixl
@@ -251,7 +251,7 @@ def timed_reads(connector: NixlConnector, source: bytes) -> ReadView:
     for _ in range(1 + NUM_TIMED):
         listener = _Listener()
         started = time.monotonic()
-        connector.read(source, _TOKEN, blocks, listener)
+        connector.read(ReadOrder(source, _TOKEN, blocks), listener)
         listener.over.wait(_READ_S)
         if listener.why_not is not None:
             return ReadView(listener.why_not)

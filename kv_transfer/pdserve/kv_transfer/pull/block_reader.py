@@ -7,10 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError, TransferFailed
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener, ReadOutcome
+from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.connection import Connection
@@ -86,32 +84,23 @@ class BlockReader(Generic[Address]):
     _peers: dict[tuple[Address, int], PeerConnections] = field(default_factory=dict, init=False)
     """(address, parts per block) -> connections."""
 
-    def read(
-        self,
-        find_address: Callable[[], Address],
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest = XXH3,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-    ) -> BlockRead:
+    def read(self, find_address: Callable[[], Address], order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`. find_address: reads the peer's metadata, or raises TransferFailed."""
-        if unused is not None:
+        if order.unused is not None:
             raise ValueError("bytes are written as they arrive: only a ring can wait for a step")
         try:
             address = find_address()
-            verify_read(token, blocks, self._pool.num_blocks * parts)
+            verify_read(order.token, order.blocks, self._pool.num_blocks * order.parts)
         except TransferFailed as error:
             return self._ended(listener, ReadOutcome.FAILED, error)
-        if not blocks:
+        if not order.blocks:
             return self._ended(listener, ReadOutcome.DONE)
         with self._lock:
             if self._closed:
                 return self._ended(listener, ReadOutcome.CANCELLED)
-            connections = self._connections(address, parts)
+            connections = self._connections(address, order.parts)
             self._trim(connections)
-            return connections.read(token, tuple(blocks), listener, digest)
+            return connections.read(order.token, tuple(order.blocks), listener, order.digest)
 
     def close_idle(self, address: Address) -> None:
         """Close this peer's idle connections; a later read makes new ones. Returns at once."""

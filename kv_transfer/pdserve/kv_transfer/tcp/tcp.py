@@ -11,12 +11,8 @@ tcp_frames.py       the bytes on the connection
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import ConfigError
-from pdserve.kv_transfer.block_digest import XXH3, BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.pull.block_reader import BlockReader
@@ -82,21 +78,9 @@ class TcpConnector:
         """As `BlockConnector.grant`."""
         return self._source.grant(token, parts)
 
-    def read(
-        self,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest = XXH3,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
+    def read(self, order: ReadOrder, listener: ReadListener) -> BlockRead:
         """As `BlockConnector.read`."""
-        return self._reads.read(
-            lambda: TcpAddress.from_metadata(metadata), token, blocks, listener, digest, unused, parts
-        )
+        return self._reads.read(lambda: TcpAddress.from_metadata(order.metadata), order, listener)
 
     def close(self) -> None:
         """As `BlockConnector.close`. Takes up to `connect_timeout_s` while a connection is being made, and as long again for TLS

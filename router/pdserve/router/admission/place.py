@@ -40,9 +40,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, settings: RouterSettings) -> Limits:
         return cls(
-            max_queued_requests=settings.max_queued_requests,
-            queue_timeout_s=settings.queue_timeout_s,
-            max_requests_per_key=settings.max_requests_per_key,
+            max_queued_requests=settings.limits.max_queued_requests,
+            queue_timeout_s=settings.limits.queue_timeout_s,
+            max_requests_per_key=settings.limits.max_requests_per_key,
         )
 
 

@@ -1,6 +1,19 @@
 """`Attempt`: one placement of a request, and its calls in one cancel scope.
 
-Both calls of an attempt end before it ends.
+The life of an attempt with two workers:
+
+1. Both calls are submitted in the same turn of the event loop: decode attaches while the prompt waits at the prefill worker.
+2. `Admitted` of each: the request is in the engine's queue.
+3. `Computed` of prefill: digest and length are compared, and the first token of each sequence is relayed at once.
+4. Meanwhile decode receives blocks (`Receiving`, then `Landed`). A source that releases blocks that do not land, or computes the
+   prompt and publishes nothing, ends the attempt after a few seconds.
+5. `Outputs` of decode are relayed per sequence in the order of positions; those that are earlier than `Computed` wait for it.
+6. `Ended` of prefill: the transfer is over. After `Landed` the prefill call may end in any way.
+7. A sequence ends with its last output, or here, where a stop string completes its text. After the last one the attempt is done.
+
+With one worker 3 or 5 are all there is. Decode may have the prompt in its cache (`PrefillingLocally`: the prefill call is
+cancelled), or refuse it (`NeedsPrefill`: the attempt ends and does not count). Any other error, a lost worker or the client's
+leaving ends the attempt: both calls are cancelled in the same turn, and the first cause counts.
 """
 
 from __future__ import annotations
@@ -117,10 +130,8 @@ class Attempt:
             raise
         finally:
             self._cancel_calls()
-            if tasks := [task for call in self._calls for task in call.tasks]:
-                await asyncio.wait(tasks)
             if self._ended.done() and not self._ended.cancelled():
-                # retrieve the tasks' results, also after a cancellation
+                # retrieve the result, also after a cancellation
                 self._ended.exception()
 
     @property

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
 
 from pdserve.common.errors import PeerError
-from pdserve.common.net.service_channel import GENERATE, PREFILL, Method
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.wire import finish_reason_from_wire, logprobs_from_wire, moments_from_wire
@@ -109,15 +108,25 @@ M = TypeVar("M", bound=Message)
 class CallReader(abc.ABC, Generic[M, E]):
     """Reads the events of one call."""
 
-    method: ClassVar[Method[Any, Any]]
+    kind: ClassVar[type[Message]]
+    """Of the events."""
 
     def __init__(
-        self, request: GenerationRequest, vocab_size: int = _ANY_VOCABULARY, *, is_source: bool = False
+        self,
+        request: GenerationRequest,
+        vocab_size: int = _ANY_VOCABULARY,
+        *,
+        is_source: bool = False,
+        is_session: bool = False,
     ) -> None:
-        """vocab_size: of the worker, in tokens. is_source: the call only computes the prompt's KV for another worker."""
+        """vocab_size: of the worker, in tokens. is_source: the call only computes the prompt's KV for another worker.
+
+        is_session: the call has several turns.
+        """
         self._request = request
         self._vocab_size = vocab_size
         self._is_source = is_source
+        self._is_session = is_session
         self._sampling = request.sampling_params
         """Parameters of the request, or of a session's last turn; the size of events is checked against them."""
         self._num_sequences = request.n
@@ -133,8 +142,7 @@ class CallReader(abc.ABC, Generic[M, E]):
 
     def read_bytes(self, message: bytes, peer: str) -> E:
         """As `read`, for a serialized event. Raises: PeerError, also if it cannot be decoded."""
-        kind = self.method.response
-        return self.read(parsed(f"a {kind.DESCRIPTOR.name} from {peer}", kind.FromString, message))
+        return self.read(parsed(f"a {self.kind.DESCRIPTOR.name} from {peer}", self.kind.FromString, message))
 
     @abc.abstractmethod
     def read(self, message: M) -> E:
@@ -147,9 +155,9 @@ class CallReader(abc.ABC, Generic[M, E]):
             raise PeerError(f"a worker sent log-probabilities of 0 tokens for {len(token_ids)} tokens")
         return Outputs(index, first_position, token_ids)
 
-    def believed(self, failure: CallFailed, *, is_session: bool = False) -> CallFailed:
+    def believed(self, failure: CallFailed) -> CallFailed:
         """See `worker_errors.believed`."""
-        return believed(failure, self._request, is_source=self._is_source, is_session=is_session)
+        return believed(failure, self._request, is_source=self._is_source, is_session=self._is_session)
 
     def _verify_tokens(self, first_position: int, token_ids: Sequence[int]) -> None:
         """Raises: PeerError for tokens beyond the last position or the vocabulary."""
@@ -222,7 +230,7 @@ class CallReader(abc.ABC, Generic[M, E]):
 
 
 class PrefillReader(CallReader[prefill_pb2.PrefillEvent, PrefillCallEvent]):
-    method = PREFILL
+    kind = prefill_pb2.PrefillEvent
 
     def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
         """Raises: PeerError: a prefill worker sends its first tokens with `Computed`."""
@@ -266,7 +274,7 @@ class PrefillReader(CallReader[prefill_pb2.PrefillEvent, PrefillCallEvent]):
 
 
 class DecodeReader(CallReader[decode_pb2.DecodeEvent, DecodeCallEvent]):
-    method = GENERATE
+    kind = decode_pb2.DecodeEvent
 
     def read(self, message: decode_pb2.DecodeEvent) -> DecodeCallEvent:
         match message.WhichOneof("event"):

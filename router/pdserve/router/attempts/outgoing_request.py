@@ -1,22 +1,18 @@
-"""`OutgoingRequest`: a request in the form that each worker takes, encoded once for both calls of an attempt."""
+"""`OutgoingRequest`: a request in the form that workers take, encoded once for both calls of an attempt."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import without_pixels
-from pdserve.common.request.protocol_3 import LAST_VERSION, request_to_version_3, turn_to_version_3
 from pdserve.common.request.request_bytes import encode_request
-from pdserve.router.workers.worker import Worker
 
 
 class OutgoingRequest:
-    """A request as its workers get it, encoded once. The time left until its deadline is read at the first use."""
+    """A request as its workers get it. The time left until its deadline is read at the first use of `data`."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -32,21 +28,6 @@ class OutgoingRequest:
         )
 
     @functools.cached_property
-    def _data(self) -> bytes:
+    def data(self) -> bytes:
+        """`Submission.request`."""
         return encode_request(self.request)
-
-    def fields(self, worker: Worker, *, version_3: str = "request") -> dict[str, Any]:
-        """The field of a call's message that holds the request. version_3: name of the field in that version.
-
-        Raises: InvalidRequest for a worker of that version, if the prompt is embeddings.
-        """
-        if worker.identity.protocol_version > LAST_VERSION:
-            return {"generation_request": self._data}
-        if self.request.prompt_embeds is not None:
-            raise InvalidRequest(
-                f"prompt_embeds is given, and worker {worker} has protocol version {worker.identity.protocol_version}, which "
-                "takes token ids alone",
-                "prompt_embeds",
-            )
-        convert = turn_to_version_3 if version_3 == "next" else request_to_version_3
-        return {version_3: convert(self.request)}

@@ -42,17 +42,17 @@ class ClientBodies:
         self.model_len = model_len
         of_tokens = min(MAX_MESSAGE_BYTES, _BASE_BYTES + _TOKEN_BYTES * model_len)
         default = MAX_MESSAGE_BYTES if settings.enable_prompt_embeds or has_media else of_tokens
-        self.max_request_bytes = settings.max_request_bytes or default
+        self.max_request_bytes = settings.limits.max_request_bytes or default
         self._large = LargeMessage(
-            MIN_VALUES + model_len, settings.max_request_bytes or of_tokens, _FILES, "max_request_bytes"
+            MIN_VALUES + model_len, settings.limits.max_request_bytes or of_tokens, _FILES, "max_request_bytes"
         )
         self.embeds_len = model_len if settings.enable_prompt_embeds else 0
         """Tokens of a prompt that is embeddings, at most; 0: these are refused."""
-        self.timeout_s = settings.request_timeout_s
+        self.timeout_s = settings.limits.request_timeout_s
         self.budget = BodyBudget(
-            settings.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)
+            settings.limits.max_body_bytes_in_flight or max(_MIN_BUDGET_BYTES, _MIN_BODIES * self.max_request_bytes)
         )
-        self.unread = BodyBudget(max(_MIN_BUDGET_BYTES, 2 * settings.max_answer_bytes))
+        self.unread = BodyBudget(max(_MIN_BUDGET_BYTES, 2 * settings.limits.max_answer_bytes))
         """Bytes of whole answers that their clients have not read."""
         self.aside = BodyBudget(_ASIDE_BYTES)
         """Bytes of all that `/tokenize` and `/detokenize` hold, from before a body is read until its answer is."""

@@ -6,10 +6,11 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.datastructures import FormData
 from starlette.requests import ClientDisconnect, Request
 
 from pdserve.common.errors import (
@@ -20,6 +21,7 @@ from pdserve.common.errors import (
 )
 from pdserve.router.bodies.body_thread import ON_LOOP_BYTES
 from pdserve.router.bodies.client_bodies import MIN_VALUES, ClientBodies
+from pdserve.router.bodies.form_data import parse_form
 from pdserve.router.bodies.ignored_fields import IgnoredFields, tolerant
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -31,17 +33,7 @@ _MAX_SHOWN = 80
 _MAX_MESSAGE_CHARS = 400
 
 
-class MediaType(NamedTuple):
-    """A media type that a body may be declared as."""
-
-    name: str
-    """For messages."""
-    pattern: re.Pattern[str]
-    """Matches the whole type, in lower case and without parameters."""
-
-
-_JSON = MediaType("application/json", re.compile(r"application/(?:[\w.-]+\+)?json"))
-FORM_DATA = MediaType("multipart/form-data", re.compile("multipart/form-data"))
+_JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json")
 
 
 async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build: Callable[[B], T]) -> T:
@@ -56,17 +48,42 @@ async def read_body(request: Request, kind: type[B], bodies: ClientBodies, build
 
 
 @contextlib.asynccontextmanager
-async def body_bytes(request: Request, bodies: ClientBodies, media_type: MediaType = _JSON) -> AsyncIterator[bytes]:
+async def body_bytes(request: Request, bodies: ClientBodies) -> AsyncIterator[bytes]:
     """The body, which has its room in the budget of bodies inside this context.
 
     Raises: BodyTooLarge, UnsupportedMediaType; Overloaded if too many bodies are being read; DeadlineExceeded if the body did not
     arrive within `request_timeout_s`; Cancelled if the client disconnected.
     """
     declared = request.headers.get("content-type", "")
-    if declared and not media_type.pattern.fullmatch(declared.partition(";")[0].strip().lower()):
-        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only {media_type.name} is understood")
+    if declared and not _JSON_TYPE.fullmatch(_media_type(declared)):
+        raise UnsupportedMediaType(f"content-type is {declared!r:.80}, but only application/json is understood")
     async with bodies.budget.room(most_bytes(request, bodies)) as room:
         yield await room.read(_read(request, bodies.max_request_bytes), bodies.timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def body_form(request: Request, bodies: ClientBodies) -> AsyncIterator[FormData]:
+    """The fields and files of a form, which has its room in the budget of bodies inside this context.
+
+    Raises: InvalidRequest; errors of `body_bytes`.
+    """
+    declared = request.headers.get("content-type", "")
+    if _media_type(declared) != "multipart/form-data" or "boundary=" not in declared.lower():
+        raise UnsupportedMediaType(
+            f"content-type is {declared!r:.80}, but only multipart/form-data with a boundary is understood"
+        )
+    async with bodies.budget.room(most_bytes(request, bodies)) as room:
+        parts = _parts(request, bodies.max_request_bytes)
+        form = await room.read(parse_form(request.headers, parts), bodies.timeout_s)
+        try:
+            yield form
+        finally:
+            await form.close()
+
+
+def _media_type(declared: str) -> str:
+    """In lower case and without parameters."""
+    return declared.partition(";")[0].strip().lower()
 
 
 def most_bytes(request: Request, bodies: ClientBodies) -> int:
@@ -85,14 +102,22 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     data = bytearray()
+    async for part in _parts(request, max_bytes):
+        data += part
+    return bytes(data)
+
+
+async def _parts(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The body as it arrives. Raises: BodyTooLarge, Cancelled."""
+    num_bytes = 0
     try:
         async for part in request.stream():
-            data += part
-            if len(data) > max_bytes:
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
+            yield part
     except ClientDisconnect:
         raise Cancelled("the client left before its request was complete") from None
-    return bytes(data)
 
 
 def parse_body(data: bytes, kind: type[B], model_len: int, ignored: IgnoredFields | None = None) -> B:

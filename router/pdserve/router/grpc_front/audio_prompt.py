@@ -23,5 +23,5 @@ def audio_prompt(request: inference_pb2.GenerateRequest, preparation: Preparatio
     given = request.audio
     language = audio.transcript.language(given.language if given.HasField("language") else None, "audio.language")
     file = given.file  # a copy each time
-    audio.wav(file, AUDIO_FIELD)
+    audio.sound_file(file, AUDIO_FIELD)
     return TranscriptInput(file, language, text=given.prompt, text_field="audio.prompt")

@@ -44,7 +44,7 @@ def caller() -> Client:
 def call_fields(inference: Inference, context: Context, client_request_id: str) -> CallFields:
     """The time of a call is the rest of its own deadline, at most `request_timeout_s`. Raises: InvalidRequest."""
     verify_client_request_id(client_request_id)
-    remaining_s, timeout_s = context.time_remaining(), inference.settings.request_timeout_s
+    remaining_s, timeout_s = context.time_remaining(), inference.settings.limits.request_timeout_s
     timeout_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
     return CallFields(timeout_s, valid_trace_headers(metadata_of(context)), client_request_id)
 

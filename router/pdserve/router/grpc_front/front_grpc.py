@@ -36,15 +36,17 @@ from pdserve.router.grpc_front.pooling_servicer import PoolingServicer
 from pdserve.router.grpc_front.request_fields import beam_params, chat_input, verify_chat_counts
 from pdserve.router.grpc_front.whole_answer import room_for, write_whole
 from pdserve.router.requests.answer_reader import AnswerReader, with_visible_markers
-from pdserve.router.requests.client_stream import merged
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.router.requests.fields.prompt_embeds_field import read_embeds
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
+from pdserve.router.requests.output_pump import OutputPump
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.requests.session import StreamingSession
+from pdserve.text.outputs.merged_outputs import merged
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
+from pdserve.text.prompt_preparer import embeds_fields
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
@@ -108,7 +110,6 @@ class InferenceServicer(PoolingServicer):
                 is_first = False
         finally:
             session.close()
-            await session.closed()
 
     def _hang_up(self, context: Context, error: PdServeError) -> None:
         """End a call whose handler will be cancelled while it waits for the client to read."""
@@ -129,7 +130,7 @@ class InferenceServicer(PoolingServicer):
         reading = asyncio.ensure_future(_next(requests))
         ends = [asyncio.ensure_future(end) for end in (session.ended(), self.inference.admission.until_closed())]
         # the worker limits the idle time of an open session
-        timeout_s = self.inference.settings.request_timeout_s if session.worker is None else None
+        timeout_s = self.inference.settings.limits.request_timeout_s if session.worker is None else None
         async with first_of(reading, *ends, timeout_s=timeout_s):
             if reading.done():
                 return reading.result()
@@ -151,16 +152,19 @@ class InferenceServicer(PoolingServicer):
         stream, kind = generation.stream, _output_kind(request)
         metadata = tuple(generation.answer_headers.items())
         context.set_trailing_metadata(metadata)
-        take = stream.take_all if kind is RequestOutputKind.FINAL_ONLY else stream.take
-        outputs = await take()
+        if kind is RequestOutputKind.FINAL_ONLY:
+            await stream.until_whole()
+        else:
+            await stream.until_ready()
+        outputs = stream.take_now()
         if headers:
             # not before the first token, since a proxy may retry a call that fails without headers
             await context.send_initial_metadata(metadata)
         so_far: list[CompletionOutput] = []
         reader = self._reader(asked, request)
-        num_open = generation.num_choices
-        while outputs:
-            num_open -= sum(output.finish_reason is not None for output in outputs)
+
+        async def write(outputs: list[CompletionOutput], *, is_end: bool = False) -> None:
+            nonlocal so_far, reader
             if kind is RequestOutputKind.CUMULATIVE:
                 new = {output.index for output in outputs}
                 so_far = merged([*so_far, *outputs])
@@ -168,7 +172,7 @@ class InferenceServicer(PoolingServicer):
                 # each message has the whole answer
                 reader = self._reader(asked, request)
             for output in outputs:
-                last = not num_open and output is outputs[-1]
+                last = is_end and output is outputs[-1]
                 num_tokens = len(output.token_ids) + len(output.prompt_logprobs or ())
                 if num_tokens <= _TOKENS_ON_LOOP:
                     response = generate_response(generation, output, request.sampling, reader, last=last)
@@ -183,9 +187,8 @@ class InferenceServicer(PoolingServicer):
                     await context.write(response)
                 except grpc.aio.InternalError:
                     raise Cancelled("the client left") from None
-            if not num_open:
-                return
-            outputs = await take()
+
+        await write(await OutputPump(stream, generation.num_choices, write).run(outputs), is_end=True)
 
     def _reader(self, asked: ClientRequest, request: inference_pb2.GenerateRequest) -> AnswerReader | None:
         """A reader of the answer; None if the client wants its text as it is."""

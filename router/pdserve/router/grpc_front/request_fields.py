@@ -67,7 +67,6 @@ def chat_input(
             documents=_json(chat.documents, list[dict[str, Any]], "documents"),
             reasoning_effort=chat.reasoning_effort if chat.HasField("reasoning_effort") else None,
             add_special_tokens=chat.add_special_tokens,
-            chat_template=chat.chat_template if chat.HasField("chat_template") else None,
         ).prompt(forced_calls)
         return prompt, form.forced(tools.form), tools.max_calls
 

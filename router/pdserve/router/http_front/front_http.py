@@ -166,7 +166,7 @@ class HttpFront:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await self._authenticate(request)
-            call = call_fields(request, inference.settings.request_timeout_s)
+            call = call_fields(request, inference.settings.limits.request_timeout_s)
 
             def build(body: CompletionBody | ChatBody) -> tuple[CompletionBody | ChatBody, list[ClientRequest], str]:
                 adapted = call._replace(lora_name=inference.models.lora_name(body.model, client))

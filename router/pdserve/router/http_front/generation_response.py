@@ -27,8 +27,8 @@ from pdserve.router.http_front.answer_parts import PART_BYTES, abandon, send_bod
 from pdserve.router.http_front.error_response import JSON, error_response
 from pdserve.router.http_front.event_lines import one_line_each
 from pdserve.router.requests.generation import Generation
+from pdserve.router.requests.output_pump import OutputPump
 from pdserve.router.requests.preparation import CallFields
-from pdserve.router.requests.pushed_outputs import PushedOutputs
 from pdserve.router.requests.request_scope import REQUEST_ID_HEADER, RequestScope
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput
@@ -167,7 +167,8 @@ class GenerationResponse(Response):
         return await self._bodies.in_background_pool(num_bytes, lambda: self._answer.whole(outputs, usage, timeline))
 
     async def _send_events(self, generation: Generation, send: Send, chunks: ChunkWriter | None) -> None:
-        outputs = await generation.stream.take()
+        await generation.stream.until_ready()
+        outputs = generation.stream.take_now()
         await self._start(send, _SSE_HEADERS)
 
         def events(outputs: list[CompletionOutput]) -> bytes:
@@ -182,7 +183,7 @@ class GenerationResponse(Response):
             chunks.write(events(outputs))
             return True
 
-        outputs = await PushedOutputs(generation.stream, generation.num_choices, write, write_now).run(outputs)
+        outputs = await OutputPump(generation.stream, generation.num_choices, write, write_now).run(outputs)
         if not outputs:
             return
         *others, last = outputs

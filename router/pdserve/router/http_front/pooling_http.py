@@ -106,7 +106,7 @@ class PoolingHttp:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await authenticated(self._keys, request)
-            call = call_fields(request, inference.settings.request_timeout_s)
+            call = call_fields(request, inference.settings.limits.request_timeout_s)
             by_head = is_scored and await inference.scores_by_head()
 
             def built(body: B) -> Pooled:

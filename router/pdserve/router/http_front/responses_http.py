@@ -133,11 +133,13 @@ class ResponsesHttp:
 
     def _answer(self, load: Callable[[BodyRoom], Awaitable[bytes]]) -> StoredAnswer:
         settings = self._inference.settings
-        return StoredAnswer(self._inference.bodies.unread, most_bytes(settings), settings.request_timeout_s, load)
+        return StoredAnswer(
+            self._inference.bodies.unread, most_bytes(settings), settings.limits.request_timeout_s, load
+        )
 
     async def _prepared(self, request: Request, client: Client) -> _Prepared:
         """Raises: errors of `body_bytes`; InvalidRequest; NotFound for a response that is not stored."""
-        bodies, call = self._inference.bodies, call_fields(request, self._inference.settings.request_timeout_s)
+        bodies, call = self._inference.bodies, call_fields(request, self._inference.settings.limits.request_timeout_s)
         async with body_bytes(request, bodies) as data, contextlib.AsyncExitStack() as context:
             body = await bodies.in_background_pool(len(data), lambda: self._parsed(data, client))
             previous = None

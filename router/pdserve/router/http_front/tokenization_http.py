@@ -199,7 +199,7 @@ class TokenizationHttp:
         """Bytes of the text of all tokens. Raises: InvalidRequest for a longer one than any answer may have."""
         piece = self._inference.tokenizer.token_piece
         num_bytes = sum(count * len(piece(token_id)) for token_id, count in Counter(token_ids).items())
-        if num_bytes > (most := self._inference.settings.max_answer_bytes):
+        if num_bytes > (most := self._inference.settings.limits.max_answer_bytes):
             raise InvalidRequest(
                 f"tokens has a text of {num_bytes} bytes, at most {most} are answered (max_answer_bytes)", "tokens"
             )
@@ -231,7 +231,7 @@ class TokenizationHttp:
     async def _aside(self, request: Request, client: Client, answer: Callable[[], T]) -> T:
         """Result of `answer`. Raises: exceptions of `answer`; Overloaded; DeadlineExceeded; Cancelled if the client
         disconnected."""
-        timeout_s = self._inference.settings.request_timeout_s
+        timeout_s = self._inference.settings.limits.request_timeout_s
         answering = asyncio.ensure_future(self._inference.preparation.in_background_pool(answer, client))
         leaving = asyncio.ensure_future(until_disconnect(request.receive))
         async with first_of(answering, leaving, timeout_s=timeout_s):

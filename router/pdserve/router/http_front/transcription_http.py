@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from starlette.datastructures import FormData
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdserve.router.bodies.form_data import FormData
-from pdserve.router.bodies.request_body import FORM_DATA, body_bytes
+from pdserve.common.errors import InvalidRequest
+from pdserve.router.bodies.form_data import form_bytes
+from pdserve.router.bodies.request_body import body_form
 from pdserve.router.http_front.generation_response import GenerationResponse, call_fields
 from pdserve.router.http_front.tokenization_http import authenticated
 from pdserve.router.openai.transcription_body import TranscriptionBody
@@ -17,7 +19,6 @@ from pdserve.router.openai.transcription_writer import TranscriptionWriter
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.router.tenants.client import Client
-from pdserve.text.audio.wav_file import WavFile
 from pdserve.text.prompt import TranscriptInput
 
 
@@ -41,11 +42,10 @@ class TranscriptionHttp:
         inference = self._inference
         with inference.telemetry.count_rejections():
             client = await authenticated(inference.keys, request)
-            call = call_fields(request, inference.settings.request_timeout_s)
-            content_type = request.headers.get("content-type", "")
-            async with body_bytes(request, inference.bodies, FORM_DATA) as data:
+            call = call_fields(request, inference.settings.limits.request_timeout_s)
+            async with body_form(request, inference.bodies) as form:
                 prepared = await inference.bodies.in_background_pool(
-                    len(data), lambda: self._prepared(data, content_type, call, client)
+                    form_bytes(form), lambda: self._prepared(form, call, client)
                 )
             body = prepared.body
             generation = inference.generation([prepared.request], stream=body.stream, client=client)
@@ -56,13 +56,14 @@ class TranscriptionHttp:
             generation, answer, inference.bodies, stream=body.stream, content_type=answer.content_type
         )
 
-    def _prepared(self, data: bytes, content_type: str, call: CallFields, client: Client) -> _Prepared:
-        """Raises: InvalidRequest, NotFound, UnsupportedMediaType."""
+    def _prepared(self, form: FormData, call: CallFields, client: Client) -> _Prepared:
+        """Raises: InvalidRequest, NotFound."""
         inference = self._inference
-        body = TranscriptionBody.of(FormData.parse(data, content_type), inference.bodies.ignored)
+        body = TranscriptionBody.of(form, inference.bodies.ignored)
         body.verify()
         adapted = call._replace(lora_name=inference.models.lora_name(body.model, client))
         audio = inference.preparation.audio
-        request = body.request(None if audio is None else audio.transcript, adapted)
-        wav = WavFile.read(body.file, "file") if audio is None else audio.wav(body.file, "file")
-        return _Prepared(body, request, wav.num_frames / wav.rate)
+        if audio is None or audio.transcript is None:
+            raise InvalidRequest("file is given, and this model reads no sound", "file")
+        request = body.request(audio.transcript, adapted)
+        return _Prepared(body, request, audio.sound_file(body.file, "file").seconds)

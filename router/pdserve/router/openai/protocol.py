@@ -28,9 +28,10 @@ from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.router.requests.fields.prompt_embeds_field import read_base64_embeds
 from pdserve.router.requests.fields.request_limits import MAX_ALLOWED_TOKEN_IDS, MAX_METADATA, MAX_PROMPTS
 from pdserve.router.requests.fields.tools import NamedTool, ToolBody
-from pdserve.router.requests.preparation import CallFields, ClientRequest, embeds_fields
+from pdserve.router.requests.preparation import CallFields, ClientRequest
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS, ForcedCalls
 from pdserve.text.prompt import Prompt, Truncation
+from pdserve.text.prompt_preparer import embeds_fields
 from pdserve.text.templates.chat_template import plain_message
 
 
@@ -293,8 +294,6 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     # vLLM's fields for the chat template
     add_generation_prompt: bool | None = None
-    chat_template: str | None = None
-    """In place of the model's, if the router allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
@@ -302,7 +301,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """vLLM's field: false leaves reasoning out of the answer."""
     reasoning_effort: str | None = None
     """A variable of the chat template."""
-    # OpenAI's, but only with the value that changes nothing
+    # OpenAI's and vLLM's, but only with the value that changes nothing
+    chat_template: str | None = None
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None

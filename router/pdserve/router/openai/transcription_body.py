@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from starlette.datastructures import FormData, UploadFile
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.router.bodies.form_data import FormData
 from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.request_body import shown
 from pdserve.router.requests.preparation import CallFields, ClientRequest
@@ -48,28 +48,34 @@ class TranscriptionBody(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, form: FormData, ignored: IgnoredFields | None) -> TranscriptionBody:
         """ignored: None refuses unknown fields. Raises: InvalidRequest naming the field."""
-        files = dict(form.files)
-        file = files.pop("file", None)
-        if file is None:
-            told = "is a text" if "file" in form.fields else "is missing"
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            told = "is missing" if file is None else "is a text"
             raise InvalidRequest(f"file {told}, a part of the body with a filename is needed", "file")
         values: dict[str, Any] = {}
-        for name, given in form.fields.items():
+        unknown: list[str] = []
+        for name in form:
+            given = form.getlist(name)
             plain = name.removesuffix("[]")
+            if len(given) > 1 and (name == "file" or name in _READERS):
+                raise InvalidRequest(f"{name} is there {len(given)} times", name)
+            if name == "file":
+                continue
+            if isinstance(given[0], UploadFile):
+                unknown.append(name)
+                continue
             if plain in _REFUSED:
                 raise InvalidRequest(f"{plain} is {shown(given[0])}, and {_REFUSED[plain]}", plain)
             if (read := _READERS.get(name)) is None:
-                files[name] = b""
+                unknown.append(name)
                 continue
-            if len(given) > 1:
-                raise InvalidRequest(f"{name} is there {len(given)} times", name)
             if given[0] or name in ("prompt", "model"):
                 values[name] = read(given[0], name)
-        for name in files:
+        for name in unknown:
             if ignored is None:
                 raise InvalidRequest(f"{name[:80]} is not a known field", name[:80])
             ignored.note(name)
-        return cls(file=file, **values)
+        return cls(file=file.file.read(), **values)
 
     def verify(self) -> None:
         """Raises: InvalidRequest naming the field."""
@@ -84,10 +90,8 @@ class TranscriptionBody(msgspec.Struct, kw_only=True):
                 "response_format",
             )
 
-    def request(self, transcript: TranscriptPrompt | None, call: CallFields) -> ClientRequest:
-        """transcript: None for a model that reads no sound. Raises: InvalidRequest."""
-        if transcript is None:
-            raise InvalidRequest("file is given, and this model reads no sound", "file")
+    def request(self, transcript: TranscriptPrompt, call: CallFields) -> ClientRequest:
+        """Raises: InvalidRequest."""
         params = SamplingParams(temperature=self.temperature, top_p=self.top_p, seed=self.seed)
         return ClientRequest(
             prompt=TranscriptInput(self.file, transcript.language(self.language), text=self.prompt),

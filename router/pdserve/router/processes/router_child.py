@@ -77,7 +77,7 @@ class RouterChild:
             raise ConfigError(f"a router process cannot be started: {error.strerror}") from error
         finally:
             theirs.close()
-        self.link = await ProcessLink.open(ours, self._handlers)
+        self.link = ProcessLink(ours, self._handlers)
         self.link.on_lost = self._lost
         try:
             async with asyncio.timeout(START_S):

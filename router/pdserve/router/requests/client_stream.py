@@ -6,12 +6,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from pdserve.common.errors import Cancelled, InvalidRequest, PdServeError
+from pdserve.text.outputs.merged_outputs import merged
 from pdserve.text.outputs.request_output import CompletionOutput
 
-T = TypeVar("T")
 _TOKEN_BYTES = 4
 _WRITTEN_TOKEN_BYTES = 12
 """The same where its id is also written as a number."""
@@ -24,8 +23,10 @@ _KEPT_LOGPROB_BYTES = 256
 
 
 class ClientStream:
-    """A queue from prompt tasks (`push`) to one front end (`take`). Limited in bytes, not in messages, because outputs are
-    merged."""
+    """A queue from prompt tasks (`push`) to one front end, which is called back (`subscribe`) and takes (`take_now`).
+
+    Limited in bytes, not in messages, because outputs are merged.
+    """
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class ClientStream:
         """Approximate size of the unread outputs when written, bytes."""
         self.error: PdServeError | None = None
         """The error with which the whole request ends, if it failed."""
-        self._reader: asyncio.Future[None] | None = None
         self._taken_at = time.monotonic()
 
     def push(self, output: CompletionOutput) -> None:
@@ -76,7 +76,7 @@ class ClientStream:
         if len(self._unread) - self._num_merged >= _MERGED_AT_ONCE:
             self._unread[self._num_merged :] = merged(self._unread[self._num_merged :])
             self._num_merged = len(self._unread)
-        if not self._whole and self._timer is None:
+        if self._timer is None:
             self.wake()
 
     def expect_prompt_logprobs(self, num_entries: int) -> None:
@@ -122,28 +122,34 @@ class ClientStream:
 
     def unread_for_s(self) -> float:
         """Seconds since the front end took output; 0 while it waits for more."""
-        waits = self._reader is not None or (self._on_output is not None and not self.is_blocked)
+        waits = self._on_output is not None and not self.is_blocked
         return 0.0 if waits else time.monotonic() - self._taken_at
 
     def subscribe(self, on_output: Callable[[], None] | None) -> None:
         """Call `on_output` in a later turn of the loop when there may be something to `take_now`; None: no more calls."""
         self._on_output = on_output
+        self.is_blocked = False
         if on_output is None and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    async def take(self) -> list[CompletionOutput]:
-        """New output, at most one per choice; empty at the end.
+    async def until_ready(self) -> None:
+        """Wait until there is something to `take_now`, or the end; of a whole answer, until its end."""
+        if self.ended:
+            return
+        ready = asyncio.Event()
+        self.subscribe(ready.set)
+        try:
+            self.wake()
+            await ready.wait()
+        finally:
+            self.subscribe(None)
+
+    def take_now(self) -> list[CompletionOutput]:
+        """New output, at most one per choice; empty if there is none, and at the end.
 
         Raises: the request's PdServeError, after all earlier output was taken.
         """
-        while not self._may_take:
-            self.wake()
-            await self._wait()
-        return self.take_now()
-
-    def take_now(self) -> list[CompletionOutput]:
-        """As `take`, without waiting; empty also if there is no new output."""
         self._taken_at = self._flushed_at = time.monotonic()
         unread, self._unread, self.num_bytes, self._num_merged = self._unread, [], 0, 0
         if not unread and self.error is not None:
@@ -152,8 +158,7 @@ class ClientStream:
 
     async def until_whole(self) -> int:
         """Wait until a whole answer has ended; `take_now` has it. Its approximate size, bytes. Raises: PdServeError."""
-        while not self.ended:
-            await self._wait()
+        await self.until_ready()
         self._taken_at = time.monotonic()
         if self.error is not None:
             raise self.error
@@ -163,39 +168,19 @@ class ClientStream:
         """Note that the client has read a part of what was taken."""
         self._taken_at = time.monotonic()
 
-    async def take_all(self) -> list[CompletionOutput]:
-        """Wait for the end of the request; one whole output per choice. Raises: PdServeError."""
-        await self.until_whole()
-        return self.take_now()
-
-    async def _wait(self) -> None:
-        self._reader = asyncio.get_running_loop().create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-    @property
-    def _may_take(self) -> bool:
-        return self.ended or (bool(self._unread) and not self._left_s())
-
     def _left_s(self) -> float:
         """Seconds until the next reading."""
         return max(0.0, self._flushed_at + self._flush_s - time.monotonic()) if self._flush_s else 0.0
 
     def wake(self) -> None:
-        """Wake the reader, or call the subscriber, when it may take, if there is output or the end."""
-        if not self._unread and not self.ended:
+        """Call the subscriber when it may take, if there is output or the end."""
+        if self._on_output is None or not (self.ended or (self._unread and not self._whole)):
             return
         if self._timer is not None:
             if not self.ended:
                 return
             self._timer.cancel()
-            self._timer = None
         left_s = 0.0 if self.ended else self._left_s()
-        if not left_s and self._on_output is None:
-            self._notify()
-            return
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(left_s, self._notify) if left_s else self._loop.call_soon(self._notify)
@@ -204,34 +189,3 @@ class ClientStream:
         self._timer = None
         if self._on_output is not None:
             self._on_output()
-        elif self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
-def merged(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-    """One output per choice, in the order of the choices."""
-    parts: dict[int, list[CompletionOutput]] = {}
-    for output in outputs:
-        parts.setdefault(output.index, []).append(output)
-    return [
-        CompletionOutput(
-            index=index,
-            text="".join(part.text for part in of_choice),
-            token_ids=[token_id for part in of_choice for token_id in part.token_ids],
-            prompt_logprobs=of_choice[0].prompt_logprobs,
-            prompt_token_ids=of_choice[0].prompt_token_ids,
-            finish_reason=of_choice[-1].finish_reason,
-            stop_reason=of_choice[-1].stop_reason,
-            cumulative_logprob=of_choice[-1].cumulative_logprob,
-            logprobs=_joined([part.logprobs for part in of_choice]),
-            text_offsets=_joined([part.text_offsets for part in of_choice]),
-        )
-        for index, of_choice in sorted(parts.items())
-    ]
-
-
-def _joined(parts: list[list[T] | None]) -> list[T] | None:
-    """The concatenated lists of a choice's outputs; None if there are none."""
-    if all(part is None for part in parts):
-        return None
-    return [entry for part in parts if part is not None for entry in part]

@@ -10,6 +10,7 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.request.generation_request import verify_priority_is_used
 from pdserve.common.request.pooling_params import PoolingParams, verify_generates
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
@@ -32,7 +33,8 @@ from pdserve.router.requests.served_models import ServedModels
 from pdserve.router.requests.session import SessionPromptTask, StreamingSession
 from pdserve.router.requests.tasks.beam_task import BeamPromptTask
 from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
-from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S, PromptTask
+from pdserve.router.requests.tasks.placed_task import WAIT_FOR_WORKER_S
+from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_telemetry import RouterTelemetry
 from pdserve.router.tenants.api_keys import ApiKeys
@@ -73,9 +75,9 @@ class Inference:
             limits = AdmissionLimits.of(settings)
             self.admission = Admission(limits, self._capacity, num_tenants=lambda: self.keys.num_tenants)
         else:
-            self.admission = SharedAdmission(parent, self._capacity, settings.queue_timeout_s)
+            self.admission = SharedAdmission(parent, self._capacity, settings.limits.queue_timeout_s)
         self._held_embeds = HeldBytes(
-            settings.max_prompt_embeds_bytes,
+            settings.limits.max_prompt_embeds_bytes,
             "prompt_embeds has {asked} bytes, and requests in the router keep {held} of at most {limit} "
             "(max_prompt_embeds_bytes)",
         )
@@ -144,8 +146,8 @@ class Inference:
     def _capacity(self) -> Capacity:
         """A place for every sequence that some worker can step, and prompts that fit into their pools together."""
         num_sessions = sum(worker.load.max_sessions for worker in self.fleet.workers(WorkerRole.DECODE))
-        if self.settings.max_running_requests is not None:
-            return Capacity(num_requests=self.settings.max_running_requests, num_sessions=num_sessions)
+        if self.settings.limits.max_running_requests is not None:
+            return Capacity(num_requests=self.settings.limits.max_running_requests, num_sessions=num_sessions)
         workers = [worker for role in WorkerRole for worker in self.fleet.workers(role)]
         prefilling = self.fleet.workers(WorkerRole.PREFILL) or workers
         return Capacity(
@@ -159,11 +161,7 @@ class Inference:
     def _priority(self, request: ClientRequest, client: Client) -> int:
         """The priority of a request, within its key's range. Raises: InvalidRequest for one that has no effect here."""
         priority = client.allowed_priority(request.priority)
-        if request.priority and self.settings.scheduling_policy == "fcfs":
-            raise InvalidRequest(
-                f"priority is {request.priority}, and requests run in order of arrival here (scheduling_policy is fcfs)",
-                "priority",
-            )
+        verify_priority_is_used(request.priority, self.settings.scheduling_policy)
         return priority
 
     def _cache_group(self, client: Client) -> CacheGroup:
@@ -197,7 +195,6 @@ class Inference:
                     "so stream must be false",
                     "best_of",
                 )
-        self._verify_template(requests[0])
         if requests[0].beams is not None and requests[0].prompt_embeds is not None:
             raise InvalidRequest(
                 "use_beam_search is true, and beams begin with token ids, not with prompt_embeds", "use_beam_search"
@@ -238,21 +235,12 @@ class Inference:
         Raises: InvalidRequest naming the client's field, its value and the smaller limit.
         """
         sampling, limits, settings = request.sampling_params, self.limits(), self.settings
-        most_logprobs, most_sequences = settings.max_logprobs, settings.max_n_sequences
+        most_logprobs, most_sequences = settings.limits.max_logprobs, settings.limits.max_n_sequences
         if limits is not None:
             most_logprobs = min(most_logprobs, limits.max_logprobs)
             most_sequences = min(most_sequences, limits.max_n_sequences)
         sampling.verify_sequences(most_sequences)
         sampling.verify_logprobs(most_logprobs, request.logprobs_field)
-
-    def _verify_template(self, request: ClientRequest) -> None:
-        """Raises: InvalidRequest for a template of the client, where none is rendered."""
-        prompt, allowed = request.prompt, self.settings.trust_request_chat_template
-        if isinstance(prompt, ChatInput) and prompt.chat_template is not None and not allowed:
-            raise InvalidRequest(
-                "chat_template is given, and this router renders the model's own alone (trust_request_chat_template)",
-                "chat_template",
-            )
 
     def _trace(self, request_id: str, request: ClientRequest, client_request_id: str, client: Client) -> RequestTrace:
         """Begin the trace of a generation. request: its first prompt's."""
@@ -275,7 +263,7 @@ class Inference:
         settings = self.settings
         return ClientStream(
             num_runs,
-            settings.max_unread_bytes if stream else settings.max_answer_bytes,
+            settings.limits.max_unread_bytes if stream else settings.limits.max_answer_bytes,
             whole=not stream,
             returns_token_ids=returns_token_ids,
             flush_s=settings.stream_flush_ms / 1000,
@@ -297,7 +285,6 @@ class Inference:
         if self.settings.local_prefill == "never":
             raise InvalidRequest("sessions are prefilled by decode workers, and local_prefill is never here")
         self._verify_numbers(request)
-        self._verify_template(request)
         verify_generates(self.num_labels())
         if request.prompt_embeds is not None:
             raise InvalidRequest("embeds is given, and a session's prompt is token ids", "embeds")

@@ -6,17 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from pdserve.common.block_hash import BlockHasher, placement_hash, request_extras
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.encoder_prompt import verify_encoder_features
 from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
-from pdserve.common.request.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.admission.held_bytes import HeldBytes
@@ -25,25 +23,11 @@ from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
 from pdserve.router.workers.worker import Worker
 from pdserve.text.audio.audio_processor import AudioProcessor
-from pdserve.text.bad_words import bad_words_token_ids
-from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.best_of import for_engines
 from pdserve.text.images.chat_images import without_images
 from pdserve.text.images.image_processor import ImageProcessor
-from pdserve.text.prompt import (
-    ChatInput,
-    EmbedsInput,
-    EncodedPrompt,
-    LengthRule,
-    Prompt,
-    TextInput,
-    TokenInput,
-    TranscriptInput,
-    Truncation,
-    encode_prompt,
-    verify_cache_salt,
-    verify_prompt_tokens,
-)
+from pdserve.text.prompt import ChatInput, EmbedsInput, Prompt, TextInput, TokenInput, TranscriptInput
+from pdserve.text.prompt_preparer import ModelLimits, PromptPreparer, PromptRequest
 from pdserve.text.prompt_room import PromptRoom
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -57,26 +41,15 @@ _SEED_BITS = 63
 T = TypeVar("T")
 
 
-class ClientRequest(GenerationRequest, kw_only=True, gc=False):
-    """One prompt, as a front end understood it: what the workers get, and what the router alone needs to know."""
+class ClientRequest(PromptRequest, kw_only=True, gc=False):
+    """One prompt, as a front end understood it: what the workers get, and what only the router needs to know."""
 
-    prompt: Prompt
-    field: str
-    """The client's name of the prompt field, for error messages."""
-    max_tokens: int | None = None
-    """In place of that of the sampling parameters. None: the default of the prompt's kind."""
-    max_tokens_field: str = "max_tokens"
-    logprobs_field: str = "logprobs"
     constraint_field: str = "structured_outputs"
     """The client's name of the field that asks for a form, for error messages."""
     max_tool_calls: int | None = None
     """Calls in an answer at most, where tools are given; None for no limit."""
     returns_token_ids: bool = False
     """The client gets the token ids of prompt and output."""
-    truncation: Truncation | None = None
-    """A part of the prompt's tokens is kept; None: all."""
-    beams: BeamSearchParams | None = None
-    """A beam search is asked for; its width is the number of sequences."""
     data_parallel_rank: int | None = None
     """Rank of the decode workers that it prefers."""
     client: Client = ANYBODY
@@ -106,24 +79,8 @@ class CallFields(NamedTuple):
         return self if rank is None else self._replace(data_parallel_rank=rank)
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Limits(ModelLimits, frozen=True):
     """Limits that every live worker can serve."""
-
-    max_model_len: int
-    vocab_size: int
-    hidden_size: int = 0
-    """Numbers in an embedding; 0 where some worker computes none."""
-    max_logprobs: int = MAX_LOGPROBS
-    """Most likely tokens per position."""
-    max_n_sequences: int = MAX_SEQUENCES
-    """Sequences of one request."""
-    decoder_prompt_len: int = 0
-    """See `WorkerIdentity`."""
-
-    @property
-    def room(self) -> PromptRoom:
-        """Tokens of prompt and output."""
-        return PromptRoom(self.max_model_len, self.decoder_prompt_len)
 
     @classmethod
     def of(cls, workers: Iterable[Worker]) -> Limits | None:
@@ -139,14 +96,6 @@ class Limits(msgspec.Struct, frozen=True):
             min(i.max_n_sequences for i in identities),
             max(i.decoder_prompt_len for i in identities),
         )
-
-
-def embeds_fields(prompt: Prompt) -> dict[str, Any]:
-    """Fields of a `ClientRequest` whose prompt is embeddings; empty for another."""
-    if not isinstance(prompt, EmbedsInput):
-        return {}
-    # a drafter would take the placeholders for the prompt
-    return {"prompt_embeds": prompt.embeds, "speculative_tokens": 0}
 
 
 class HashedRequest(NamedTuple):
@@ -175,7 +124,7 @@ class Preparation:
         """model_len: the model's length in tokens, which bounds texts before a worker is known. images: of a model with images;
         max_held_image_bytes: see `RouterSettings`. remote_images: None if images are data URLs alone; the caller closes it. audio:
         of a model that writes what is said."""
-        self._images = images
+        self._preparer = PromptPreparer(tokenizer, images, audio)
         self.audio = audio
         self._remote_images = remote_images
         self._held_images = HeldBytes(
@@ -187,11 +136,9 @@ class Preparation:
         self._key = deployment_key
         self._threads = FairThreads(_TOKENIZER_THREADS, "tokenizer")
         self._aside = FairThreads(1, "tokenizer-aside")
-        # processes of templates take time that is not the thread's
-        self._templates = FairThreads(1, "client-templates", processor_s=time.monotonic)
 
     def close(self) -> None:
-        for threads in (self._threads, self._aside, self._templates):
+        for threads in (self._threads, self._aside):
             threads.close()
 
     async def in_background_pool(self, call: Callable[[], T], client: Client = ANYBODY) -> T:
@@ -220,36 +167,24 @@ class Preparation:
                 "over gRPC the field audio",
                 request.field,
             )
-        if isinstance(request.prompt, TokenInput | EmbedsInput):
-            return encode_prompt(self.tokenizer, request.prompt, request.field, images=self._images).token_ids
         room = limits.room if limits is not None else PromptRoom(self._model_len)
-        rule = room.rule(num_before)
-        if request.pooling_params is not None:
-            rule = LengthRule(room.max_model_len, num_before, has_output=False)
         prompt, field = request.prompt, request.field
-        truncates = request.truncation is not None
-        images = self._images if request.pooling_params is None else None
-        # client templates render in their own process and queue; other prompts must not wait for them
-        is_own = isinstance(prompt, ChatInput) and prompt.chat_template is not None
-        threads = self._templates if is_own else self._threads
+        if isinstance(prompt, TokenInput | EmbedsInput):
+            return self._preparer.encode(request, room, num_before).token_ids
+        images = self._preparer.images if request.pooling_params is None else None
         async with AsyncExitStack() as fetched:
             files: Mapping[str, bytes] = {}
             if self._remote_images is not None and images is not None and isinstance(prompt, ChatInput):
-                sources = await threads.run(request.client.tenant, lambda: without_images(prompt.messages)[1])
+                sources = await self._threads.run(request.client.tenant, lambda: without_images(prompt.messages)[1])
                 images.verify_number(sources, field)
                 files = await fetched.enter_async_context(self._remote_images.fetched(sources, field))
-
-            def encode() -> EncodedPrompt:
-                return encode_prompt(
-                    self.tokenizer, prompt, field, rule, truncates=truncates, images=images, fetched_images=files,
-                    audio=self.audio,
-                )  # fmt: skip
-
-            if not is_own and images is None and not threads.num_waiting and _is_short(prompt):
+            if images is None and not self._threads.num_waiting and _is_short(prompt):
                 # the way to a thread and back costs more
-                encoded = encode()
+                encoded = self._preparer.encode(request, room, num_before)
             else:
-                encoded = await threads.run(request.client.tenant, encode)
+                encoded = await self._threads.run(
+                    request.client.tenant, lambda: self._preparer.encode(request, room, num_before, files)
+                )
         if encoded.features:
             self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)
@@ -269,11 +204,10 @@ class Preparation:
 
     async def bad_words(self, request: ClientRequest) -> tuple[tuple[int, ...], ...]:
         """Token sequences for the client's `bad_words`. Raises: InvalidRequest."""
-        words = request.sampling_params.bad_words
-        if not words:
+        params = request.sampling_params
+        if not params.bad_words:
             return ()
-        request.sampling_params.verify_bad_words()
-        return await self._threads.run(request.client.tenant, lambda: bad_words_token_ids(self.tokenizer, words))
+        return await self._threads.run(request.client.tenant, lambda: self._preparer.bad_words(params))
 
     def complete(
         self,
@@ -288,71 +222,32 @@ class Preparation:
 
         num_before: tokens of a session that precede these.
         """
-        if request.prompt_embeds is not None:
-            if request.truncation is not None:
-                raise InvalidRequest(
-                    "truncate_prompt_tokens is given, and prompt_embeds are not truncated", "truncate_prompt_tokens"
-                )
-            if limits.hidden_size:
-                request.prompt_embeds.verify_shape(len(token_ids), limits.hidden_size)
         if request.mm_features and (num_before or request.beams is not None):
             kind = "a beam search" if request.beams is not None else "a session"
             raise InvalidRequest(f"{request.field} has images, and the prompt of {kind} has none", request.field)
-        if request.truncation is not None:
-            rule = limits.room.rule(num_before)
-            token_ids = request.truncation.apply(token_ids, rule, request.max_tokens)
-        verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
-        verify_cache_salt(request.cache_salt)
-        request.verify_client()
-        params = request.sampling_params
-        if limits.decoder_prompt_len:
-            verify_encoder_features(request)
-        sampling = msgspec.structs.replace(
-            for_engines(params),
-            bad_words_token_ids=bad_words,
-            max_tokens=limits.room.resolve_max_tokens(
-                request.prompt,
-                num_before + len(token_ids),
-                request.max_tokens,
-                field=request.field,
-                max_tokens_field=request.max_tokens_field,
-            ),
-            seed=secrets.randbits(_SEED_BITS) if params.seed is None else params.seed,
-        )
         # the front end has verified the form once for all prompts of the body
-        sampling.verify_logprobs(limits.max_logprobs, request.logprobs_field)
-        sampling.verify(limits.vocab_size, limits.max_logprobs, limits.max_n_sequences, form=False)
-        return self._completed(request_id, request, token_ids, sampling_params=sampling, n=sampling.n)
+        completed = self._preparer.complete(request, token_ids, limits, bad_words, num_before, form=False)
+        sampling = for_engines(completed.sampling_params)
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(_SEED_BITS))
+        completed.sampling_params, completed.n = sampling, sampling.n
+        return self._of_router(request_id, request, completed)
 
     def complete_embedding(
         self, request_id: str, request: ClientRequest, token_ids: list[int], limits: Limits
     ) -> GenerationRequest:
         """Raises: InvalidRequest naming the field, its value and its limit."""
-        rule = LengthRule(limits.max_model_len, has_output=False)
-        if request.truncation is not None:
-            token_ids = request.truncation.apply(token_ids, rule)
-        verify_prompt_tokens(self.tokenizer, request.prompt, token_ids, limits.vocab_size, request.field)
-        verify_cache_salt(request.cache_salt)
-        request.verify_client()
-        rule.verify(len(token_ids), request.field)
-        if request.pooling_params is not None:
-            request.pooling_params.verify(limits.hidden_size)
-        return self._completed(request_id, request, token_ids)
+        return self._of_router(request_id, request, self._preparer.complete_pooling(request, token_ids, limits))
 
-    def _completed(
-        self, request_id: str, request: ClientRequest, token_ids: list[int], **fields: Any
-    ) -> GenerationRequest:
-        """Fields that the router sets in every kind of request."""
-        completed = {
-            "request_id": request_id,
-            "prompt_token_ids": token_ids,
-            "eos_token_ids": self.tokenizer.eos_token_ids,
-            "tenant": tenant_digest(self._key, request.client.tenant),
-            "deadline": time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S),
-        }
+    def _of_router(self, request_id: str, request: ClientRequest, completed: GenerationRequest) -> GenerationRequest:
+        """With the fields that the router sets in every kind of request."""
+        completed.request_id = request_id
+        completed.eos_token_ids = self.tokenizer.eos_token_ids
+        completed.tenant = tenant_digest(self._key, request.client.tenant)
+        completed.deadline = time.monotonic() + min(request.timeout_s, MAX_TIMEOUT_S)
         if request.speculative_tokens is not None:
-            completed["ignorable"] = ("speculative_tokens",)  # it changes no text
-        return GenerationRequest(**request.carried() | completed | fields)
+            completed.ignorable = ("speculative_tokens",)  # it changes no text
+        return completed
 
     def hashed(
         self, request: GenerationRequest, cache: CacheGroup, layout: KvLayout, prompt: HashedRequest | None = None

@@ -94,7 +94,11 @@ class ServedModels:
         return msgspec.structs.replace(request, lora_fingerprint=fingerprint)
 
     async def after_refusal(
-        self, request: GenerationRequest, refused_by: Collection[WorkerKey], timeout_s: float
+        self,
+        request: GenerationRequest,
+        refused_by: Collection[WorkerKey],
+        timeout_s: float,
+        roles: Sequence[WorkerRole] = tuple(WorkerRole),
     ) -> GenerationRequest:
         """The request with the content that its adapter has now, after `refused_by` had lost the one that they offered.
 
@@ -107,7 +111,7 @@ class ServedModels:
             return True if not offering or any(key not in refused_by for key in offering) else None
 
         await self._fleet.wait_for(is_current, REPORT_S)
-        return await self.with_adapter(request, timeout_s)
+        return await self.with_adapter(request, timeout_s, roles)
 
     def fingerprint(self, lora_name: str, roles: Sequence[WorkerRole] = tuple(WorkerRole)) -> str | None:
         """The content that a new request with this adapter gets; None while no live worker of these roles offers it.

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from pdserve.common import timeline as moments
-from pdserve.common.errors import InternalError, InvalidRequest, Overloaded, PdServeError, PeerError, WorkerLost
+from pdserve.common.errors import InternalError, Overloaded, PdServeError, PeerError, WorkerLost
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.protocol_3 import LAST_VERSION
 from pdserve.common.timeline import now_unix_ns
 from pdserve.router.attempts.call_events import Admitted, DecodeCallEvent, Outputs, PromptLogprobs
 from pdserve.router.attempts.worker_calls import SessionCall
@@ -52,14 +51,13 @@ class StreamingSession:
         """The client's id of the session."""
         self._call: SessionCall | None = None
         self._events: asyncio.Queue[DecodeCallEvent | PdServeError] = asyncio.Queue()
-        self._reader: asyncio.Task[None] | None = None
         self._unsubscribe: Callable[[], None] | None = None
 
     def open(self, worker: Worker, call: SessionCall) -> None:
-        """Attach the session to its worker and call."""
+        """Attach the session to its worker, and open its call there."""
         self.worker, self._call = worker, call
-        self._reader = asyncio.create_task(self._read(worker, call))
         self._unsubscribe = worker.subscribe_lost(self._on_lost)
+        call.follow(self._events.put_nowait, self._call_ended)
 
     @property
     def call(self) -> SessionCall:
@@ -89,11 +87,10 @@ class StreamingSession:
         self._on_close()
         self._end_call()
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """The worker has refused the session: it is as before `open`, and may be opened at another."""
         self._end_call()
-        await self.closed()
-        self.worker = self._call = self._reader = self._unsubscribe = None
+        self.worker = self._call = self._unsubscribe = None
         self._events = asyncio.Queue()
         self.token_ids = []
 
@@ -102,23 +99,10 @@ class StreamingSession:
             self._unsubscribe()
         if self._call is not None:
             self._call.cancel()
-        if self._reader is not None:
-            self._reader.cancel()
 
-    async def closed(self) -> None:
-        """Returns when nothing of it is left; after `close`."""
-        if self._reader is not None:
-            await asyncio.wait((self._reader,))
-
-    async def _read(self, worker: Worker, call: SessionCall) -> None:
-        try:
-            while (event := await call.next()) is not None:
-                self._events.put_nowait(event)
-            self._events.put_nowait(WorkerLost(f"decode worker {worker} ended the session"))
-        except CallFailed as failure:
-            self._events.put_nowait(failure.error)
-        except PdServeError as error:
-            self._events.put_nowait(error)
+    def _call_ended(self, failure: CallFailed | None) -> None:
+        ended = WorkerLost(f"decode worker {self.worker} ended the session")
+        self._events.put_nowait(ended if failure is None else failure.error)
 
     def _on_lost(self, worker: Worker) -> None:
         self._events.put_nowait(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"))
@@ -179,7 +163,7 @@ class SessionPromptTask(PromptTask):
                 if not error.by_peer or worker is None:
                     raise
                 refused[worker.key] = error
-                await session.leave()
+                session.leave()
 
     async def _at(self, placement: Placement, request: GenerationRequest, processor: OutputProcessor) -> None:
         """One turn at the session's worker; the first opens it there. Raises: what ends the session."""
@@ -193,7 +177,6 @@ class SessionPromptTask(PromptTask):
         record = self._record.attempt(0, placement)
         try:
             with record, self._services.company.serving(self._crash_guard, placement):
-                _verify_stop(worker, request)
                 if session.worker is None:
                     prepared = record.with_trace_headers(self.hashed(request, placement.layout).request)
                     self._services.deny_list.check(self._request.client, prepared.request_digest)
@@ -201,10 +184,9 @@ class SessionPromptTask(PromptTask):
                         # workers refuse a request without time
                         raise self.too_late()
                     session.open(worker, SessionCall(worker, prepared))
-                    await session.call.open()
                 else:
                     turn = msgspec.structs.replace(request, num_kept_output_tokens=session.num_kept_output_tokens)
-                    await session.call.go_on(record.with_trace_headers(turn))
+                    session.call.go_on(record.with_trace_headers(turn))
                 session.token_ids += request.prompt_token_ids
                 await self._answer(reservation, processor)
         finally:
@@ -251,14 +233,4 @@ class SessionPromptTask(PromptTask):
                 if ended_here and not is_complete:
                     # a stop string: the worker goes on with the session, not with this turn
                     is_complete = True
-                    await session.call.end_turn()
-
-
-def _verify_stop(worker: Worker, request: GenerationRequest) -> None:
-    """Raises: InvalidRequest where the worker could not drop what it has computed after a stop string."""
-    if request.sampling_params.stop and worker.identity.protocol_version <= LAST_VERSION:
-        raise InvalidRequest(
-            f"sampling.stop is not supported in a session of worker {worker}, whose protocol version is "
-            f"{worker.identity.protocol_version}; use sampling.stop_token_ids",
-            "sampling.stop",
-        )
+                    session.call.end_turn()

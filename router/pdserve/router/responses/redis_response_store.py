@@ -139,11 +139,11 @@ class RedisResponseStore:
     async def _put(self, tenant: str, response_id: str, stored: StoredResponse, value: bytes) -> None:
         """Store, and drop the tenant's oldest beyond its limits. Raises: one of `REDIS_ERRORS`."""
         settings, index, now = self._settings, self._index(tenant), self._clock()
-        age_ms = max(1, int(settings.max_stored_response_age_s * 1000))
-        most_members = 2 * settings.max_stored_responses_per_tenant + 1
+        age_ms = max(1, int(settings.limits.max_stored_response_age_s * 1000))
+        most_members = 2 * settings.limits.max_stored_responses_per_tenant + 1
         trip = self._redis.pipeline(transaction=False)
         trip.set(self._name(tenant, response_id), value, px=age_ms)
-        trip.zremrangebyscore(index, 0, now - settings.max_stored_response_age_s)
+        trip.zremrangebyscore(index, 0, now - settings.limits.max_stored_response_age_s)
         trip.memory_usage(index, samples=0)
         used_bytes: int | None = (await trip.execute())[-1]
         trip = self._redis.pipeline(transaction=False)
@@ -160,8 +160,8 @@ class RedisResponseStore:
             num_bytes += int(match[1]) if match else 0
             if (
                 match is None
-                or num_kept >= settings.max_stored_responses_per_tenant
-                or num_bytes > settings.max_stored_bytes_per_tenant
+                or num_kept >= settings.limits.max_stored_responses_per_tenant
+                or num_bytes > settings.limits.max_stored_bytes_per_tenant
             ):
                 dropped.append(member)
             else:
@@ -207,7 +207,7 @@ class RedisResponseStore:
 
     def _sealed(self, tenant: str, response_id: str, stored: StoredResponse) -> bytes:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        expires_unix_s = self._clock() + self._settings.max_stored_response_age_s
+        expires_unix_s = self._clock() + self._settings.limits.max_stored_response_age_s
         content = _Content(stored.response, stored.items, stored.num_input, expires_unix_s)
         return nonce + self._cipher(tenant, response_id).encrypt(nonce, msgspec.msgpack.encode(content), None)
 

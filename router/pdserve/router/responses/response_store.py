@@ -60,12 +60,12 @@ def is_response_id(text: str) -> bool:
 
 def is_stored(stored: StoredResponse, settings: RouterSettings) -> bool:
     """True if the settings allow a response of this size."""
-    return settings.max_stored_responses_per_tenant > 0 and stored.num_bytes <= most_bytes(settings)
+    return settings.limits.max_stored_responses_per_tenant > 0 and stored.num_bytes <= most_bytes(settings)
 
 
 def most_bytes(settings: RouterSettings) -> int:
     """Bytes of one response, at most."""
-    return min(settings.max_stored_response_bytes, settings.max_stored_bytes_per_tenant)
+    return min(settings.limits.max_stored_response_bytes, settings.limits.max_stored_bytes_per_tenant)
 
 
 def not_stored(response_id: str) -> NotFound:
@@ -96,17 +96,17 @@ class MemoryResponseStore:
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         settings = self._settings
         self._expire()
-        most_of_tenant = min(settings.max_stored_bytes_per_tenant, settings.max_stored_bytes)
+        most_of_tenant = min(settings.limits.max_stored_bytes_per_tenant, settings.limits.max_stored_bytes)
         if not is_stored(stored, settings) or stored.num_bytes > most_of_tenant:
             return
         held = self._tenants.setdefault(tenant, _Tenant())
         held.responses[response_id] = stored
         held.num_bytes += stored.num_bytes
         self.num_bytes += stored.num_bytes
-        self._by_age[tenant, response_id] = self._clock() + settings.max_stored_response_age_s
-        while len(held.responses) > settings.max_stored_responses_per_tenant or held.num_bytes > most_of_tenant:
+        self._by_age[tenant, response_id] = self._clock() + settings.limits.max_stored_response_age_s
+        while len(held.responses) > settings.limits.max_stored_responses_per_tenant or held.num_bytes > most_of_tenant:
             self._drop(tenant, next(iter(held.responses)))
-        while self.num_bytes > settings.max_stored_bytes:
+        while self.num_bytes > settings.limits.max_stored_bytes:
             largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)
             self._drop(largest, next(iter(self._tenants[largest].responses)))
 

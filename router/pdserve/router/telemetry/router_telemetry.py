@@ -42,8 +42,8 @@ class RouterTelemetry(ServiceTelemetry):
         worker_counts: Callable[[], Mapping[str, Mapping[str, int]]],
         num_indexed_blocks: Callable[[], int],
     ) -> None:
-        """Raises: ConfigError for an invalid collector, or an audit log that cannot be written."""
-        super().__init__(settings, "router", f"{socket.gethostname()}-{os.getpid()}")
+        """Raises: ConfigError for an audit log that cannot be written."""
+        super().__init__("router", f"{socket.gethostname()}-{os.getpid()}")
         self._model = model
         self._trusts_strangers = settings.trusts_trace_headers()
         self.metrics = RouterMetrics(self._registry, num_requests, worker_counts, num_indexed_blocks)

@@ -7,6 +7,7 @@ import re
 from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.kv_layout import DTYPE_BYTES, KvLayout
+from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
 from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.worker_identity import WorkerIdentity
@@ -20,6 +21,8 @@ MAX_CONNECTORS = 16
 MAX_SAMPLER_VERSION = 1 << 16
 MAX_BLOCK_BYTES = 1 << 30
 MAX_GROUPS = 64
+LEAST_REQUEST_BYTES = 1 << 20
+"""Requests of this size every worker takes."""
 _LAYOUT_LIMITS = {
     "num_layers": 1 << 12,
     "total_num_kv_heads": 1 << 12,
@@ -37,6 +40,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     if not is_worker_id(identity.worker_id):
         raise _wrong("worker_id", identity.worker_id, "1 to 128 letters, digits, `_`, `.` or `-` are needed")
     verify_peer_address("address", identity.address)
+    verify_peer_address("attach_address", identity.attach_address)
     fingerprints = {
         "tokenizer_fingerprint": identity.tokenizer_fingerprint,
         "model_fingerprint": identity.layout.model_fingerprint,
@@ -55,6 +59,7 @@ def verify_identity(identity: WorkerIdentity) -> None:
     _within("hidden_size", identity.hidden_size, 0, MAX_HIDDEN_SIZE)
     _within("num_labels", identity.num_labels, 0, MAX_LABELS)
     _within("sampler_version", identity.sampler_version, 1, MAX_SAMPLER_VERSION)
+    _within("max_request_bytes", identity.max_request_bytes, LEAST_REQUEST_BYTES, MAX_MESSAGE_BYTES)
     _within("decoder_prompt_len", identity.decoder_prompt_len, 0, identity.max_model_len - 1)
     _within("data_parallel_rank", identity.data_parallel_rank or 0, 0, MAX_DATA_PARALLEL_RANK)
     _within("the number of connectors", len(identity.connectors), 0, MAX_CONNECTORS)

@@ -70,18 +70,16 @@ class Fleet:
         tls: ClientTls | None = None,
         *,
         insecure: bool = False,
-        step_streams: bool = True,
         is_starting: IsStarting = nobody_starts,
         starting_timeout_s: float = 0.0,
     ) -> None:
         """held: receives the workers' blocks; None if the directory reads them. is_starting, starting_timeout_s: see
         `wait_for_worker`.
 
-        insecure: connect without TLS also to addresses of the directory beyond loopback. step_streams: see `Worker`.
+        insecure: connect without TLS also to addresses of the directory beyond loopback.
         """
         self._expected = expected
         self._tls = tls
-        self._step_streams = step_streams
         self._is_starting = is_starting
         self._starting_timeout_s = starting_timeout_s
         self._may_leave_machine = insecure or tls is not None
@@ -304,10 +302,7 @@ class Fleet:
                 watched.check_tick(now - TICK_STILL_S)
 
     def _watch_address(self, address: str, role: WorkerRole, *, found: bool = False) -> WorkerWatcher:
-        return WorkerWatcher(
-            address, role, self._expected, self._on_change, self._held, self._tls, found=found,
-            step_streams=self._step_streams,
-        )  # fmt: skip
+        return WorkerWatcher(address, role, self._expected, self._on_change, self._held, self._tls, found=found)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._keep(asyncio.create_task(coroutine))

@@ -1,7 +1,7 @@
-"""`StepStream`: the calls of this router at one worker, over one gRPC stream with one message per step of its engine.
+"""`StepStream`: calls of this router at one worker, over one gRPC stream with one message per step of its engine.
 
-The stream is opened with its first call, and again with the first call after it broke. What breaks it ends each of its calls, as a
-broken channel ends calls with streams of their own.
+A worker has two: the step stream, and the bulk stream for large messages. A stream is opened with its first call, and again with
+the first call after it broke. What breaks it ends each of its calls.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from typing import Any, Protocol
+from collections.abc import MutableSequence
+from typing import Any, Protocol, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError, PeerError, WorkerLost
 from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, warn_of
-from pdserve.common.request.step_wire import MAX_COMMANDS, Columns, columns_of, end_from_wire, max_step_bytes
+from pdserve.common.request.step_wire import (
+    MAX_COMMANDS,
+    MAX_SUBMISSIONS,
+    Columns,
+    columns_of,
+    end_from_wire,
+    max_step_bytes,
+)
 from pdserve.router.workers.call_failure import CallFailed, next_message, said_by_worker
 from pdserve.v1 import step_stream_pb2
 
 log = logging.getLogger(__name__)
-
-MAX_SUBMISSION_BYTES = 256 << 10
-"""Larger requests are sent in calls with streams of their own, so that no cancellation waits behind them."""
+T = TypeVar("T", bound=Message)
 
 _MESSAGE_BYTES = 256 << 10
-"""Bytes of submissions at which a message ends, so that it has at most twice as many; workers take at least 1 MiB."""
+"""Bytes of submissions and turns in one message, unless it has only one of them; workers take at least 1 MiB."""
 _ANY_LENGTH = 1 << 20
 """Tokens, of a worker whose length is not given."""
 
@@ -48,18 +55,26 @@ class StepListener(Protocol):
 class StepStream:
     """Used in the asyncio thread."""
 
-    def __init__(self, channel: ServiceChannel, worker: str, max_model_len: int = _ANY_LENGTH) -> None:
-        """worker: name for messages. max_model_len: of the worker, in tokens; bounds what it may send."""
+    def __init__(
+        self,
+        channel: ServiceChannel,
+        worker: str,
+        max_model_len: int = _ANY_LENGTH,
+        max_bytes: int | None = None,
+    ) -> None:
+        """worker: name for messages. max_model_len: of the worker, in tokens; bounds what it may send. max_bytes: of a message;
+        None for those of a step stream."""
         self._channel = channel
         self._worker = worker
         self._max_model_len = max_model_len
+        self._max_bytes = max_step_bytes(max_model_len) if max_bytes is None else max_bytes
         self._connection: _Connection | None = None
 
-    def submit(self, field: str, message: bytes, listener: StepListener) -> StepCall:
-        """Begin a call. field: of `Submission`. message: serialized, at most `MAX_SUBMISSION_BYTES`."""
+    def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> StepCall:
+        """Begin a call. submission: without a key, which it gets here."""
         if self._connection is None or self._connection.has_ended:
-            self._connection = _Connection(self._channel, self._worker, self._max_model_len)
-        return self._connection.submit(field, message, listener)
+            self._connection = _Connection(self._channel, self._worker, self._max_model_len, self._max_bytes)
+        return self._connection.submit(submission, listener)
 
     def close(self) -> None:
         """End the stream with its calls, if it is open."""
@@ -80,23 +95,29 @@ class StepCall:
         """End the call at both ends; its listener hears nothing more. Repeated calls have no effect."""
         self._connection.cancel(self._key)
 
-    def end_sequence(self, index: int) -> None:
-        """Request the end of a sequence whose text is complete."""
-        self._connection.end_sequence(self._key, index)
+    def end_sequence(self, index: int, turn: int | None = None) -> None:
+        """Request the end of a sequence whose text is complete. turn: of a session, the number of turns before."""
+        self._connection.end_sequence(self._key, index, turn)
+
+    def send_turn(self, request: bytes) -> None:
+        """Send the next turn of a session. request: encoded."""
+        self._connection.send_turn(self._key, request)
 
 
 class _Connection:
     """One stream, from its first call to its end."""
 
-    def __init__(self, channel: ServiceChannel, worker: str, max_model_len: int) -> None:
+    def __init__(self, channel: ServiceChannel, worker: str, max_model_len: int, max_bytes: int) -> None:
         self._channel = channel
         self._worker = worker
         self._max_model_len = max_model_len
-        self._method = dataclasses.replace(STEP_STREAM, max_response_bytes=max_step_bytes(max_model_len))
+        self._method = dataclasses.replace(STEP_STREAM, max_response_bytes=max_bytes)
         self._keys = itertools.count(1)
         self._listeners: dict[int, StepListener] = {}
         self._unsent: dict[int, step_stream_pb2.Submission] = {}
         self._ended_sequences: list[step_stream_pb2.EndedSequences] = []
+        self._turns: dict[int, step_stream_pb2.Turn] = {}
+        """Key -> the next turn of that session, of which there is one at a time."""
         self._cancelled: dict[int, None] = {}
         """Keys of calls to cancel; one that ends meanwhile is removed."""
         self._has_commands = asyncio.Event()
@@ -104,24 +125,31 @@ class _Connection:
         self.has_ended = False
         self._tasks = [asyncio.create_task(self._run(), name="step stream")]
 
-    def submit(self, field: str, message: bytes, listener: StepListener) -> StepCall:
+    def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> StepCall:
         """See `StepStream.submit`."""
-        key = next(self._keys)
+        key = submission.key = next(self._keys)
         self._listeners[key] = listener
-        self._unsent[key] = step_stream_pb2.Submission(key=key, **{field: message})
+        self._unsent[key] = submission
         self._has_commands.set()
         return StepCall(self, key)
 
     def cancel(self, key: int) -> None:
         """See `StepCall.cancel`."""
+        self._turns.pop(key, None)
         if self._listeners.pop(key, None) is not None and self._unsent.pop(key, None) is None:
             self._cancelled[key] = None
             self._has_commands.set()
 
-    def end_sequence(self, key: int, index: int) -> None:
+    def end_sequence(self, key: int, index: int, turn: int | None) -> None:
         """See `StepCall.end_sequence`."""
         if key in self._listeners:
-            self._ended_sequences.append(step_stream_pb2.EndedSequences(key=key, indexes=[index]))
+            self._ended_sequences.append(step_stream_pb2.EndedSequences(key=key, indexes=[index], turn=turn))
+            self._has_commands.set()
+
+    def send_turn(self, key: int, request: bytes) -> None:
+        """See `StepCall.send_turn`."""
+        if key in self._listeners:
+            self._turns[key] = step_stream_pb2.Turn(key=key, request=request)
             self._has_commands.set()
 
     def close(self) -> None:
@@ -164,18 +192,16 @@ class _Connection:
                 log.exception("a call to worker %s could not be ended", self._worker)
 
     def _take(self) -> bytes:
-        """Serialize commands that are not sent yet: at most `MAX_COMMANDS` of each kind, and submissions of `_MESSAGE_BYTES`."""
+        """Serialize commands that are not sent yet, as many as a message may have: see `step_wire` and `_MESSAGE_BYTES`."""
         ended, self._ended_sequences = self._ended_sequences[:MAX_COMMANDS], self._ended_sequences[MAX_COMMANDS:]
         cancelled = list(itertools.islice(self._cancelled, MAX_COMMANDS))
         for key in cancelled:
             del self._cancelled[key]
         commands = step_stream_pb2.StepCommands(ended_sequences=ended, cancelled=cancelled)
-        num_bytes = 0
-        while self._unsent and num_bytes < _MESSAGE_BYTES and len(commands.submissions) < MAX_COMMANDS:
-            submission = self._unsent.pop(next(iter(self._unsent)))
-            num_bytes += submission.ByteSize()
-            commands.submissions.append(submission)
-        if not (self._unsent or self._ended_sequences or self._cancelled):
+        num_bytes = _move(self._unsent, commands.submissions, MAX_SUBMISSIONS, 0)
+        if not self._unsent:
+            _move(self._turns, commands.turns, MAX_COMMANDS, num_bytes)
+        if not (self._unsent or self._turns or self._ended_sequences or self._cancelled):
             self._has_commands.clear()
         return commands.SerializeToString()
 
@@ -213,3 +239,17 @@ class _Connection:
         for at in range(start, stop):
             if (listener := listeners.get(keys[at])) is not None:
                 listener.tokens(indexes[at], first_positions[at], token_ids[at])
+
+
+def _move(unsent: dict[int, T], sent: MutableSequence[T], most: int, num_bytes: int) -> int:
+    """Move the first entries into a message, a large one without others. num_bytes: of entries that it has already.
+
+    Returns: those that it has then.
+    """
+    for key in list(itertools.islice(unsent, most)):
+        size = unsent[key].ByteSize()
+        if num_bytes and num_bytes + size > _MESSAGE_BYTES:
+            break
+        num_bytes += size
+        sent.append(unsent.pop(key))
+    return num_bytes

@@ -73,7 +73,7 @@ async def _first(call: _Call) -> worker_pb2.WatchEvent:
 
 
 def _proved(challenge: WatchChallenge, event: worker_pb2.WatchEvent) -> WorkerIdentity:
-    if event.WhichOneof("event") not in ("welcome", "identity"):
+    if event.WhichOneof("event") != "welcome":
         raise WorkerLost("its first message was not its identity")
     try:
         identity = _identity(challenge.read(event))
@@ -103,7 +103,7 @@ async def introduce(channel: ServiceChannel, peer: WorkerIdentity) -> None:
         readable(
             await channel.unary_unary(
                 MEET,
-                worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.address),
+                worker_pb2.MeetRequest(worker_id=peer.worker_id, epoch=peer.epoch, address=peer.attach_address),
                 timeout=MEET_TIMEOUT_S,
             )
         )
@@ -116,20 +116,12 @@ def _identity(message: worker_pb2.Identity) -> WorkerIdentity:
     for name in ("max_local_prefill_tokens", "data_parallel_rank"):
         if not message.HasField(name):
             fields[name] = None
-    for name, is_known in (
-        ("max_num_seqs", message.max_num_seqs),
-        ("max_n_sequences", message.max_n_sequences),
-        ("max_logprobs", message.HasField("max_logprobs")),
-    ):
-        if not is_known:  # an older worker, which has the default
-            del fields[name]
     return WorkerIdentity(
         **fields
         | {
             "role": _ROLES.get(message.role),
             "layout": layout_from_wire(message.layout),
             "connectors": tuple(message.connectors),
-            "sampler_version": message.sampler_version or 1,  # workers of protocol version 2 do not send it
         }
     )
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
-from google.protobuf.message import Message
 
 from pdserve.common.kv_events import WorkerKey
-from pdserve.common.net.rpc import MAX_STREAMS_PER_CONNECTION
-from pdserve.common.net.service_channel import Method, ServiceChannel
-from pdserve.common.protocol import STEP_STREAM_VERSION
+from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
-from pdserve.common.security.peer_message import max_event_bytes
+from pdserve.common.request.step_wire import max_bulk_bytes
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.router.workers.step_stream import StepStream
-
-Req = TypeVar("Req", bound=Message)
-Res = TypeVar("Res", bound=Message)
 
 REPORT_LAG_S = 0.25
 """Greatest age of a load report on arrival, seconds: calls that ended within it may still be counted there."""
@@ -91,9 +83,9 @@ class LoadEstimate(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_POOLING_CALLS = MAX_STREAMS_PER_CONNECTION * 2 // 3
-"""Calls for embeddings, classes and scores that are open at a worker, at most: each is a stream of the connection, and the others
-are for large requests and sessions. A worker refuses streams beyond its limit, and a request may have thousands of inputs."""
+_POOLING_CALLS = 64
+"""Calls for embeddings, classes and scores that are open at a worker, at most: a request may have thousands of inputs, and a worker
+refuses calls when too many wait there."""
 
 
 class Worker:
@@ -105,17 +97,16 @@ class Worker:
         channel: ServiceChannel,
         load: WorkerLoad | None = None,
         adapters: KnownAdapters = NO_ADAPTERS,
-        *,
-        step_streams: bool = True,
     ) -> None:
-        """step_streams: use the worker's `StepStreamService`, if it serves ours."""
         self.identity = identity
         self.adapters = adapters
         """LoRA adapters that requests may name there."""
         self.channel = channel
-        serves_steps = step_streams and identity.step_stream_version == STEP_STREAM_VERSION
-        self.step_stream = StepStream(channel, str(self), identity.max_model_len) if serves_steps else None
-        """The stream of all calls; None if each call has a stream of its own."""
+        length = identity.max_model_len
+        self.step_stream = StepStream(channel, str(self), length)
+        """Calls whose requests and answers are small."""
+        self.bulk_stream = StepStream(channel, str(self), length, max_bulk_bytes(length, identity.vocab_size))
+        """Calls with large requests or answers, sessions and embeddings, for which nothing in the step stream waits."""
         self.pooling_room = asyncio.Semaphore(_POOLING_CALLS)
         """Taken by each call for an embedding while it is open; the others wait for it."""
         self.load = load or WorkerLoad()
@@ -138,11 +129,6 @@ class Worker:
 
     def __str__(self) -> str:
         return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
-
-    def bounded(self, method: Method[Req, Res]) -> Method[Req, Res]:
-        """The method with a limit of the size of this worker's events."""
-        limit = max_event_bytes(self.identity.max_model_len, self.identity.vocab_size)
-        return dataclasses.replace(method, max_response_bytes=limit)
 
     @property
     def key(self) -> WorkerKey:
@@ -215,8 +201,8 @@ class Worker:
         callbacks, self._on_lost = self._on_lost, set()
         for on_lost in callbacks:
             on_lost(self)
-        if self.step_stream is not None:
-            self.step_stream.close()
+        self.step_stream.close()
+        self.bulk_stream.close()
 
     def subscribe_lost(self, on_lost: Callable[[Worker], None]) -> Callable[[], None]:
         """Call `tell` when the worker is lost; the returned function unsubscribes."""

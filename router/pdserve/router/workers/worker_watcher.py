@@ -71,14 +71,11 @@ class WorkerWatcher:
         tls: ClientTls | None = None,
         *,
         found: bool = False,
-        step_streams: bool = True,
     ) -> None:
         """changed: called after `worker`, its state or `refused` changed.
 
         held: receives the worker's blocks; None if the directory does that. found: True if the address comes from a directory. The
         worker's identity must then contain it, since another process could relay the answers of a worker elsewhere.
-
-        step_streams: see `Worker`.
         """
         self.address = address
         self.role = role
@@ -90,7 +87,6 @@ class WorkerWatcher:
         self._held = held
         self._tls = tls
         self._found = found
-        self._step_streams = step_streams
         self._signer = CallSigner(expected.key)
         self._channel: grpc.aio.Channel | None = None
         self._tick: tuple[int, int] | None = None
@@ -200,7 +196,7 @@ class WorkerWatcher:
                 self._changed(self)
         elif moved:
             service = ServiceChannel(channel, self._signer, identity.key)
-            self.worker = Worker(identity, service, load, self._adapters, step_streams=self._step_streams)
+            self.worker = Worker(identity, service, load, self._adapters)
             self._last_warning = ""
             log.info("%s worker %s joined", self.role.value, self.worker)
             self._changed(self)

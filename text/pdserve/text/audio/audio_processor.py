@@ -13,9 +13,9 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.json_file import read_model_config
 from pdserve.common.request.audio import audio_feature, verify_samples
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
-from pdserve.text.audio.resampling import MAX_RATE, MIN_RATE, resampled
+from pdserve.text.audio.resampling import resampled
+from pdserve.text.audio.sound_file import MAX_RATE, MIN_RATE, SoundFile
 from pdserve.text.audio.transcript_prompt import TranscriptPrompt
-from pdserve.text.audio.wav_file import WavFile
 
 FIELD = "multi_modal_data"
 _ARCHITECTURE = "WhisperForConditionalGeneration"
@@ -74,16 +74,16 @@ class AudioProcessor:
         self.verify_length(len(samples), int(rate), where, field)
         return self._feature(samples, int(rate), where, field)
 
-    def process_wav(self, file: bytes, field: str) -> MultiModalFeatureSpec:
-        """file: a WAV file, whose channels are mixed. field: the client's name of it. Raises: as `process`."""
-        wav = self.wav(file, field)
-        return self._feature(wav.mono(), wav.rate, field, field)
+    def process_file(self, file: bytes, field: str) -> MultiModalFeatureSpec:
+        """file: as `SoundFile` reads it; channels are mixed. field: the client's name of it. Raises: as `process`."""
+        sound = self.sound_file(file, field)
+        return self._feature(sound.mono(field), sound.rate, field, field)
 
-    def wav(self, file: bytes, field: str) -> WavFile:
-        """The file, of which the header alone has been read. Arguments and errors: as of `process_wav`."""
-        wav = WavFile.read(file, field)
-        self.verify_length(wav.num_frames, wav.rate, field, field)
-        return wav
+    def sound_file(self, file: bytes, field: str) -> SoundFile:
+        """The file, only its header read. Arguments and errors: as of `process_file`."""
+        sound = SoundFile.read(file, field)
+        self.verify_length(sound.num_frames, sound.rate, field, field)
+        return sound
 
     def verify_length(self, num_samples: int, rate: int, where: str, field: str) -> None:
         """rate: samples per second. where, field: as of `process`. Raises: InvalidRequest for sound that is empty or too long."""

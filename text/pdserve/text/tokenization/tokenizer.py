@@ -15,7 +15,6 @@ from pdserve.common.json_file import MAX_TOKENIZER_BYTES, read_regular_file
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.text.outputs.detokenizer import ByteDetokenizer, IncrementalDetokenizer, WindowDetokenizer
 from pdserve.text.templates.chat_template import ChatTemplate
-from pdserve.text.templates.client_template import ClientTemplate
 from pdserve.text.tokenization.literal_specials import LiteralSpecials
 from pdserve.text.tokenization.long_text import PART_BYTES, LongText
 from pdserve.text.tokenization.pair_limit import PairLimit
@@ -245,19 +244,13 @@ class Tokenizer:
     ) -> str:
         """The prompt's text; `encode_chat` also returns its token ids. Arguments: as in `ChatTemplate.render`.
 
-        chat_template: a client's, which a process of its own renders; `hide` has no effect on it.
+        chat_template: in place of the model's.
         With tools, a template named `tool_use` is preferred to the default one. Raises: InvalidRequest if there is no template, and
         as `ChatTemplate.render`.
         """
-        if chat_template is not None:
-            return ClientTemplate(chat_template, self._named_tokens).render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                variables=variables,
-            )
         template = self._tool_template if tools is not None and self._tool_template else self._chat_template
+        if chat_template is not None:
+            template = self._given_template(chat_template)
         if template is None:
             raise InvalidRequest("this model has no chat template; send a prompt to the completions API", "messages")
         return template.render(
@@ -268,6 +261,13 @@ class Tokenizer:
             variables=variables,
             hide=hide,
         )
+
+    def _given_template(self, source: str) -> ChatTemplate:
+        """Raises: InvalidRequest when it does not compile."""
+        try:
+            return ChatTemplate(source, self._named_tokens, "chat_template", name="chat_template")
+        except ConfigError as error:
+            raise InvalidRequest(error.message, "chat_template") from error
 
     def encode_chat(
         self,

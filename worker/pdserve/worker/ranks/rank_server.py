@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pdserve.common.errors import TransferFailed
-from pdserve.engine.socket_frames import receive_frame, send_frame
-from pdserve.kv_transfer.connector import BlockRead, Grant, ReadOutcome
+from pdserve.common.ipc.frames import receive_frame, send_frame
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.worker.ranks.transfer_messages import (
     BeginRead,
@@ -90,16 +90,15 @@ class RankServer:
                 self._connectors.forget(connector, metadata)
 
     def _begin(self, begin: BeginRead) -> None:
-        read = self._connectors.read(
-            begin.connector,
+        order = ReadOrder(
             begin.metadata,
             begin.token,
             [block.block() for block in begin.blocks],
-            _ToRankZero(self, begin.read_id),
             begin.digest.digest(),
             parts=begin.parts,
             source_parts=begin.source_parts,
         )
+        read = self._connectors.read(begin.connector, order, _ToRankZero(self, begin.read_id))
         with self._lock:
             if begin.read_id in self._ended:
                 self._ended.remove(begin.read_id)

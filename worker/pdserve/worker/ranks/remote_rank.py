@@ -16,9 +16,10 @@ import msgspec
 
 from pdserve.common.device_event import DeviceEvent
 from pdserve.common.errors import PeerError, TransferFailed, WorkerLost
-from pdserve.engine.socket_frames import receive_frame, send_frame
+from pdserve.common.ipc.calls import Calls
+from pdserve.common.ipc.frames import receive_frame, send_frame
 from pdserve.kv_transfer.block_digest import BlockDigest
-from pdserve.kv_transfer.connector import BlockRead, BlockToRead, Grant, ReadListener, ReadOutcome
+from pdserve.kv_transfer.connector import BlockRead, Grant, ReadListener, ReadOrder, ReadOutcome
 from pdserve.worker.ranks.transfer_messages import (
     BeginRead,
     BlockValues,
@@ -63,7 +64,8 @@ class RemoteRank:
         self._call_ids = itertools.count()
         self._reads: dict[int, ReadListener] = {}
         self._fences: dict[int, Callable[[], None]] = {}
-        self._digests: dict[int, Future[list[int]]] = {}
+        self._calls = Calls()
+        """Digests that were asked for."""
         self._threads = [
             threading.Thread(target=run, name=f"rank-{rank}-{name}", daemon=True)
             for name, run in (("reader", self._read), ("writer", self._write))
@@ -84,21 +86,11 @@ class RemoteRank:
         self.send(GrantReads(token, parts))
         return _RemoteGrant(self, token)
 
-    def read(
-        self,
-        connector: str,
-        metadata: bytes,
-        token: bytes,
-        blocks: Sequence[BlockToRead],
-        listener: ReadListener,
-        digest: BlockDigest,
-        unused: DeviceEvent | None = None,
-        parts: int = 1,
-        source_parts: int = 1,
-    ) -> BlockRead:
-        """As `RankTransfers.read`. unused: of rank 0, whose step ends after every other rank has written its part."""
-        values = [BlockValues.of(block) for block in blocks]
-        of = DigestValues.of(digest)
+    def read(self, connector: str, order: ReadOrder, listener: ReadListener) -> BlockRead:
+        """As `RankTransfers.read`. `ReadOrder.unused` is that of rank 0, whose step ends after every other rank has written its
+        part."""
+        values = [BlockValues.of(block) for block in order.blocks]
+        of = DigestValues.of(order.digest)
         with self._lock:
             read_id = next(self._call_ids)
             has_ended = self._has_ended
@@ -107,20 +99,15 @@ class RemoteRank:
         if has_ended:
             listener.ended(ReadOutcome.FAILED, self._failure())
         else:
-            begin = BeginRead(read_id, connector, metadata, token, values, of, parts, source_parts)
-            self.send(begin, after=unused)
+            begin = BeginRead(
+                read_id, connector, order.metadata, order.token, values, of, order.parts, order.source_parts
+            )
+            self.send(begin, after=order.unused)
         return _RemoteRead(self, read_id)
 
     def digests(self, blocks: Sequence[int], first_index: int, digest: BlockDigest, parts: int) -> Future[list[int]]:
-        found: Future[list[int]] = Future()
-        with self._lock:
-            call_id = next(self._call_ids)
-            has_ended = self._has_ended
-            if not has_ended:
-                self._digests[call_id] = found
-        if has_ended:
-            found.set_exception(WorkerLost(self._failure().message))
-        else:
+        call_id, found = self._calls.open()
+        if not found.done():
             self.send(DigestBlocks(call_id, list(blocks), first_index, DigestValues.of(digest), parts))
         return found
 
@@ -188,11 +175,8 @@ class RemoteRank:
                 if (on_fenced := self._taken(self._fences, call_id)) is not None:
                     on_fenced()
             case DigestsFound(call_id, digests, error):
-                found = self._taken(self._digests, call_id)
-                if found is not None and error is not None:
-                    found.set_exception(TransferFailed(f"rank {self._rank}: {error}"))
-                elif found is not None:
-                    found.set_result(digests)
+                failure = None if error is None else TransferFailed(f"rank {self._rank}: {error}")
+                self._calls.answer(call_id, digests, failure)
 
     def _taken(self, waiting: dict[int, _T], call_id: int) -> _T | None:
         with self._lock:
@@ -204,7 +188,6 @@ class RemoteRank:
             self._has_ended = True
             reads, self._reads = self._reads, {}
             fences, self._fences = self._fences, {}
-            digests, self._digests = self._digests, {}
         outcome, cause = ReadOutcome.FAILED, self._failure()
         if self._is_closed:
             outcome = ReadOutcome.CANCELLED
@@ -212,8 +195,7 @@ class RemoteRank:
             listener.ended(outcome, None if self._is_closed else cause)
         for on_fenced in fences.values():
             on_fenced()
-        for found in digests.values():
-            found.set_exception(WorkerLost(cause.message))
+        self._calls.end(WorkerLost(cause.message))
         if not self._serves.done():
             self._serves.set_exception(ConnectionError(cause.message))
 

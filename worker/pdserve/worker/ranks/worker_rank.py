@@ -38,7 +38,7 @@ def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) 
     tls = settings.tls()
     connectors = make_connectors(settings, tls=tls)
     kv_cache = model.kv_caches[0]  # the same pool for all KV cache groups
-    serve_pool(connectors, kv_cache, settings.kv_ring_mib << 20, settings.kernels)
+    serve_pool(connectors, kv_cache, settings.limits.kv_ring_mib << 20, settings.kernels)
     if tls is not None:
         renewal = TlsRenewal(settings, tls)
         threading.Thread(target=lambda: asyncio.run(renewal.run()), name="certificates", daemon=True).start()

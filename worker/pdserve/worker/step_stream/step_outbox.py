@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from pdserve.common.errors import PdServeError, PeerError
 from pdserve.common.request.step_wire import MAX_EVENTS, StepEvent, StepTokens, merged
 
 MAX_UNSENT_BYTES = 64 << 20
-"""Bytes that a router may leave unread before its stream ends; its calls are then made elsewhere."""
+"""Bytes that a router may leave unread before its stream ends; its calls are then made elsewhere. Large events that wait for `room`
+are counted apart, and end the stream only if the router reads nothing."""
 ROOM_BYTES = 1 << 20
 """Unsent bytes above which `room` waits, and size at which a message ends."""
 LARGE_BYTES = 16 << 10
 """Size of an event from which on it waits for `room`."""
+UNREAD_S = 3.0
+"""Seconds for which a router may read nothing while more than `MAX_UNSENT_BYTES` of large events wait for it."""
 _MERGED_AT_ONCE = 4096
 """Unsent entries at which they are merged."""
 _ENTRY_BYTES = 192
@@ -25,11 +29,18 @@ class StepOutbox:
     """Used in the asyncio thread; `take` by one reader at a time."""
 
     def __init__(self, on_full: Callable[[], None], max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
-        """on_full: called once, when more than `max_unsent_bytes` are unsent; the stream then ends with an error."""
+        """on_full: called once, when more than `max_unsent_bytes` are unsent, or wait at their calls while the router has read
+        nothing for `UNREAD_S`; the stream then ends with an error."""
         self._on_full = on_full
         self._max_unsent_bytes = max_unsent_bytes
         self._entries: list[StepTokens | StepEvent] = []
         self._num_bytes = 0
+        self.num_waiting = 0
+        """Calls at which large events wait."""
+        self._num_held = 0
+        """Bytes of these events."""
+        self._unread_since: float | None = None
+        """When the router has last taken something, `time.monotonic()` seconds; None if nothing is unsent."""
         self._merge_at = _MERGED_AT_ONCE
         self._error: PdServeError | None = None
         self._has_ended = False
@@ -39,26 +50,55 @@ class StepOutbox:
 
     def tokens(self, key: int, index: int, first_position: int, token_ids: list[int]) -> None:
         """Add new tokens of a sequence. The list is not changed later."""
-        self._add(StepTokens(key, index, first_position, token_ids))
+        self.add(StepTokens(key, index, first_position, token_ids))
 
     def event(self, event: StepEvent) -> None:
         """Add an event of a call."""
-        self._add(event)
+        self.add(event)
 
-    def _add(self, entry: StepTokens | StepEvent) -> None:
+    def begin_waiting(self) -> None:
+        """Large events wait at one more call, whatever their number."""
+        self.num_waiting += 1
+
+    def end_waiting(self) -> None:
+        """Nothing waits at that call any more."""
+        self.num_waiting -= 1
+        self._wake()
+
+    def hold(self, entry: StepTokens | StepEvent) -> int:
+        """Count an output that waits at its call; returns its bytes, for `release`. Fails if the router has not read for long."""
+        num_bytes = _size(entry)
+        self._num_held += num_bytes
+        since, now = self._unread_since, time.monotonic()
+        if self._num_held > self._max_unsent_bytes and since is not None and now - since > UNREAD_S:
+            self._fail_unread()
+        return num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """An output that was held is added, or dropped."""
+        self._num_held -= num_bytes
+
+    def add(self, entry: StepTokens | StepEvent) -> None:
+        """Add an output of a call."""
         if self._error is not None:
             return
         self._entries.append(entry)
+        if self._unread_since is None:
+            self._unread_since = time.monotonic()
         self._num_bytes += _size(entry)
         if len(self._entries) >= self._merge_at:
             self._merge()
         if self._num_bytes > ROOM_BYTES:
             self._room.clear()
         if self._num_bytes > self._max_unsent_bytes:
-            self.fail(PeerError(f"the router left more than {self._max_unsent_bytes} bytes of its stream unread"))
-            self._on_full()
+            self._fail_unread()
         else:
             self._wake()
+
+    def _fail_unread(self) -> None:
+        if self._error is None:
+            self.fail(PeerError(f"the router left more than {self._max_unsent_bytes} bytes of its stream unread"))
+            self._on_full()
 
     def _merge(self) -> None:
         self._entries = merged(self._entries)
@@ -80,7 +120,7 @@ class StepOutbox:
         self._wake()
 
     def end(self) -> None:
-        """`take` returns None after everything that was added."""
+        """`take` returns None after everything that was added, or waits at its call."""
         self._has_ended = True
         self._wake()
 
@@ -93,7 +133,7 @@ class StepOutbox:
 
         Raises: see `fail`.
         """
-        while not self._entries and self._error is None and not self._has_ended:
+        while not self._entries and self._error is None and not (self._has_ended and not self.num_waiting):
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -105,6 +145,7 @@ class StepOutbox:
             return None
         entries, num_bytes = self._first()
         self._num_bytes -= num_bytes
+        self._unread_since = time.monotonic() if self._entries else None
         if self._num_bytes <= ROOM_BYTES:
             self._room.set()
         if not self._entries:

@@ -1,16 +1,14 @@
-"""`StepStreamServicer`: all calls of a router over one stream."""
+"""`StepStreamServicer`: all calls of a router, over its step stream and its bulk stream; both are served alike."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NamedTuple
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.method_handler import Context
-from pdserve.common.request.step_wire import MAX_COMMANDS, step_outputs
-from pdserve.common.security.peer_message import parsed
+from pdserve.common.request.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, step_outputs
 from pdserve.v1 import step_stream_pb2, step_stream_pb2_grpc
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.step_stream.step_outbox import StepOutbox
@@ -24,23 +22,23 @@ _CALL_BYTES = 4 << 10
 """Cost of the begin of a call, in bytes of submissions."""
 
 
-class CallHandler(NamedTuple):
-    """A kind of call that a role serves."""
-
-    parse: Callable[[bytes], Any]
-    """`FromString` of the message that begins it."""
-    begin: Callable[[Any, StepCall], None]
-    """Begins a call and returns at once. Raises: PdServeError, which ends the call."""
+BeginCall = Callable[[step_stream_pb2.Submission, StepCall], None]
+"""Begins a call of one kind and returns at once. Raises: PdServeError, which ends the call."""
 
 
 class StepStreamServicer(step_stream_pb2_grpc.StepStreamServiceServicer):
     """Serves `StepStreamService`."""
 
-    def __init__(self, handlers: Mapping[str, CallHandler]) -> None:
-        """handlers: by the fields of `Submission`."""
+    def __init__(self, handlers: Mapping[str, BeginCall]) -> None:
+        """handlers: by the kinds of `Submission.call`."""
         self._handlers = handlers
         self._streams: set[_Stream] = set()
         self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls whose large events routers have not read yet."""
+        return sum(stream.outbox.num_waiting for stream in self._streams)
 
     def close(self) -> None:
         """End each stream after what its calls have sent."""
@@ -68,7 +66,7 @@ class StepStreamServicer(step_stream_pb2_grpc.StepStreamServiceServicer):
 class _Stream:
     """The calls of one stream."""
 
-    def __init__(self, handlers: Mapping[str, CallHandler]) -> None:
+    def __init__(self, handlers: Mapping[str, BeginCall]) -> None:
         self._handlers = handlers
         self._calls: dict[int, StepCall] = {}
         self.outbox = StepOutbox(on_full=self.end)
@@ -108,7 +106,7 @@ class _Stream:
                     call.cancel()
             for ended in commands.ended_sequences:
                 if (call := self._calls.get(ended.key)) is not None:
-                    call.on_ended_sequences(ended.indexes)
+                    call.on_ended_sequences(ended.indexes, ended.turn if ended.HasField("turn") else None)
         except Exception as error:
             log.exception("a message of a step stream failed")
             raise InternalError(f"the worker failed: {type(error).__name__}") from error
@@ -121,6 +119,11 @@ class _Stream:
                 return
             num_bytes += _CALL_BYTES + submission.ByteSize()
             self._begin(submission)
+        for turn in commands.turns:
+            if (call := self._calls.get(turn.key)) is not None:
+                if call.on_turn is None:
+                    raise InvalidRequest(f"turn.key is {turn.key}, and that call is no session", "key")
+                call.on_turn(turn.request)
 
     def _begin(self, submission: step_stream_pb2.Submission) -> None:
         key = submission.key
@@ -130,13 +133,13 @@ class _Stream:
             )
         self._last_key = key
         call = self._calls[key] = StepCall(key, self.outbox, self._forget)
-        kind = submission.WhichOneof("message")
+        kind = submission.WhichOneof("call")
         handler = None if kind is None else self._handlers.get(kind)
         try:
             if kind is None or handler is None:
                 known = ", ".join(self._handlers)
-                raise InvalidRequest(f"submission has {kind or 'no message'}, this worker takes {known}", "submission")
-            handler.begin(parsed(f"a {kind} of a step stream", handler.parse, getattr(submission, kind)), call)
+                raise InvalidRequest(f"a submission has {kind or 'no call'}, this worker takes {known}", "call")
+            handler(submission, call)
         except PdServeError as error:
             call.end(error)
         except Exception as error:
@@ -148,11 +151,12 @@ class _Stream:
 
 def _verify_counts(commands: step_stream_pb2.StepCommands) -> None:
     """Raises: InvalidRequest for more entries than a message may have."""
-    counts = {
-        "submissions": len(commands.submissions),
-        "cancelled": len(commands.cancelled),
-        "ended_sequences": sum(len(ended.indexes) or 1 for ended in commands.ended_sequences),
-    }
-    for field, count in counts.items():
-        if count > MAX_COMMANDS:
-            raise InvalidRequest(f"{field} has {count} entries, a message may have at most {MAX_COMMANDS}", field)
+    ended = sum(len(ended.indexes) or 1 for ended in commands.ended_sequences)
+    for field, count, limit in (
+        ("submissions", len(commands.submissions), MAX_SUBMISSIONS),
+        ("cancelled", len(commands.cancelled), MAX_COMMANDS),
+        ("ended_sequences", ended, MAX_COMMANDS),
+        ("turns", len(commands.turns), MAX_COMMANDS),
+    ):
+        if count > limit:
+            raise InvalidRequest(f"{field} has {count} entries, a message may have at most {limit}", field)

@@ -9,7 +9,7 @@ from pdserve.worker.telemetry.call_stats import CallStats
 
 def trace_call(tracing: Tracing, record: CallStats, worker_id: str, block_bytes: int) -> None:
     """Make a span per stage of the call, if the caller's trace is sampled."""
-    parent = tracing.below(record.trace_headers)
+    parent = tracing.below(record.request.trace_headers)
     if parent is None:
         return
     for stage in record.stages():

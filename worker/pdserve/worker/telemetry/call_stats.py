@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from pdserve.common.errors import Cancelled, InternalError, PdServeError
@@ -17,7 +17,8 @@ from pdserve.common.request.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
 )
-from pdserve.worker.engine_host.engine_host import NOTHING_MORE, ReceivedBlocks, RequestEnd
+from pdserve.worker.engine_client import NOTHING_MORE, RequestEnd
+from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
 
 Call = Literal["prefill", "decode"]
 
@@ -56,17 +57,10 @@ class PassedSpan(NamedTuple):
 class CallStats:
     """Record of one call. Enter it around the call; `close` it when the engine has removed the request."""
 
-    def __init__(
-        self,
-        call: Call,
-        request: EngineCoreRequest,
-        trace_headers: Mapping[str, str],
-        on_closed: Callable[[CallStats], None],
-    ) -> None:
+    def __init__(self, call: Call, request: EngineCoreRequest, on_closed: Callable[[CallStats], None]) -> None:
         """on_closed: called once with these stats after `close`."""
         self.call = call
         self.request = request
-        self.trace_headers = trace_headers
         self.transfer: ReceivedBlocks | None = None
         """The transfer of a decode call whose KV comes from another worker, once it is closed; else None."""
         self.moments: dict[str, float] = {"queued": request.arrival_time}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 from pdserve.common.request.engine_types import EngineCoreRequest
-from pdserve.common.request.trace_headers import valid_trace_headers
-from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.worker.engine_client import EngineClient
@@ -20,21 +17,14 @@ log = logging.getLogger(__name__)
 class WorkerTelemetry(ServiceTelemetry):
     """Telemetry of one worker."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        identity: WorkerIdentity,
-        engine: EngineClient,
-    ) -> None:
-        """Raises: ConfigError for an invalid collector."""
-        super().__init__(settings, identity.role_name, identity.worker_id)
+    def __init__(self, identity: WorkerIdentity, engine: EngineClient) -> None:
+        super().__init__(identity.role_name, identity.worker_id)
         self._identity = identity
         self._metrics = WorkerMetrics(self._registry, identity, engine)
 
-    def call(self, call: Call, request: EngineCoreRequest, metadata: Mapping[str, str]) -> CallStats:
-        """Begin the record of a call. metadata: the call's metadata, names in lower case."""
-        headers = valid_trace_headers(metadata) or request.trace_headers
-        return CallStats(call, request, headers, self._closed)
+    def call(self, call: Call, request: EngineCoreRequest) -> CallStats:
+        """Begin the record of a call, or of a session's turn."""
+        return CallStats(call, request, self._closed)
 
     def _closed(self, record: CallStats) -> None:
         self._metrics.call(record)

@@ -22,7 +22,7 @@ def verify_encoder_decoder(settings: WorkerSettings, config: ModelConfig) -> Non
         ("enable_prompt_embeds", settings.enable_prompt_embeds, "its encoder reads token ids"),
         (
             "long_prefill_token_threshold",
-            settings.long_prefill_token_threshold > 0,
+            settings.limits.long_prefill_token_threshold > 0,
             "its prompts are encoded in one step",
         ),
         ("kv_cache_mib", takes_rest, "its largest step is not measured: the setting is needed"),

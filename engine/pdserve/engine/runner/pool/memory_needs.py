@@ -118,7 +118,9 @@ def adapter_targets(folder: Path, settings: WorkerSettings, shard: RankShard = W
         quantization=settings.quantization,
         shard=shard,
     )
-    return with_lora_targets(decoder, max_loras=settings.max_loras, max_rank=settings.max_lora_rank, shard=shard)[1]
+    return with_lora_targets(
+        decoder, max_loras=settings.limits.max_loras, max_rank=settings.limits.max_lora_rank, shard=shard
+    )[1]
 
 
 def draft_model_bytes(
@@ -160,7 +162,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
         step=settings.step_tokens * hidden * TORCH_DTYPES[config.dtype].itemsize
         + (settings.max_num_seqs + settings.step_drafts) * config.vocab_size * _LOGITS_BYTES * _LOGITS_COPIES,
         process=CUDA_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
-        transfers=(settings.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
+        transfers=(settings.limits.kv_ring_mib << 20) + _SEND_BYTES if on_gpu else 0,
         host_tier=settings.kv_host_mib << 20,
         on_gpu=on_gpu,
         ranks=shard.size,

@@ -165,7 +165,7 @@ class PoolBudget:
             shapes = graph_shapes(settings.max_num_seqs, settings.step_tokens, steps.max_model_len)
             largest = max((shape.num_tokens for shape in shapes if shape.most_chunks is not None), default=0)
             graphs = max(decode, prefill * largest // settings.step_tokens) + len(shapes) * GRAPH_BYTES
-        return cls(total, total - free, step, graphs, settings.kv_ring_mib << 20)
+        return cls(total, total - free, step, graphs, settings.limits.kv_ring_mib << 20)
 
     def pool_bytes(self, settings: WorkerSettings, block_bytes: int, image_bytes: int = 0) -> int:
         """Bytes that `gpu_memory_utilization` leaves for the pool. image_bytes: needed by the vision encoder.

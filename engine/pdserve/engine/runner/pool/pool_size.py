@@ -59,7 +59,7 @@ def pool_size(
         num_blocks = settings.num_blocks * model.num_layers // groups[0].layout.num_layers
     if num_blocks < 2:
         raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes")
-    step_tokens = min(settings.long_prefill_token_threshold or settings.step_tokens, settings.step_tokens)
+    step_tokens = min(settings.limits.long_prefill_token_threshold or settings.step_tokens, settings.step_tokens)
     specs = [group.spec for group in groups]
     pool_tokens = max_sequence_tokens(specs, num_blocks, settings.block_size, step_tokens)
     if isinstance(model, EncoderDecoderConfig):

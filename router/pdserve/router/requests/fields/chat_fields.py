@@ -29,7 +29,6 @@ class ChatFields(msgspec.Struct, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
-    chat_template: str | None = None
 
     def prompt(self, forced_calls: ForcedCalls) -> tuple[ChatInput, ToolUse]:
         """The prompt, and the effect of the tools. forced_calls: texts around the calls that `tool_choice` forces.
@@ -51,7 +50,6 @@ class ChatFields(msgspec.Struct, kw_only=True):
             tools=use.tools,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
-            chat_template=self.chat_template,
         )
         return prompt, use
 

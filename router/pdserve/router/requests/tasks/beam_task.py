@@ -64,9 +64,7 @@ class BeamPromptTask(PromptTask):
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    def _resumed(
-        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
-    ) -> GenerationRequest:
+    def _resumed(self, request: GenerationRequest, retry_state: RetryState) -> GenerationRequest:
         index = retry_state.index or 0
         token_ids = list(self._live[index].token_ids)
         sampling = msgspec.structs.replace(self._step.sampling_params, max_tokens=len(token_ids) + 1)

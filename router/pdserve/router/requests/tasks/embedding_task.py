@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from array import array
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
 from pdserve.common import timeline as moments
-from pdserve.common.errors import Cancelled, DeadlineExceeded, Draining, InternalError, PdServeError, WorkerLost
-from pdserve.common.kv_events import WorkerKey
+from pdserve.common.errors import Cancelled, Draining, InternalError, PdServeError, WorkerLost
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.admission.place import Cost, RunningPlace
+from pdserve.router.admission.place import Cost
 from pdserve.router.admission.shared_admission import RequestAdmission
-from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, backoff_s
-from pdserve.router.attempts.crash_guard import CrashGuard
+from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.embed_call import Embedded, embed
-from pdserve.router.placement.routing_decision import RoutingDecision
+from pdserve.router.placement.placement import Placement
 from pdserve.router.placement.worker_selector import pooling_workers
-from pdserve.router.requests.client_error import as_client_sees
-from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
+from pdserve.router.requests.preparation import ClientRequest, Limits
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.request_services import RequestServices
-from pdserve.router.requests.tasks.prompt_task import WAIT_FOR_WORKER_S
+from pdserve.router.requests.tasks.placed_task import PlacedTask
+from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.router.workers.worker import Worker
-
-log = logging.getLogger(__name__)
 
 
 class EmbeddingInput:
@@ -59,180 +55,106 @@ class EmbeddingInput:
         return self.request.timeout_s
 
 
-class EmbeddingTask:
-    """Serves one input. `run` once."""
+class EmbeddingTask(PlacedTask["array[float]"]):
+    """Serves one input: its vector, in float32, whatever its task. `run` once."""
+
+    roles = (WorkerRole.PREFILL,)
 
     def __init__(self, served: EmbeddingInput, services: RequestServices, late_s: float = 0.0) -> None:
         """late_s: seconds since the request began, which reduce the time that the client gave."""
-        self._input = served
-        self._request_id = served.request_id
-        self._timeline = served.timeline
-        self._record = served.record
-        timeout_s = max(0.0, served.timeout_s - late_s)
-        self._request = msgspec.structs.replace(served.request, timeout_s=timeout_s)
-        self._services = services
-        self._holds: RunningPlace | None = None
-        self._prepared: dict[tuple[str, int], HashedRequest] = {}
-        self._crash_guard = CrashGuard(services.deny_list, services.fleet, services.company, self._request.client)
-        self._full = FullWorkers(services.settings.queue_timeout_s)
+        self._asked_s = served.timeout_s
+        request = msgspec.structs.replace(served.request, timeout_s=max(0.0, served.timeout_s - late_s))
+        super().__init__(served.request_id, request, services, served.record, served.timeline, served.usage)
+        self._embedded: Embedded | None = None
 
     async def run(self) -> array[float]:
-        """The vector, in float32. Raises: PdServeError."""
+        """Raises: PdServeError."""
         try:
-            async with asyncio.timeout(self._request.timeout_s) as deadline:
-                self._record.deadline = deadline
-                return await self._serve()
-        except TimeoutError:
-            expired = deadline.expired()
-            error: PdServeError = self._too_late() if expired else InternalError("something timed out in the router")
-        except PdServeError as failed:
-            error = failed
-        except Exception:
-            log.exception("request %s failed in the router", self._request_id)
-            error = InternalError("internal error; the router's log has the details")
+            return await self.served()
         finally:
             # the record outlives the timer, and what the timer refers to
             self._record.deadline = None
-        self._record.error = error
-        raise as_client_sees(error, self._request_id)
 
-    async def _serve(self) -> array[float]:
-        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self._workers()))
+    async def serve(self) -> array[float]:
+        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self.workers()))
         request = self._services.preparation.complete_embedding(
-            self._request_id, self._request, token_ids, await self._limits()
+            self.request_id, self._request, token_ids, await self.limits()
         )
         token_ids = request.prompt_token_ids
-        self._input.usage.prompt_tokens = len(token_ids)
-        self._timeline.mark(moments.TOKENIZED)
+        self.usage.prompt_tokens = len(token_ids)
+        self.timeline.mark(moments.TOKENIZED)
         self._record.tokenized(len(token_ids))
-        cost = Cost(num_blocks=self._num_blocks(len(token_ids)), num_tokens=len(token_ids))
+        num_blocks = max((worker.num_prompt_blocks(len(token_ids)) for worker in self.workers()), default=0)
         async with self._services.admission.place(
-            cost, raise_when_no_worker=self._raise_when_no_worker, client=self._request.client
+            Cost(num_blocks=num_blocks, num_tokens=len(token_ids)),
+            raise_when_no_worker=self._raise_when_no_worker,
+            client=self._request.client,
         ) as self._holds:
-            self._timeline.mark(moments.ADMITTED)
+            self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            adapted = await self._services.models.with_adapter(request, self._patience_s, (WorkerRole.PREFILL,))
-            embedded = await self._attempts(adapted)
-        self._timeline.mark(moments.FINISHED)
+            adapted = await self._services.models.with_adapter(request, self.patience_s, self.roles)
+            await self.until_served(adapted, RetryState())
+        if self._embedded is None:
+            raise InternalError("an embedding without a vector")
+        self.timeline.mark(moments.FINISHED)
         if not self._request.cache.is_shared:
-            self._input.usage.cached_tokens = embedded.num_cached_tokens
-        self._record.embedded(embedded.num_cached_tokens)
-        return embedded.values
+            self.usage.cached_tokens = self._embedded.num_cached_tokens
+        self._record.embedded(self._embedded.num_cached_tokens)
+        return self._embedded.values
 
-    async def _attempts(self, request: GenerationRequest) -> Embedded:
-        """Attempt after attempt until one serves the request. Raises: PdServeError."""
-        blamed: frozenset[WorkerKey] = frozenset()
-        number = num_counted = 0
-        while True:
-            started_unix_ns = now_unix_ns()
-            decision = await self._place(request, number, blamed)
-            worker = decision.placement.prefill
-            if worker is None:
-                raise InternalError("a placement without a prefill worker")
-            self._timeline.mark(moments.PLACED)
-            self._record.routed(started_unix_ns, decision.policy, decision.placement, decision.attributes)
-            prepared = self._hashed(request, worker.identity.layout).request
-            self._services.deny_list.check(self._request.client, prepared.request_digest)
-            if not prepared.remaining_s:
-                raise self._too_late()
-            record = self._record.attempt(number, decision.placement)
-            try:
-                with record, self._services.company.serving(self._crash_guard, decision.placement):
-                    return await self._attempt(record.with_trace_headers(prepared), number, decision, worker)
-            except AttemptFailed as failure:
-                number += 1
-                if (full := failure.refused_by) is not None:
-                    await self._full.refused(full, failure.error)
-                    continue
-                log.info("request %s: attempt %d failed: %s", self._request_id, number - 1, failure)
-                num_counted += 1
-                self._crash_guard.count(failure, prepared.request_digest)
-                if not failure.error.retryable or num_counted >= self._services.settings.max_attempts:
-                    raise failure.error from failure
-            blamed = frozenset((worker.key,))
-            await asyncio.sleep(backoff_s(num_counted))
-
-    async def _attempt(
-        self, prepared: GenerationRequest, number: int, decision: RoutingDecision, worker: Worker
-    ) -> Embedded:
-        """Raises: AttemptFailed."""
-        reservation = worker.reserve(decision.placement.prefill_share)
-        if self._holds is not None:
-            self._holds.placed()
+    async def attempt(self, number: int, prepared: GenerationRequest, placement: Placement) -> None:
+        worker = placement.prefill
+        if worker is None:
+            raise InternalError("a placement without a prefill worker")
+        reservation = worker.reserve(placement.prefill_share)
         try:
-            embedded = await embed(worker, prepared, number)
+            self._embedded = await embed(worker, prepared, number)
         except CallFailed as failure:
             if isinstance(failure.error, Draining):
                 worker.refuse_more()
             raise AttemptFailed(failure.error, worker, died=failure.died) from failure
         finally:
             reservation.end()
-        self._timeline.merge(embedded.moments)
-        return embedded
+        self.timeline.merge(self._embedded.moments)
 
-    async def _limits(self) -> Limits:
-        limits = await self._services.fleet.wait_for_worker(lambda: Limits.of(self._workers()), self._patience_s)
-        if limits is None:
-            raise self._no_worker()
-        return limits
-
-    async def _place(self, request: GenerationRequest, attempt: int, blamed: frozenset[WorkerKey]) -> RoutingDecision:
-        def look() -> RoutingDecision | None:
-            return self._services.selector.place(
-                self._request_id,
-                attempt,
-                tenant=self._request.client.tenant,
-                num_tokens=len(request.prompt_token_ids),
-                max_tokens=0,
-                hashes=lambda layout: self._known_hashes(request, layout),
-                blamed=blamed | self._full.keys,
-                dead=self._crash_guard.unfit,
-                pooling=self._pooling,
-                adapter=(request.lora_name, request.lora_fingerprint),
-            )
-
-        while (decision := await self._services.fleet.wait_for_worker(look, self._patience_s)) is None:
-            if self._crash_guard.unfit == self._crash_guard.workers:
-                raise self._no_worker()
-        return decision
-
-    async def _raise_when_no_worker(self) -> None:
-        """Runs while the request waits for a place. Never returns. Raises: WorkerLost when no worker could serve it."""
-        await self._services.fleet.wait_until_absent(
-            lambda: self._services.selector.has_workers(pooling=self._pooling), self._patience_s
-        )
-        raise self._no_worker()
+    def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
+        return {
+            "num_tokens": len(request.prompt_token_ids),
+            "max_tokens": 0,
+            "hashes": lambda layout: self._known_hashes(request, layout),
+            "pooling": self._pooling,
+        }
 
     def _known_hashes(self, request: GenerationRequest, layout: KvLayout) -> list[bytes]:
         """Block hashes that may be served from cache; none for mean pooling, which needs every hidden state."""
         pooling = request.pooling_params
-        return [] if pooling and not pooling.reads_prefix_cache else self._hashed(request, layout).placement_hashes
+        return [] if pooling and not pooling.reads_prefix_cache else self.hashed(request, layout).placement_hashes
 
-    def _hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
-        key = (layout.model_fingerprint, layout.block_size)
-        if key not in self._prepared:
-            self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout)
-        return self._prepared[key]
+    async def _raise_when_no_worker(self) -> None:
+        """Runs while the request waits for a place. Never returns. Raises: WorkerLost when no worker could serve it."""
+        await self._services.fleet.wait_until_absent(
+            lambda: self._services.selector.has_workers(pooling=self._pooling), self.patience_s
+        )
+        raise self.no_worker()
 
-    def _workers(self) -> list[Worker]:
-        return pooling_workers(self._services.fleet.workers(WorkerRole.PREFILL), self._pooling)
+    def workers(self) -> list[Worker]:
+        return pooling_workers(super().workers(), self._pooling)
 
     @property
     def _pooling(self) -> PoolingParams:
         return self._request.pooling_params or PoolingParams()
 
     @property
-    def _patience_s(self) -> float:
-        """How long to wait for a worker, seconds: 0 in a fleet without prefill workers."""
-        return WAIT_FOR_WORKER_S if self._services.fleet.counts()[WorkerRole.PREFILL.value]["addresses"] else 0.0
+    def patience_s(self) -> float:
+        """0 in a fleet without prefill workers."""
+        has_any = self._services.fleet.counts()[WorkerRole.PREFILL.value]["addresses"]
+        return super().patience_s if has_any else 0.0
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return max((worker.num_prompt_blocks(num_tokens) for worker in self._workers()), default=0)
+    @property
+    def timeout_s(self) -> float:
+        return self._asked_s
 
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request was not done within {self._input.timeout_s:g} s")
-
-    def _no_worker(self) -> WorkerLost:
+    def no_worker(self) -> WorkerLost:
         what = "embeddings" if self._pooling.is_embedding else "classes"
         return WorkerLost(
             f"{what} are computed by prefill workers, and none could serve this: "

@@ -1,55 +1,35 @@
-"""One request from its prompt to its last token: prepared, placed, and attempted until it ends."""
+"""`PromptTask`: one prompt and the text that follows it, into the stream of its client."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
+from typing import Any
 
 import msgspec
 
 from pdserve.common import timeline as moments
-from pdserve.common.errors import (
-    AdapterUnavailable,
-    DeadlineExceeded,
-    Evicted,
-    InternalError,
-    InvalidRequest,
-    PdServeError,
-    WorkerLost,
-)
-from pdserve.common.kv_layout import KvLayout
+from pdserve.common.errors import InternalError, InvalidRequest, PdServeError, WorkerLost
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.structured_outputs import FIELD as STRUCTURED_OUTPUTS
-from pdserve.common.timeline import Timeline, now_unix_ns
+from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.admission.place import Cost, RunningPlace
+from pdserve.router.admission.place import Cost
 from pdserve.router.attempts.attempt import Attempt
-from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
 from pdserve.router.attempts.call_events import Outputs, PromptLogprobs
-from pdserve.router.attempts.crash_guard import CrashGuard
-from pdserve.router.placement.placement import PlacementHint
-from pdserve.router.placement.routing_decision import RoutingDecision
-from pdserve.router.requests.client_error import as_client_sees
+from pdserve.router.placement.placement import Placement
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
+from pdserve.router.requests.preparation import ClientRequest, Limits
 from pdserve.router.requests.request_services import RequestServices
+from pdserve.router.requests.tasks.placed_task import PlacedTask
 from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.text.best_of import best
-from pdserve.text.outputs.output_processor import OutputProcessor, PositionConflict
+from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.outputs.request_output import CompletionOutput
 
-log = logging.getLogger(__name__)
 
-WAIT_FOR_WORKER_S = 5.0
-"""Seconds for which a request waits for a worker that may serve it, if none is being started (`Fleet.wait_for_worker`)."""
-MAX_EVICTIONS = 16
-"""Evictions of one request that do not count as failed attempts: each let other sequences continue."""
-
-
-class PromptTask:
+class PromptTask(PlacedTask[None]):
     """Serves one prompt into the choices of a client's stream that belong to it. `run` once.
 
     A session's turn has the same life from tokens to metrics; it overrides `token_ids_before`, `attempts`, `raise_when_no_worker`.
@@ -64,49 +44,24 @@ class PromptTask:
         services: RequestServices,
         record: RequestTrace,
     ) -> None:
-        self.request_id = request_id
-        self.usage = Usage()
-        self.timeline = Timeline()
+        timeline = Timeline()
+        super().__init__(request_id, request, services, record.run(timeline), timeline, Usage())
         self._first_choice = first_choice
-        self._request = request
         self._stream = stream
-        self._services = services
         self.num_choices = request.sampling_params.n
         """Sequences that the client gets."""
         self.num_sequences = request.sampling_params.num_sequences
         self._processor: OutputProcessor | None = None
-        self._holds: RunningPlace | None = None
-        self._prepared: dict[tuple[str, int, int, int], HashedRequest] = {}
-        """(layout, sequence, length of the client's output) -> hashed request."""
         self._begun: set[int] = set()
         """Sequences of which the client has output."""
-        self._numbers = itertools.count()
-        """Numbers of attempts."""
-        self._crash_guard = CrashGuard(
-            services.deny_list, services.fleet, services.company, request.client, request.sampling_params
-        )
-        self._full = FullWorkers(services.settings.queue_timeout_s)
-        self._record = record.run(self.timeline)
 
     async def run(self) -> None:
         """Push everything, then end the choice; every error but cancellation ends in the stream."""
         try:
-            async with asyncio.timeout(self._request.timeout_s) as deadline:
-                self._record.deadline = deadline
-                with self._services.preparation.holding_images(self._request):
-                    await self._serve()
+            await self.served()
             self._stream.end_run()
-        except TimeoutError:
-            self._fail(self.too_late() if deadline.expired() else InternalError("something timed out in the router"))
         except PdServeError as error:
-            self._fail(self._in_the_clients_words(error))
-        except Exception:
-            log.exception("request %s failed in the router", self.request_id)
-            self._fail(InternalError("internal error; the router's log has the details"))
-
-    def _fail(self, error: PdServeError) -> None:
-        self._record.error = error
-        self._stream.fail(as_client_sees(error, self.request_id))
+            self._stream.fail(error)
 
     def _in_the_clients_words(self, error: PdServeError) -> PdServeError:
         """The parameters with the form as `structured_outputs`, by whatever field the client asked for it."""
@@ -115,15 +70,14 @@ class PromptTask:
             return type(error)(f"{field}: {error.message}", field)
         return error
 
-    @property
-    def timeout_s(self) -> float:
-        """The client's deadline, seconds from the start of the request."""
-        return self._request.timeout_s
+    async def serve(self) -> None:
+        with self._services.preparation.holding_images(self._request):
+            await self._serve()
 
     async def _serve(self) -> None:
         before = self.token_ids_before
-        token_ids = await self._services.preparation.tokenize(self._request, self._limits_now(), len(before))
-        bad_words, limits = await self._services.preparation.bad_words(self._request), await self._limits()
+        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self.workers()), len(before))
+        bad_words, limits = await self._services.preparation.bad_words(self._request), await self.limits()
         request = self._services.preparation.complete(
             self.request_id, self._request, token_ids, limits, bad_words, len(before)
         )
@@ -161,7 +115,7 @@ class PromptTask:
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
-            adapted = await self._services.models.with_adapter(request, WAIT_FOR_WORKER_S)
+            adapted = await self._services.models.with_adapter(request, self.patience_s)
             await self.attempts(adapted, self._processor, RetryState())
 
     @property
@@ -174,120 +128,56 @@ class PromptTask:
 
         Raises: PdServeError.
         """
-        while True:
-            started_unix_ns = now_unix_ns()
-            number = next(self._numbers)
-            resumed = self._resumed(request, processor, retry_state)
-            decision = await self.place(resumed, number, retry_state)
-            placement = decision.placement
-            self.timeline.mark(moments.PLACED)
-            self._record.routed(started_unix_ns, decision.policy, placement, decision.attributes)
-            layout = placement.layout
-            prompt_digest = self.hashed(request, layout).request.request_digest
-            self._services.deny_list.check(self._request.client, prompt_digest)
-            prepared = self.hashed(resumed, layout).request
-            if not prepared.remaining_s:
-                # workers refuse a request without time
-                raise self.too_late()
-            record = self._record.attempt(number, placement, len(resumed.output_token_ids))
-            if self._holds is not None:
-                self._holds.placed()
-            if (
-                not request.sampling_params.greedy
-                and len(placement.sampler_versions | retry_state.sampler_versions) > 1
-            ):
-                self._record.sampled_by_other()
-            num_tokens = processor.num_output_tokens
-            attempt = Attempt(
-                number, record.with_trace_headers(prepared), placement, self.timeline, self.relay, self._relay_prompt
-            )
-            try:
-                with record, self._services.company.serving(self._crash_guard, placement):
-                    await attempt.run()
-                self._services.selector.bandwidth.landed(attempt.transfer_bytes, self.timeline)
-                return
-            except PrefillNeeded as needed:
-                retry_state.hint, retry_state.blamed = PlacementHint.REMOTE, frozenset()
-                retry_state.num_uncounted += 1
-                if retry_state.num_uncounted <= self._services.settings.max_attempts:
-                    continue
-                failure = AttemptFailed(WorkerLost(f"decode asks for prefill again and again: {needed}"))
-            except AttemptFailed as failed:
-                failure = failed
-            if processor.num_output_tokens > num_tokens and not request.sampling_params.greedy:
-                retry_state.sampler_version = placement.sampler_version
-            if (full := failure.refused_by) is not None:
-                await self._full.refused(full, failure.error)
-                continue
-            if isinstance(failure.error, Evicted) and retry_state.num_evictions < MAX_EVICTIONS:
-                retry_state.num_evictions += 1
-            else:
-                retry_state.num_counted += 1
-            told = self.request_id, number, processor.num_output_tokens, failure
-            log.info("request %s: attempt %d failed after %d tokens: %s", *told)
-            retry_state.hint = self._after(failure, prompt_digest, retry_state.num_counted)
-            retry_state.blamed = frozenset() if failure.blamed is None else frozenset((failure.blamed.key,))
-            if resumed is request and not processor.num_output_tokens and isinstance(failure.error, AdapterUnavailable):
-                refused_by, self._prepared = retry_state.blamed, {}
-                request = await self._services.models.after_refusal(request, refused_by, WAIT_FOR_WORKER_S)
-            await asyncio.sleep(backoff_s(retry_state.num_counted + retry_state.num_evictions))
-            if self.num_sequences > 1 and retry_state.index is None and processor.num_output_tokens:
-                await self._go_on_apart(request, processor, retry_state)
-                return
+        await self.until_served(request, retry_state)
 
-    async def _go_on_apart(
-        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
-    ) -> None:
-        """Continue each unfinished sequence in attempts of its own, since the sequences now differ."""
+    @property
+    def processor(self) -> OutputProcessor:
+        """Raises: InternalError before the request was prepared."""
+        if self._processor is None:
+            raise InternalError("outputs came before the request was prepared")
+        return self._processor
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.processor.num_output_tokens
+
+    async def attempt(self, number: int, prepared: GenerationRequest, placement: Placement) -> None:
+        attempt = Attempt(number, prepared, placement, self.timeline, self.relay, self._relay_prompt)
+        await attempt.run()
+        self._services.selector.bandwidth.landed(attempt.transfer_bytes, self.timeline)
+
+    async def _go_on_apart(self, request: GenerationRequest, retry_state: RetryState) -> bool:
+        """Since the sequences now differ, once the client has output of them."""
+        if self.num_sequences == 1 or retry_state.index is not None or not self.num_output_tokens:
+            return False
         try:
             async with asyncio.TaskGroup() as group:
-                for index in processor.unfinished_indices:
+                for index in self.processor.unfinished_indices:
                     alone = msgspec.structs.replace(retry_state, index=index)
-                    group.create_task(self._attempts_alone(request, processor, alone))
+                    group.create_task(self._attempts_alone(request, alone))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        return True
 
-    async def _attempts_alone(
-        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
-    ) -> None:
+    async def _attempts_alone(self, request: GenerationRequest, retry_state: RetryState) -> None:
         try:
-            await self.attempts(request, processor, retry_state)
+            await self.attempts(request, self.processor, retry_state)
         except PdServeError as error:
             # it ends the other sequences, too
             self._record.error = self._record.error or error
             raise
 
-    def _resumed(
-        self, request: GenerationRequest, processor: OutputProcessor, retry_state: RetryState
-    ) -> GenerationRequest:
-        """The next attempt's request: the one sequence that is served, after the client's tokens, or all from the beginning."""
-        if retry_state.index is None and (self.num_sequences > 1 or not processor.num_output_tokens):
+    def _resumed(self, request: GenerationRequest, retry_state: RetryState) -> GenerationRequest:
+        """The one sequence that is served, after the client's tokens, or all from the beginning."""
+        if retry_state.index is None and (self.num_sequences > 1 or not self.num_output_tokens):
             return request
         index = retry_state.index or 0
-        output_token_ids = list(processor.output_token_ids(index))
+        output_token_ids = list(self.processor.output_token_ids(index))
         return msgspec.structs.replace(request, index=index, n=1, output_token_ids=output_token_ids)
-
-    def _after(self, failure: AttemptFailed, prompt_digest: bytes, num_counted: int) -> PlacementHint:
-        """Parameters of the next attempt. Raises the failure's error when there is none."""
-        error = failure.error
-        self._crash_guard.count(failure, prompt_digest)
-        if (
-            not error.retryable
-            or isinstance(error, PositionConflict)
-            or num_counted >= self._services.settings.max_attempts
-        ):
-            raise error
-        if failure.in_transfer:
-            if (answer := self._services.settings.on_kv_failure) == "fail":
-                raise error
-            return PlacementHint(answer)
-        return PlacementHint.REMOTE if isinstance(error, Evicted) else PlacementHint.ANY
 
     def relay(self, outputs: Outputs) -> bool:
         """Give the client what is new; see `Attempt`."""
-        processor = self._processor
-        if processor is None:
-            raise InternalError("outputs came before the request was prepared")
+        processor = self.processor
         delta = processor.process(
             outputs.index,
             outputs.first_position,
@@ -335,62 +225,25 @@ class PromptTask:
         output.index += self._first_choice
         self._stream.push(output)
 
-    def _limits_now(self) -> Limits | None:
-        """None while no worker is known."""
-        return Limits.of(worker for role in WorkerRole for worker in self._services.fleet.workers(role))
-
-    async def _limits(self) -> Limits:
-        if (limits := await self._services.fleet.wait_for_worker(self._limits_now, WAIT_FOR_WORKER_S)) is None:
-            raise self._no_worker()
-        return limits
-
-    async def place(self, request: GenerationRequest, attempt: int, retry_state: RetryState) -> RoutingDecision:
+    def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
         num_resumed = len(request.output_token_ids)
-
-        def look() -> RoutingDecision | None:
-            return self._services.selector.place(
-                self.request_id,
-                attempt,
-                tenant=self._request.client.tenant,
-                num_tokens=len(request.prompt_token_ids) + num_resumed,
-                num_encoder_tokens=self._services.num_encoder_tokens,
-                max_tokens=request.sampling_params.output_limit - num_resumed,
-                hashes=lambda layout: self.hashed(request, layout).placement_hashes,
-                hint=retry_state.hint,
-                blamed=retry_state.blamed | self._full.keys,
-                dead=self._crash_guard.unfit,
-                sampler_version=retry_state.sampler_version,
-                data_parallel_rank=self._request.data_parallel_rank,
-                adapter=(request.lora_name, request.lora_fingerprint),
-            )
-
-        while (decision := await self._services.fleet.wait_for_worker(look, WAIT_FOR_WORKER_S)) is None:
-            if self._crash_guard.unfit == self._crash_guard.workers:
-                raise self._no_worker()
-        return decision
+        return {
+            "num_tokens": len(request.prompt_token_ids) + num_resumed,
+            "num_encoder_tokens": self._services.num_encoder_tokens,
+            "max_tokens": request.sampling_params.output_limit - num_resumed,
+            "hashes": lambda layout: self.hashed(request, layout).placement_hashes,
+            "data_parallel_rank": self._request.data_parallel_rank,
+        }
 
     async def raise_when_no_worker(self, *, one_token: bool) -> None:
         """Runs while the request waits for a place. Never returns; raises WorkerLost when no worker could serve it for 5 s."""
         await self._services.fleet.wait_until_absent(
-            lambda: self._services.selector.has_workers(one_token=one_token), WAIT_FOR_WORKER_S
+            lambda: self._services.selector.has_workers(one_token=one_token), self.patience_s
         )
-        raise self._no_worker()
+        raise self.no_worker()
 
-    def too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request was not done within {self._request.timeout_s:g} s")
-
-    def _no_worker(self) -> WorkerLost:
+    def no_worker(self) -> WorkerLost:
         roles = "; ".join(self._services.fleet.describe(role) for role in WorkerRole)
         also = ", and local_prefill is never" if self._services.settings.local_prefill == "never" else ""
         also += f", for adapter {self._request.lora_name!r}" if self._request.lora_name else ""
-        return WorkerLost(f"no worker could serve this within {WAIT_FOR_WORKER_S:g} s: {roles}{also}").for_clients()
-
-    def hashed(self, request: GenerationRequest, layout: KvLayout) -> HashedRequest:
-        """For blocks of this layout; generations of a model differ in them."""
-        place = (request.index, len(request.output_token_ids)) if request.is_resumed else (-1, 0)
-        key = (layout.model_fingerprint, layout.block_size, *place)
-        if key not in self._prepared:
-            # a beam search hashes as many requests per step as it has beams
-            prompt = self._prepared.get((*key[:2], -1, 0))
-            self._prepared[key] = self._services.preparation.hashed(request, self._request.cache, layout, prompt)
-        return self._prepared[key]
+        return WorkerLost(f"no worker could serve this within {self.patience_s:g} s: {roles}{also}").for_clients()

@@ -1,0 +1,1 @@
+"""A worker's transfers, on the side of its engine."""
