@@ -78,10 +78,10 @@ async def test_free_blocks_between_blocks_in_use_are_given_back(monkeypatch: pyt
 async def test_looks_that_take_long_are_rare_and_hold_up_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 
-    def look() -> tuple[int, int, float]:
+    def look() -> tuple[tuple[int, int], float]:
         assert threading.current_thread() is not threading.main_thread()
         looks.append(time.monotonic())
-        return 1, 1, 0.002
+        return (1, 1), 0.002
 
     monkeypatch.setattr(memory_return, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(memory_return, "_look", look)

@@ -29,15 +29,15 @@ class MemoryReturn:
         """Run until cancelled; ends at once with a C library other than glibc 2.33 or later."""
         if not allocator.is_known():
             return
-        resident, in_use, took_s = await asyncio.to_thread(_look)
-        self.returned(resident, in_use)
+        sizes, took_s = await asyncio.to_thread(_look)
+        self.returned(*sizes)
         while True:
             await asyncio.sleep(max(LOOK_EVERY_S, took_s / _MOST_OF_TIME))
-            resident, in_use, took_s = await asyncio.to_thread(_look)
-            if self.is_due(resident, in_use):
+            sizes, took_s = await asyncio.to_thread(_look)
+            if self.is_due(*sizes):
                 await asyncio.to_thread(allocator.trim)
-                resident, in_use, took_s = await asyncio.to_thread(_look)
-                self.returned(resident, in_use)
+                sizes, took_s = await asyncio.to_thread(_look)
+                self.returned(*sizes)
 
     def is_due(self, resident: int, in_use: int) -> bool:
         """True if memory that nobody uses has come about since the last return, and no more is taken now.
@@ -58,7 +58,7 @@ class MemoryReturn:
         self._most_in_use = in_use
 
 
-def _look() -> tuple[int, int, float]:
-    """(bytes of the process in RAM, bytes that are allocated, seconds of this look)"""
+def _look() -> tuple[tuple[int, int], float]:
+    """((bytes of the process in RAM, bytes that are allocated), seconds of this look)"""
     began = time.monotonic()
-    return allocator.resident_bytes(), allocator.bytes_in_use(), time.monotonic() - began
+    return (allocator.resident_bytes(), allocator.bytes_in_use()), time.monotonic() - began
