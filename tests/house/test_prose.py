@@ -1,36 +1,13 @@
-"""Docstrings begin with a subject or a verb, not with a fragment, and pages use the words that engineers use."""
+"""Pages use the words that engineers use."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_WORDS = {
-    "Of",
-    "So",
-    "Who",
-    "Whose",
-    "Whoever",
-    "Where",
-    "Whether",
-    "Likewise",
-    "It",
-    "Its",
-    "They",
-    "Their",
-    "What",
-    "By",
-    "Those",
-    "Which",
-}
-"""Words that begin no docstring."""
-IN_TESTS = {"By", "Of", "So", "Those", "What", "Where", "Whether", "Who"}
-"""Words that begin no docstring of tests, where `It` may be the fixture or the fake."""
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -40,38 +17,6 @@ SAY = {
     re.compile(r"(?<!logits )(?<!logits-)\bprocessors?\b", re.IGNORECASE): "CPU",
 }
 """Words that pages do not use -> what to say instead."""
-
-
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring, those of fields and constants included."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
-
-
-def documented_files() -> Iterator[Path]:
-    for pattern in ("*/pdserve/**/*.py", "benchmarks/**/*.py", "deploy/*.py", "tools/**/*.py"):
-        yield from (path for path in sorted(ROOT.glob(pattern)) if "_pb2" not in path.name)
-
-
-def fragments(path: Path, words: Set[str] = FIRST_WORDS) -> list[str]:
-    return [
-        f"{path.name}:{line}: {text[:60]}"
-        for line, text in docstrings(path)
-        if text.split()[:1] and text.split()[0] in words
-    ]
-
-
-def test_no_docstring_begins_with_a_fragment() -> None:
-    found = [fragment for path in documented_files() for fragment in fragments(path)]
-    found += [fragment for path in sorted((ROOT / "tests").rglob("*.py")) for fragment in fragments(path, IN_TESTS)]
-    assert not found
-
-
-def test_a_fragment_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "file.py"
-    path.write_text('"""A module."""\n\nLIMIT = 1\n"""Of these, at most."""\n')
-    assert fragments(path) == ["file.py:4: Of these, at most."]
 
 
 def reworded(text: str) -> list[str]:
