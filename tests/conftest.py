@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.support.run_reaper import pytest_configure as pytest_configure
-
 if TYPE_CHECKING:
     from tests.support.fuzz_cases import Fuzzer
     from tests.support.tls_authority import Authority
+
+pytest_plugins = (
+    "tests.support.run_reaper",
+    "tests.support.chosen_cases",
+    "tests.support.run_report",
+    "tests.support.file_schedule",
+)
 
 # a run in the background of a shell ignores it, and so would every process that a test interrupts
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
