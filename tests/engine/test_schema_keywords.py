@@ -271,6 +271,7 @@ def check(vocabulary: Vocabulary, schema: Any, **options: Any) -> int:
     return num_ended
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("schema", ENFORCED.values(), ids=ENFORCED)
 def test_what_is_written_is_valid(vocabulary: Vocabulary, schema: Any) -> None:
     assert check(vocabulary, schema) + check(vocabulary, schema, disable_any_whitespace=True) > 0
@@ -286,6 +287,7 @@ def test_a_format_is_its_expression(tiny: Vocabulary, name: str) -> None:
         assert re.fullmatch(FORMATS[name], json.loads(text)), text
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", [name for name in INSIDE if name != "alone"])
 @pytest.mark.parametrize(
     "name",
@@ -312,6 +314,7 @@ def test_what_is_not_enforced_is_refused(tiny: Vocabulary, schema: Any, told: st
     assert caught.value.message.startswith("structured_outputs: the JSON schema at #")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", ["a property", "items", "prefixItems", "anyOf", "$ref", "additionalProperties"])
 @pytest.mark.parametrize("name", [name for name, (schema, _) in REFUSED.items() if "$ref" not in json.dumps(schema)])
 def test_what_is_not_enforced_is_refused_in_every_position(tiny: Vocabulary, name: str, place: str) -> None:

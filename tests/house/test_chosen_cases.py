@@ -54,6 +54,17 @@ def test_a_diagonal_has_each_value_and_as_few_cases_as_can_be(sizes: tuple[int, 
         assert max(uses) - min(uses) <= 1, "values take turns"
 
 
+def test_values_that_are_asked_for_twice_meet_other_ones() -> None:
+    cases = product_of(4, 3, 3)
+    chosen = [cases[place] for place in diagonal_of(cases, 2)]
+    assert len(chosen) == 8
+    for name, size in zip("abc", (4, 3, 3), strict=True):
+        assert all(sum(case[name] == value for case in chosen) >= 2 for value in range(size))
+    for name in "bc":
+        assert len({(case["a"], case[name]) for case in chosen}) >= 7, "nearly all pairs differ"
+    assert len(diagonal_of(product_of(2, 1), 5)) == 2, "there are no more"
+
+
 def test_values_that_occur_in_few_combinations_are_there_too() -> None:
     cases = [case for case in product_of(4, 4, 4) if case["a"] == 0 or case["b"] == case["c"] == 3]
     chosen = [cases[place] for place in diagonal_of(cases)]

@@ -1,7 +1,8 @@
 """A pytest plugin: which cases of a parametrized test `make test` runs; it marks the others `slow`.
 
-    @pytest.mark.diagonal   as few cases as contain each value of each parameter, those of fixtures included
-    @pytest.mark.few(3)     three of the cases (of the diagonal, if there is one), evenly spread from the first to the last
+    @pytest.mark.diagonal      as few cases as contain each value of each parameter, those of fixtures included
+    @pytest.mark.diagonal(2)   each value twice, with other values of the other parameters
+    @pytest.mark.few(3)        three of the cases (of the diagonal, if there is one), evenly spread from the first to the last
 
 A test, a class or a module has the mark, and each test in it is counted for itself. Cases with a mark `slow`, `faults` or `soak` of
 their own are not counted. A case that is the only one collected, as when the command line names it, is chosen.
@@ -10,7 +11,8 @@ their own are not counted. A case that is the only one collected, as when the co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 import pytest
 
@@ -27,45 +29,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         diagonal, few = (cases[0].get_closest_marker(name) for name in ("diagonal", "few"))
         chosen = list(range(len(cases)))
         if diagonal is not None:
-            chosen = diagonal_of([case.callspec.indices for case in cases])  # type: ignore[attr-defined]
+            chosen = diagonal_of([case.callspec.indices for case in cases], *diagonal.args)  # type: ignore[attr-defined]
         if few is not None:
             chosen = [chosen[place] for place in evenly_spread(few.args[0], len(chosen))]
         for place in set(range(len(cases))).difference(chosen):
             cases[place].add_marker("slow")
 
 
-def diagonal_of(cases: Sequence[Mapping[str, int]]) -> list[int]:
-    """Places of cases that together contain each value of each parameter; ascending.
+def diagonal_of(cases: Sequence[Mapping[str, int]], times: int = 1) -> list[int]:
+    """Places of cases that together contain each value of each parameter so many times, or in all its cases; ascending.
 
-    cases: per case, the number of the value that each parameter has. The parameter with most values has each of them once, and the
-    other parameters' values take turns, as on the diagonal of a square; further cases follow where the cases are no whole product.
+    cases: per case, the number of the value that each parameter has. The parameter with most values has each of them so often, and
+    the values of the others take turns, as on the diagonal of a square; further cases follow where the cases are no whole product.
     """
-    values = {(name, value) for case in cases for name, value in case.items()}
+    values = Counter(pair for case in cases for pair in case.items())
     num_values = Counter(name for name, _ in values)
     longest = max(num_values, key=lambda name: num_values[name])
     uses: Counter[tuple[str, int]] = Counter()
-    chosen: list[int] = []
+    together: set[tuple[tuple[str, int], tuple[str, int]]] = set()
+    chosen: dict[int, None] = {}
 
-    def choose(places: Sequence[int]) -> None:
-        """The one with most values that are not there yet, of equal ones that whose values were used least."""
-        best = max(
-            places,
-            key=lambda place: (
-                sum(not uses[pair] for pair in cases[place].items()),
-                -sum(uses[pair] for pair in cases[place].items()),
-            ),
-        )
-        uses.update(cases[best].items())
-        chosen.append(best)
+    def merit(place: int) -> tuple[int, int, int]:
+        """Values used too rarely, values that were not used together, and how rarely its values were used."""
+        pairs = [*cases[place].items()]
+        rare = sum(uses[pair] < min(rounds, values[pair]) for pair in pairs)
+        return rare, sum(two not in together for two in combinations(pairs, 2)), -sum(uses[pair] for pair in pairs)
+
+    def choose(places: Iterable[int]) -> None:
+        left = [place for place in places if place not in chosen]
+        if left:
+            best = max(left, key=merit)
+            chosen[best] = None
+            uses.update(cases[best].items())
+            together.update(combinations(cases[best].items(), 2))
 
     with_value: dict[int, list[int]] = {}
     for place, case in enumerate(cases):
         if longest in case:
             with_value.setdefault(case[longest], []).append(place)
-    for value in sorted(with_value):
-        choose(with_value[value])
-    while any(not uses[pair] for pair in values):
-        choose(range(len(cases)))
+    for rounds in range(1, times + 1):
+        for value in sorted(with_value):
+            choose(with_value[value])
+        while any(uses[pair] < min(rounds, number) for pair, number in values.items()):
+            choose(range(len(cases)))
     return sorted(chosen)
 
 

@@ -24,8 +24,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class TestTritonAttention(AttentionContract):
-    """`conftest.py` chooses the cases for which `make test` has time."""
-
     device = DEVICE
 
     def make_backend(self, kv_cache: Tensor) -> TritonAttentionBackend:
