@@ -27,6 +27,7 @@ def all_of(answer: Answer) -> tuple[Any, ...]:
     return answer.first_position, answer.token_ids, answer.finish_reason, answer.stop_reason, answer.logprobs
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("params", [
     {"temperature": 0.0}, SAMPLED, SAMPLED | {"repetition_penalty": 1.7},
     SAMPLED | {"presence_penalty": 1.5, "frequency_penalty": 1.0}, SAMPLED | {"logprobs": 3},

@@ -211,6 +211,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
         assert Sampler()(logits[row : row + 1].clone(), alone).sampled_token_ids[0] == together[row]
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize(
     "fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 40, "top_p": 0.7}], ids=str
 )
@@ -231,6 +232,7 @@ def test_tokens_are_the_references(fields: dict[str, Any], temperature: float) -
         assert sampled[row] == expected.token_id or expected.margin < 1e-5, (row, expected)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("num_allowed", [1, 2, 30])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 1.0}], ids=str)
 @pytest.mark.parametrize("temperature", [1.1e-5, 1.0, 100.0])
