@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -108,3 +110,26 @@ def test_the_other_cases_are_slow(tmp_path: Path) -> None:
 def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
     case = "test_marked.py::test_diagonal[y-2]"
     assert collected(tmp_path, "-m", "not slow", case) == {"test_diagonal[y-2]"}
+
+
+def users_tests() -> list[tuple[str, str]]:
+    """(file, test) of each promise, without the files that the page's head names for other runs."""
+    head, _, promises = (ROOT / "docs/users.md").read_text().partition("\n## ")
+    others = re.findall(r"`(tests/[\w/]+\.py)`", head.replace("`tests/house/test_docs.py`", ""))
+    found = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", promises)))
+    return [(file, test) for file, test in found if file not in others and not file.startswith("tests/clients/")]
+
+
+@pytest.mark.parametrize(("file", "test"), users_tests())
+def test_what_users_rely_on_runs_in_make_test(file: str, test: str) -> None:
+    tree = ast.parse((ROOT / file).read_text())
+    marks = [
+        ast.unparse(statement.value)
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark"
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == test:
+            marks += map(ast.unparse, node.decorator_list)
+    other_runs = [mark for mark in marks if re.search(r"mark\.(slow|faults|soak)", mark) and "parametrize" not in mark]
+    assert not other_runs, f"{test} is left to another run"
