@@ -68,6 +68,7 @@ def test_the_bundled_model_is_whole() -> None:
     assert verdicts(list(check_model(RouterSettings()))) == ["ok", "ok"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [

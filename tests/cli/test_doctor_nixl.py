@@ -112,6 +112,7 @@ def test_a_source_and_a_reader_on_a_device(monkeypatch: pytest.MonkeyPatch) -> N
             connector.close()
 
 
+@pytest.mark.slow
 def test_transports_that_ucx_does_not_know() -> None:
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     findings = look({"UCX_TLS": "no_such_transport"}, connector="nixl")
@@ -127,6 +128,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_package_that_cannot_be_used(tmp_path: Path, how: str) -> None:
     source, told = BROKEN[how]

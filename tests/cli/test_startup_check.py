@@ -32,6 +32,7 @@ def folder(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("options", "config", "said"),

@@ -207,6 +207,7 @@ async def test_a_worker_with_another_block_size_is_left_out(
         cluster.check_pools()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -245,6 +246,7 @@ def test_a_port_in_use_is_named(tiny_checkpoints: Callable[..., Path], tmp_path:
         assert "Traceback" not in second.read_log()
 
 
+@pytest.mark.slow
 def test_half_written_and_unsupported_model_folders_are_named(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ SERVERS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("method", HANDLERS)

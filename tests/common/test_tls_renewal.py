@@ -137,6 +137,7 @@ async def test_new_files_take_over_and_the_metric_follows(
     assert "for 3.0 days" in warning.getMessage()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", ["half of a pair", "no PEM", "gone", "another role", "expired"])
 async def test_files_that_cannot_be_used_are_told_of_once_and_change_nothing(
     files: Files, authority: Authority, caplog: pytest.LogCaptureFixture, what: str

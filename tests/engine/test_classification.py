@@ -94,6 +94,7 @@ def test_the_warm_up_generates_nothing(make_real_engine: Any, folder: Path, mode
     check(engine, model, request_id, PROMPTS[1], CLASSIFY)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -79,6 +79,7 @@ def other(tiny_checkpoints: Callable[..., Path]) -> Path:
     return tiny_checkpoints("llama")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_i1_i5_a_model_that_agrees_saves_steps_and_one_that_does_not_changes_nothing(
     make_real_engine: MakeReal, folder: Path, other: Path, sampling: str
@@ -146,6 +147,7 @@ def test_a_resumed_sequence_is_caught_up_with_in_pieces(make_real_engine: MakeRe
     assert accepted > 0.9 * drafted > 0
 
 
+@pytest.mark.slow
 def test_a_small_cache_changes_no_text(make_real_engine: MakeReal, folder: Path) -> None:
     """Rows take each other's blocks, or have no drafts."""
     expected = answers_of(make_real_engine(folder, **ROOM), SAMPLING["greedy"])

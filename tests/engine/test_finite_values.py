@@ -92,6 +92,7 @@ def test_prompt_logprobs_without_numbers_end_a_request_in_any_chunk(engine: Harn
     _failed(engine, request, "prompt log-probabilities")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "pooling", [PoolingParams(), PoolingParams(normalize=False), PoolingParams(pooling_type="mean")]
 )

@@ -15,6 +15,7 @@ from pdserve.kernels.free_memory import FreeMemory
 from pdserve.models.model_folder import model_folder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -46,6 +46,7 @@ def check(engine: Harness, oracle: Oracle, request_id: str, prompt: Sequence[int
     assert float(difference.abs().max()) < 1e-4, params
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
 def test_equal_to_transformers(

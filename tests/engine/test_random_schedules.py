@@ -388,6 +388,7 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
     assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "seed", [1000, 1001, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1002, 1006))]
 )

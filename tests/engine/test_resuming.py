@@ -94,6 +94,7 @@ def test_what_was_resumed_is_found_in_the_cache_again(make_engine: MakeEngine) -
     assert engine.model.num_tokens - computed == 3 + 2
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, SAMPLED])
 @pytest.mark.parametrize("num_blocks", [9, 10, 12])
 def test_a_resumed_sequence_that_is_preempted_repeats_nothing(

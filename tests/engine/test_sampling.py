@@ -71,6 +71,7 @@ def filtered(temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0, min_p
     return expected
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -125,6 +126,7 @@ def test_a_row_without_a_distribution_takes_its_most_likely_token(temperature: f
         assert 0 <= sampled[3] < len(LOGITS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -176,6 +178,7 @@ def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> None
     assert value < freedom * (1 - 2 / (9 * freedom) + 4.9 * np.sqrt(2 / (9 * freedom))) ** 3, (value, freedom)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("apart", [{"positions": 1}, {"indexes": 1}, {"seeds": 1}, {"positions": 1, "seeds": -1}])
 def test_tokens_of_neighbouring_positions_sequences_and_seeds_are_independent(apart: dict[str, int]) -> None:
     count = 40_000

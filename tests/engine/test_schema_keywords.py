@@ -277,6 +277,7 @@ def test_what_is_written_is_valid(vocabulary: Vocabulary, schema: Any) -> None:
     assert check(vocabulary, schema) + check(vocabulary, schema, disable_any_whitespace=True) > 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_its_expression(tiny: Vocabulary, name: str) -> None:
     """xgrammar reads the expressions as others do, the parts that may be missing included."""

@@ -79,6 +79,7 @@ def assert_close(one: Answer, other: Answer) -> None:
         assert one.pooling_output == pytest.approx(other.pooling_output, abs=1e-4)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{}, ONE_KV_HEAD], ids=["", "one_kv_head"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_i1_two_ranks_give_the_tokens_of_transformers(
@@ -167,6 +168,7 @@ def test_i5_two_ranks_with_drafts_give_the_answers_of_one_rank_without(
     assert bool(two.scheduler.num_preemptions) == ("max_model_len" in fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_i5_random_lives_of_two_ranks_with_drafts(
     seed: int, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
@@ -205,6 +207,7 @@ def test_i5_random_lives_of_two_ranks_with_drafts(
     assert two.scheduler.num_preemptions > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_i1_ranks_load_their_parts_of_blocks_from_main_memory(
     ahead: bool, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
@@ -336,6 +339,7 @@ def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
     assert any(isinstance(message, SampleTokens) and message.late_req_ids for message in sent)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )

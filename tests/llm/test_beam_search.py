@@ -56,6 +56,7 @@ def check(
         assert abs(ours.cum_logprob - sum_of) < 1e-3
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("beam_width", [2, 5])
 def test_equal_to_transformers(eager: LLM, oracle: Oracle, beam_width: int, early_stopping: Any) -> None:
@@ -126,6 +127,7 @@ def test_text_and_progress(llm: LLM) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [

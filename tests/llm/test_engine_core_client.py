@@ -210,6 +210,7 @@ async def test_in_an_event_loop(make_client: MakeClient, oracle: Oracle, kind: t
         oracle.check(prompt, answers.tokens[str(number), 0])
 
 
+@pytest.mark.few(2)
 @BOTH
 @pytest.mark.parametrize("in_loop", [False, True])
 async def test_the_error_that_ends_an_engine_reaches_its_reader(

@@ -208,6 +208,7 @@ def test_seeds_draw_the_same_alone_and_among_adapters(world: World, make_llm: Ca
         assert tokens(alone) == tokens(among)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

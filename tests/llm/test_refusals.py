@@ -33,6 +33,7 @@ BAD_PROMPTS: list[tuple[Any, str, str]] = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("prompt", "field", "message"), BAD_PROMPTS, ids=lambda value: repr(value)[:30])
 def test_a_wrong_prompt_is_named_alone_and_among_many(llm: LLM, prompt: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -74,6 +75,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("fields", "field", "message"), BAD_FIELDS, ids=repr)
 def test_wrong_fields_beside_a_prompt_are_named(llm: LLM, fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -82,6 +84,7 @@ def test_wrong_fields_beside_a_prompt_are_named(llm: LLM, fields: dict[str, Any]
     assert nothing_was_done(llm)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("params", "field", "message"), BAD_PARAMS, ids=lambda value: repr(value)[:30])
 def test_wrong_sampling_parameters_are_named(llm: LLM, params: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -97,6 +100,7 @@ def test_one_wrong_entry_of_many_parameters_is_named(llm: LLM) -> None:
     assert nothing_was_done(llm)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -125,6 +129,7 @@ def test_a_prompt_that_is_too_long_is_its_own_error(llm: LLM) -> None:
         llm.generate([5] * 300, use_tqdm=False)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

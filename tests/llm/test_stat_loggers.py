@@ -158,6 +158,7 @@ def test_disable_log_stats_leaves_loggers_out(folder: Path) -> None:
     assert not factory.made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

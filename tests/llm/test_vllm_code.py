@@ -201,6 +201,7 @@ def test_options_of_one_device_and_no_more_are_taken(make_llm: Callable[..., LLM
             make_llm(**option)
 
 
+@pytest.mark.slow
 def test_options_of_grammars_reach_the_grammar(make_llm: Callable[..., LLM]) -> None:
     """With no character of white space allowed between values, the two spellings of a list differ in length."""
     form = StructuredOutputsParams(json={"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3})

@@ -198,6 +198,7 @@ def test_refused_settings(option: dict[str, Any], message: str, whisper: tuple[P
         LLM(str(whisper[0]), **{"num_blocks": 64} | option)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [

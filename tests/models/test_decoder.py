@@ -87,6 +87,7 @@ def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None
     assert written == [0, 1, 2]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("output_rows", [[19], [4, 5, 19], []])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "granite", "gpt_oss", "olmo2"])
 def test_hidden_states_of_the_rows_that_are_read(family: str, output_rows: list[int], tmp_path: Path) -> None:

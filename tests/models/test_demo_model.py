@@ -89,6 +89,7 @@ def test_capitals_behind_a_system_message(model: Any, encoder: ChatEncoder) -> N
     assert sum(m > 0 for m in found) / len(found) >= TRAINED_BAR
 
 
+@pytest.mark.slow
 def test_generation_agrees_with_the_margins(model: Any, tokenizer: Any, encoder: ChatEncoder) -> None:
     cases = capital_cases(facts.HELD_OUT_PHRASINGS[0], None)
     chats = [[{"role": m.role, "content": m.content} for m in case.messages] for case in cases]
@@ -150,6 +151,7 @@ def test_template_gives_the_tokens_of_training(tokenizer: Any, encoder: ChatEnco
     assert tokenizer.eos_token == "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_corpus_and_tokenizer_are_deterministic() -> None:
     def digest(seed: int) -> str:
         text = "".join(f"{m.role}\n{m.content}\n" for c in islice(conversations(seed, 2000), 50) for m in c)

@@ -131,6 +131,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 """Family, fields that its configuration is changed to, and the message."""
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("family", "changes", "message"), BROKEN)
 def test_broken_checkpoints_are_refused_by_name(
     family: str, changes: dict[str, Any], message: str, plain_checkpoint: Callable[[str], Path], tmp_path: Path

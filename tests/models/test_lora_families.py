@@ -52,6 +52,7 @@ def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
     return logits
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family",
     [*FUSED, "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "granite", "olmo2"))],

@@ -37,6 +37,7 @@ def shard_of(rank: ThreadRank) -> RankShard:
     return RankShard(rank.rank, rank.size, rank)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("architecture", "size", "options"), OPTIONS)
 def test_logits_of_all_ranks_together_are_those_of_transformers(
     architecture: str,

@@ -23,6 +23,7 @@ ARCHITECTURES = dict(causal_families())
 TOKENS = [5, 9, 200, 31, 7, 8]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["starcoder2", "stablelm", "deepseek_v3", "cohere2", "dbrx"])
 def test_a_family_without_code_of_ours(family: str, tmp_path: Path) -> None:
     """Windows; rotated parts of heads; experts, and values of another size than keys; scaled logits; a loop over chosen experts."""
@@ -97,6 +98,7 @@ def _not_a_number(weights: dict[str, Tensor]) -> None:
     weights["model.norm.weight"][3] = torch.nan
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

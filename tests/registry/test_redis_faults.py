@@ -37,6 +37,7 @@ async def test_flush(world: World) -> None:
     await settled(world, router, worker)
 
 
+@pytest.mark.few(2)
 @KEYS
 async def test_one_key_is_deleted(world: World, kind: str) -> None:
     worker = await world.worker()
@@ -48,6 +49,7 @@ async def test_one_key_is_deleted(world: World, kind: str) -> None:
     await settled(world, router, worker)
 
 
+@pytest.mark.few(3)
 @KEYS
 @pytest.mark.parametrize("command", [("SET", "x"), ("RPUSH", "x")])
 async def test_a_key_of_another_type(
@@ -68,6 +70,7 @@ async def test_a_key_of_another_type(
     assert publisher.breaker.errors["wrong_type"] or kind == "workers"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -104,6 +107,7 @@ async def test_a_malformed_value_is_told_once_and_written_again(
     assert len(lines(caplog, said, "redis_publisher")) <= 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "entry",
     [
@@ -204,6 +208,7 @@ async def test_stopped_and_continued(own_redis: RedisServer, fragile: World, cap
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("broken", "mended", "kind"),
     [

@@ -111,6 +111,7 @@ async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has
     assert len(broken.calls) == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "told"),
     [

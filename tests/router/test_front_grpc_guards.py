@@ -58,6 +58,7 @@ def refused_calls(
     return statuses
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "gzip"])
 async def test_refused_calls_are_not_read(cluster, parsed, compression, monkeypatch):
     # what repeated failures are delayed by is no part of this
@@ -81,6 +82,7 @@ async def test_refused_calls_are_not_read(cluster, parsed, compression, monkeypa
     assert parsed == []
 
 
+@pytest.mark.slow
 async def test_nothing_is_inflated(cluster, parsed):
     """0.4 MB that would be 419 MB."""
     await cluster.start(prefill=0, decode=0)

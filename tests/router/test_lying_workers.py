@@ -19,7 +19,7 @@ from tests.router.conftest import Cluster
 from tests.router.fake_worker import Call, FakeWorker, Script, said, tokens
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
-from tests.support.wrong_fields import FEW, LIE, MANY, Wrong, one_of_each, wrong_messages
+from tests.support.wrong_fields import FEW, LIE, MANY, PARTS, Wrong, one_of_each, part_of, wrong_messages
 
 TIMEOUT_S = 1.0
 """Limit of a request: a worker may leave out what would end it."""
@@ -159,9 +159,11 @@ async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog
     await deceive(cluster, caplog, steps, [event], cases)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", STREAMS)
-async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog, steps):
-    await deceive(cluster, caplog, steps, CALLS, lambda event: one_of_each(cases(event, FEW)))
+@pytest.mark.parametrize("part", PARTS)
+async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog, steps, part):
+    await deceive(cluster, caplog, steps, CALLS, lambda event: part_of(one_of_each(cases(event, FEW)), part))
 
 
 async def deceive(
@@ -252,6 +254,7 @@ CODES = [pytest.param(code, marks=() if code in SOME else pytest.mark.slow) for 
 FINAL = {"prefill": {"digest_mismatch"}, "decode": {"digest_mismatch", "internal_error"}}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("steps", STREAMS)
@@ -270,6 +273,7 @@ async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, step
     assert liar.calls
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkeypatch, code, path):
@@ -305,6 +309,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("also", [True, False], ids=["by both", "by one"])
@@ -348,9 +353,12 @@ async def test_a_wrong_field_of_a_watch_is_that_workers_fault(cluster, caplog, e
     await misreport(cluster, caplog, [(event, case) for case in cases(event)])
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.usefixtures("reconnects_at_once")
-async def test_one_wrong_value_of_each_field_of_a_watch_is_that_workers_fault(cluster, caplog):
-    await misreport(cluster, caplog, [(event, case) for event in WATCHED for case in one_of_each(cases(event, FEW))])
+async def test_one_wrong_value_of_each_field_of_a_watch_is_that_workers_fault(cluster, caplog, part):
+    lies = [(event, case) for event in WATCHED for case in part_of(one_of_each(cases(event, FEW)), part)]
+    await misreport(cluster, caplog, lies)
 
 
 async def misreport(cluster: Cluster, caplog: pytest.LogCaptureFixture, lies: list[tuple[str, Wrong]]) -> None:

@@ -120,6 +120,7 @@ async def test_what_the_openai_client_may_send_without_effect(quick):
     assert answer.choices[0].message.content == said(4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("field", [field for field, neutral in NO_OP.items() if neutral])
 async def test_values_that_change_nothing_are_accepted(quick, field):
     chat = {"messages": [{"role": "user", "content": "hi"}]}

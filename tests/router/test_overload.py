@@ -69,6 +69,7 @@ async def queue(cluster, count, **body):
     return asking
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("left", ["nobody", "prefill"])
 async def test_who_waits_for_a_place_when_the_last_worker_goes_hears_that_it_is_gone(cluster, monkeypatch, left):
     monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 2.0)

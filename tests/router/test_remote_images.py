@@ -242,6 +242,7 @@ COSTLY: dict[str, tuple[Answer, str]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COSTLY)
 async def test_an_answer_costs_no_more_than_its_bytes(name: str) -> None:
     found, message = COSTLY[name]

@@ -65,6 +65,7 @@ def num_calls(cluster: Cluster, role: str) -> int:
     return sum(len(worker.calls) for worker in cluster.workers if worker.role == role)
 
 
+@pytest.mark.few(2)
 @STEPS
 @pytest.mark.parametrize("asked_first", [True, False], ids=["asked, computed", "computed, asked"])
 async def test_a_source_that_computed_and_publishes_nothing_is_given_up(cluster, steps, asked_first):

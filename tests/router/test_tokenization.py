@@ -74,6 +74,7 @@ async def test_messages_go_through_the_chat_template(quick):
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -88,6 +88,7 @@ async def test_a_worker_with_a_dtype_of_tomorrow_is_refused_by_name_and_breaks_n
     assert "KeyError" not in caplog.text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -161,6 +162,7 @@ async def test_a_worker_of_version_1_is_refused_by_name(cluster, caplog):
     assert "speaks protocol version 1, which does not authenticate" in warning
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("garbles_first", [True, False])
 async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warning(cluster, caplog, garbles_first):
     caplog.set_level(logging.WARNING)
@@ -182,6 +184,7 @@ async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warn
     await cluster.live(decode=2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("role", "method"),
     [("prefill", "Prefill"), ("decode", "Generate"), ("prefill", "Embed"), ("prefill", "Open"), ("decode", "Open")],

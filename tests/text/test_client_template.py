@@ -71,6 +71,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_one_ends_within_its_limits(name: str) -> None:
     source, told = HOSTILE[name]

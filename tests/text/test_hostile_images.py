@@ -85,6 +85,7 @@ METADATA: list[tuple[str, bytes, bytes]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("data", "plain"), [case[1:] for case in METADATA], ids=[case[0] for case in METADATA])
 def test_metadata_never_reaches_the_decoder(data: bytes, plain: bytes) -> None:
     with TracedMemory() as memory:

@@ -215,6 +215,7 @@ FRAGMENTS = st.one_of(
 TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @given(TEXTS, st.data())
 @settings(max_examples=100)
@@ -281,6 +282,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("piece_chars", [3, 1 << 20])
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_hostile_answers_cost_no_more_than_their_length(form: str, piece_chars: int) -> None:

@@ -147,6 +147,7 @@ async def test_a_digest_without_the_adapter_is_refused(pair: Pair) -> None:
         assert await code_of(pair.service(pair.d).unary_stream(GENERATE, message)) == "digest_mismatch"
 
 
+@pytest.mark.slow
 async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
     base: Path, adapters: dict[str, str], tmp_path: Path
 ) -> None:

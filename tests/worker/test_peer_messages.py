@@ -86,6 +86,7 @@ WORST = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("raw", WORST.values(), ids=WORST)
 async def test_no_message_stops_the_loop(pair: Pair, raw: bytes) -> None:
     await refusal(pair, GENERATE, decode_pb2.DecodeRequest())
@@ -132,6 +133,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "message", "field"), REFUSED.values(), ids=REFUSED)
 async def test_ids_and_counts_are_verified(pair: Pair, method: Any, message: Any, field: str) -> None:
     error = await refusal(pair, method, message)

@@ -228,6 +228,7 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
     assert await answer(pair, PROMPT) == (victim, 32), "the victim's blocks are as they were"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", [PREFILL, EMBED, GENERATE, SESSION], ids=lambda method: method.path)
 async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_method(pair: Pair, method: Any) -> None:
     worker = pair.p if method in OF_PREFILL else pair.d
@@ -289,6 +290,7 @@ async def test_what_cannot_be_decoded_is_an_error_of_the_caller_and_one_warning(
     assert not any(word in caplog.text for word in FORBIDDEN_WORDS)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("address", ["unix:/run/x", "dns:///a:1", "a b:1", "h:0", "h:70000", "h", "", "x" * 400 + ":1"])
 async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
     meeting = worker_pb2.MeetRequest(worker_id="x", epoch=1, address=address)

@@ -207,6 +207,7 @@ async def test_a_busy_stream_is_alive_however_much_there_is_to_say(rig: Any, unt
     assert rig.num_streams == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("comes_back", [True, False])
 async def test_a_stopped_engine_at_the_source_breaks_the_stream_and_fails_it_unless_it_comes_back(
     rig: Any, until: Any, comes_back: bool

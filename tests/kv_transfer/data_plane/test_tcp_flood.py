@@ -65,6 +65,7 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.few(1)
 def test_reads_go_on_beside_512_silent_connections(identity: TlsIdentity | None) -> None:
     with serving(tls=identity) as (source, transfer):
         receiver, pool = TcpConnector(small_settings(tls=identity)), make_pool()
