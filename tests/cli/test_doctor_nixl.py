@@ -92,6 +92,7 @@ def test_what_reading_memory_of_a_gpu_may_come_to(
     assert told in found[1]
 
 
+@pytest.mark.slow
 def test_a_source_and_a_reader_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe's path for memory of a device, in one process, on the pretended device."""
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)

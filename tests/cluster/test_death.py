@@ -47,6 +47,7 @@ async def wait_for_remote(router: InferenceClient) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_death_of_the_only_prefill_worker(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     oracle = Oracle(model)

@@ -131,6 +131,7 @@ def test_output_that_a_request_begins_with_counts(make_compiler: MakeCompiler, l
     assert result.message.startswith("structured_outputs takes too long to be matched")
 
 
+@pytest.mark.slow
 def test_output_that_the_form_does_not_allow_is_the_fault_of_whoever_sampled_it(
     make_compiler: MakeCompiler, letter: int
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_fork_server_that_makes_progress_is_kept(
     assert len(made) == 1
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_stands_still_is_started_again(
     make_compiler: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

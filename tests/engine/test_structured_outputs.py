@@ -275,6 +275,7 @@ def test_answers_to_random_schemas_validate_through_p_and_d(make: Make, tokenize
     assert tally.num_ended > 0.8 * tally.num_asked
 
 
+@pytest.mark.slow
 def test_i5_preemption_and_batch_mates_change_nothing(make: Make) -> None:
     forms = [asked(seed=seed, json=CITY) for seed in range(3)] + [asked(60, regex="[a-z ]+")]
     alone = [make().ask(PROMPT, eos=(EOS,), params=params).token_ids for params in forms]

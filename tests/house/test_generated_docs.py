@@ -52,6 +52,7 @@ def test_another_text_replaces_a_part_alone(tmp_path: Path) -> None:
         replace_part(document, "other", "new")
 
 
+@pytest.mark.slow
 def test_the_command_prints_every_part(current: dict[tuple[str, str], str]) -> None:
     command = [sys.executable, "-m", "generated_docs"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

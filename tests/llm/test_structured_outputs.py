@@ -42,6 +42,7 @@ def test_llm_answers_in_the_form_asked_for(llm: LLM) -> None:
     assert choice.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_llm_refuses_and_goes_on(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="structured_outputs cannot be compiled") as refused:
         llm.generate("one", asked(regex="(a"), use_tqdm=False)

@@ -84,6 +84,7 @@ def test_capitals_in_every_phrasing(model: Any, encoder: ChatEncoder, phrasings:
     assert min(shares.values()) >= bar, shares
 
 
+@pytest.mark.slow
 def test_capitals_behind_a_system_message(model: Any, encoder: ChatEncoder) -> None:
     found = margins(model, encoder, capital_cases(facts.TRAINED_PHRASINGS[0], DEFAULT_SYSTEM))
     assert sum(m > 0 for m in found) / len(found) >= TRAINED_BAR

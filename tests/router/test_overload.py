@@ -119,6 +119,7 @@ async def test_inputs_wait_for_prefill_workers_alone(cluster, monkeypatch):
     await asyncio.gather(asking, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_a_request_may_hold_more_prompts_than_may_wait(cluster):
     await cluster.start(max_running_requests=4, max_queued_requests=10)
     prompts = {"prompt": [f"{number}" for number in range(128)], "max_tokens": 1}

@@ -260,6 +260,7 @@ async def test_a_client_that_reads_nothing_is_dropped_in_time(
         reader.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_gets_everything(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
