@@ -95,7 +95,7 @@ check: $(VENV)/.dev  ## format, lint, types (also of tests and benchmarks), prot
 	$(BIN)/mypy tests benchmarks examples deploy
 	$(BIN)/python -m pytest -q tests/house
 
-proto: $(VENV)/.dev  ## regenerate the code beside proto/pdserve/v1/*.proto
+proto: $(VENV)/.dev  ## regenerate the code next to proto/pdserve/v1/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \
 	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto proto/pdserve/v1/*.proto

@@ -23,6 +23,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 RECORDER = r"""
 import json, os, sys, threading, time
 folder, seen, forms, marks = os.environ["TRACED_REQUEST"], set(), {}, None
@@ -156,15 +158,12 @@ def marks_of(url: str) -> dict[str, Any]:
         "prompt": prompt,
         "tokens": choice["token_ids"],
         "answer": choice["message"]["content"],
-        "bytes": [MARK.encode().hex(), packed(prompt).hex(), *(array(prompt, size).hex() for size in (4, 8))],
+        "bytes": [
+            MARK.encode().hex(),
+            b"".join(map(msgspec.msgpack.encode, prompt)).hex(),
+            *(array(prompt, size).hex() for size in (4, 8)),
+        ],
     }
-
-
-def packed(numbers: list[int]) -> bytes:
-    """Numbers below 65,536 as MessagePack writes them one after the other."""
-    return b"".join(
-        bytes([n]) if n < 128 else b"\xcc" + bytes([n]) if n < 256 else b"\xcd" + n.to_bytes(2, "big") for n in numbers
-    )
 
 
 def array(numbers: list[int], size: int) -> bytes:

@@ -375,7 +375,7 @@ def own_address() -> str:
         try:
             probe.connect(("192.0.2.1", 9))  # a datagram socket sends nothing by this
         except OSError:
-            pytest.skip("this machine has loopback alone")
+            pytest.skip("this machine has only loopback")
         return str(probe.getsockname()[0])
 
 

@@ -68,7 +68,7 @@ async def gaps_of(client: InferenceClient, oracle: Oracle, is_over: asyncio.Even
 
 
 async def post(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
-    """Ask until there is room: where other processes keep the processors busy, grammars of low priority wait long for them."""
+    """Ask until there is room: where other processes keep the CPUs busy, grammars of low priority wait long for them."""
     while True:
         answer = await http.post("/v1/completions", json=body)
         if answer.status_code not in (429, 503):

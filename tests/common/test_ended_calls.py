@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,13 +15,18 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.net.body_budget import BodyBudget
 from pdserve.common.net.public_server import make_public_server
 from pdserve.common.net.rpc import bind, make_channel, make_server
+from pdserve.common.processes import allocator
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DeploymentKey
 from tests.support.calls_in_memory import num_calls_in_memory
+from tests.support.unread_client import END_HEADERS, END_STREAM, HEADERS, OPENING, frame, header_block, unread
 from tests.support.waiting import HANG_S, eventually
 
 NUM_CALLS = 20
+NUM_CONNECTIONS, CALLS_OF_EACH = 30, 100
+MOST_KEPT_BYTES = 600
+"""Memory that gRPC keeps of a call whose client has left before its answer (docs/security.md)."""
 REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -105,5 +113,39 @@ async def test_an_ended_call_is_freed_without_garbage_collection(kind: str, meth
                 lambda: num_calls_in_memory() <= before + 1,
                 lambda: f"{num_calls_in_memory() - before} of {NUM_CALLS} are kept",
             )
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.skipif(not allocator.is_known(), reason="glibc 2.33 counts what is in use")
+@pytest.mark.parametrize("service", ["pdserve.v1.Test", "Unknown"])
+async def test_a_call_whose_client_has_left_keeps_little_memory(caplog: pytest.LogCaptureFixture, service: str) -> None:
+    # each is logged, and the log of a test would keep them
+    caplog.set_level(logging.CRITICAL)
+    server = make_server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("pdserve.v1.Test", HANDLERS),))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    block = header_block(f"/{service}/StreamUnary")
+    calls = OPENING + b"".join(
+        frame(HEADERS, END_HEADERS | END_STREAM, 2 * number + 1, block) for number in range(CALLS_OF_EACH)
+    )
+
+    def leave(num_connections: int) -> None:
+        for _ in range(num_connections):
+            with unread(f"127.0.0.1:{port}", [calls]):
+                pass
+
+    def settled_bytes() -> int:
+        gc.collect()
+        return allocator.bytes_in_use()
+
+    try:
+        await asyncio.to_thread(leave, 3)
+        await asyncio.sleep(1.0)
+        before = settled_bytes()
+        await asyncio.to_thread(leave, NUM_CONNECTIONS)
+        most = NUM_CONNECTIONS * CALLS_OF_EACH * MOST_KEPT_BYTES
+        await eventually(lambda: settled_bytes() < before + most, lambda: f"{settled_bytes() - before} bytes are kept")
     finally:
         await server.stop(None)

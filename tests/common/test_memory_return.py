@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
+import time
 
 import pytest
 
@@ -53,8 +55,9 @@ async def test_free_blocks_between_blocks_in_use_are_given_back(monkeypatch: pyt
     )
     # blocks that earlier tests have left free would be taken first
     before = settled_bytes()
-    running = asyncio.create_task(MemoryReturn().run())
-    await asyncio.sleep(0)
+    memory = MemoryReturn()
+    running = asyncio.create_task(memory.run())
+    await eventually(lambda: memory._last > 0)
     blocks = [libc.malloc(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
     for block in blocks:
         ctypes.memset(block, 1, BLOCK_BYTES)
@@ -70,3 +73,19 @@ async def test_free_blocks_between_blocks_in_use_are_given_back(monkeypatch: pyt
         running.cancel()
         for block in kept:
             libc.free(block)
+
+
+async def test_looks_that_take_long_are_rare_and_hold_up_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def look() -> tuple[int, int, float]:
+        assert threading.current_thread() is not threading.main_thread()
+        looks.append(time.monotonic())
+        return 1, 1, 0.002
+
+    monkeypatch.setattr(memory_return, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(memory_return, "_look", look)
+    running = asyncio.create_task(MemoryReturn().run())
+    await eventually(lambda: len(looks) == 3)
+    running.cancel()
+    assert looks[2] - looks[0] >= 2 * 0.2

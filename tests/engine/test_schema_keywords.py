@@ -315,19 +315,22 @@ def test_what_is_not_enforced_is_refused(tiny: Vocabulary, schema: Any, told: st
     assert caught.value.message.startswith("structured_outputs: the JSON schema at #")
 
 
+WITHOUT_A_VALUE = ("no value", "greater than", "no integer", "minItems needs", "do not fit")
+"""Words of refusals of schemas that no value fits: a branch of one is left out, not refused."""
+
+
 @pytest.mark.diagonal
 @pytest.mark.parametrize("place", ["a property", "items", "prefixItems", "anyOf", "$ref", "additionalProperties"])
-@pytest.mark.parametrize("name", [name for name, (schema, _) in REFUSED.items() if "$ref" not in json.dumps(schema)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, (schema, told) in REFUSED.items()
+        if "$ref" not in json.dumps(schema) and not any(words in told for words in WITHOUT_A_VALUE)
+    ],
+)
 def test_what_is_not_enforced_is_refused_in_every_position(tiny: Vocabulary, name: str, place: str) -> None:
     schema, told = REFUSED[name]
-    if (
-        "no value" in told
-        or "greater than" in told
-        or "no integer" in told
-        or "minItems needs" in told
-        or "do not fit" in told
-    ):
-        pytest.skip("a branch without a value is left out")
     with pytest.raises(InvalidRequest) as caught:
         check(tiny, INSIDE[place](schema))
     assert told in caught.value.message

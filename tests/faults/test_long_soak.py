@@ -58,6 +58,10 @@ KEYS = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob", "greedy")}
 GREEDY = "max_sequences = 4\nmax_queued_requests = 2\ntokens_per_minute = 6000"
 
 
+HELD_S = 1.0
+"""For so long clients that read nothing stay connected."""
+
+
 @dataclass(frozen=True)
 class Size:
     """Size of one process."""
@@ -154,9 +158,9 @@ def _read_nothing(cluster: Cluster, over: threading.Event) -> int:
             *((address, each) for address in addresses for each in (pings, calls)),
             (cluster.router.http, requests),
         ]:
-            # a suspended worker may accept nothing
+            # a suspended worker may accept nothing; calls of clients that leave at once keep memory (docs/security.md)
             with contextlib.suppress(OSError), unread(address, [content] * 3):
-                pass
+                over.wait(HELD_S)
         num_rounds += 1
     return num_rounds
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,8 +116,3 @@ def test_files_and_forms_of_a_process_are_recorded(tmp_path: Path) -> None:
     read = json.loads(found.read_text())
     assert [file.partition("/pdserve/")[2] for file in read["files"]] == ["toy.py"]
     assert sorted(read["forms"]) == ["toy.Answer", "toy.Packed", "toy.Question", "toy.Tokens"]
-
-
-def test_numbers_are_packed_as_msgpack_does() -> None:
-    numbers = [0, 127, 128, 255, 256, 65535]
-    assert msgspec.msgpack.encode(numbers)[1:] == traced_request().packed(numbers)

@@ -12,11 +12,22 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from pdserve.common.errors import BY_CODE
+from pdserve.common.errors import BY_CODE, InvalidRequest, TransferFailed
 from pdserve.common.telemetry.logging_setup import is_news
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, worker_pb2
 from tests.router.conftest import Cluster
-from tests.router.fake_worker import Call, FakeWorker, Script, said, tokens
+from tests.router.fake_worker import (
+    VOCAB_SIZE,
+    Call,
+    FakeWorker,
+    Script,
+    decode_outputs,
+    first,
+    forever,
+    play,
+    said,
+    tokens,
+)
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
 from tests.support.wrong_fields import FEW, LIE, MANY, PARTS, Wrong, one_of_each, part_of, wrong_messages
@@ -302,6 +313,54 @@ async def test_a_grammar_is_unavailable_only_to_a_request_that_has_one(cluster, 
     assert LIE not in answer.text
 
 
+BEYOND = {
+    "token": request_pb2.Outputs(token_ids=[VOCAB_SIZE]),
+    "second token": request_pb2.Outputs(token_ids=[1, VOCAB_SIZE + 9]),
+    "stop token": request_pb2.Outputs(
+        token_ids=[1], finish_reason=request_pb2.FINISH_REASON_STOP, stop_token_id=VOCAB_SIZE
+    ),
+}
+"""Outputs with a number that is no token of the model."""
+
+
+@pytest.mark.parametrize("name", BEYOND)
+async def test_tokens_beyond_the_vocabulary_reach_no_client(cluster, monkeypatch, name):
+    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.2)
+    await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
+    cluster.of("decode").scripts = [play(decode_pb2.DecodeEvent(outputs=BEYOND[name]))] * 50
+    answer = await cluster.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
+    assert answer.status_code == 503, answer.text
+    assert answer.json()["error"]["code"] == "peer_error"
+    assert len(cluster.of("decode").calls) > 1
+
+
+def logprobs_of(token_id: int) -> request_pb2.Logprobs:
+    return request_pb2.Logprobs(width=1, token_ids=[token_id], logprobs=[-0.5], sampled_ranks=[1])
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [None, logprobs_of(VOCAB_SIZE), logprobs_of(1)],
+    ids=["left out", "beyond the vocabulary", "of another token"],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_wrong_log_probabilities_reach_no_client(cluster, monkeypatch, role, logprobs):
+    monkeypatch.setattr("pdserve.router.requests.tasks.prompt_task.WAIT_FOR_WORKER_S", 0.2)
+    await cluster.start(prefill=1, decode=1, queue_timeout_s=0.3, request_timeout_s=TIMEOUT_S)
+    right = logprobs_of(tokens("a")[0])
+    prefill, decode = cluster.of("prefill"), cluster.of("decode")
+    prefill.scripts = [play(first("a", logprobs=logprobs if role == "prefill" else right), forever)] * 50
+    decode.scripts = [
+        play(decode_outputs(0, "a", logprobs=right), decode_outputs(1, "b", logprobs=logprobs), forever)
+    ] * 50
+    if role == "prefill":
+        decode.scripts = [play(0.02, TransferFailed("its source failed"))] * 50
+    answer = await cluster.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4, "logprobs": 0})
+    assert answer.status_code == 503, answer.text
+    assert answer.json()["error"]["code"] in ("peer_error", "transfer_failed")
+    assert len(cluster.of(role).calls) > 1
+
+
 GIVEN: dict[str, dict[str, Any]] = {
     "structured_outputs": {"structured_outputs": {"regex": "a*"}},
     "allowed_token_ids": {"allowed_token_ids": [1, 2]},
@@ -315,7 +374,6 @@ GIVEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("also", [True, False], ids=["by both", "by one"])
 async def test_what_a_request_can_cause_is_its_own_error(cluster, role, given, also):
     """The decode worker may notice first that its source has failed."""
-    from pdserve.common.errors import InvalidRequest, TransferFailed
 
     async def refused(worker: FakeWorker, call: Call) -> AsyncIterator[Any]:
         await asyncio.sleep(0.02 if also else 0)

@@ -9,7 +9,7 @@ import grpc
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.common.request.wire import prompt_logprobs_to_wire, request_from_wire
 from pdserve.v1 import decode_pb2
-from tests.router.fake_worker import ADMITTED, decode_outputs
+from tests.router.fake_worker import ADMITTED, decode_outputs, tokens
 from tests.router.test_sessions import ask, error_of, turn
 
 
@@ -61,17 +61,18 @@ async def test_a_worker_of_protocol_version_3_takes_no_stop_strings_in_sessions(
 
 async def test_log_probabilities_of_a_turns_prompt(cluster):
     async def with_logprobs(worker, call):
-        num_before = 0
+        sequence: list[int] = []
         async for given in call.turns:
             request = request_from_wire(given, 4096)
             yield ADMITTED
-            first = max(1, num_before)
-            num = num_before + len(request.prompt_token_ids) - first
-            lists = LogprobsLists([[5]] * num, [[-1.0]] * num, [1] * num)
+            first = max(1, len(sequence))
+            sequence += request.prompt_token_ids
+            num = len(sequence) - first
+            lists = LogprobsLists([[token] for token in sequence[first:]], [[-1.0]] * num, [1] * num)
             for piece in prompt_logprobs_to_wire(lists, first):
                 yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
             yield decode_outputs(0, "ab", "length")
-            num_before += len(request.prompt_token_ids) + 2
+            sequence += tokens("ab")
 
     await cluster.start()
     cluster.of("decode").session_script = with_logprobs

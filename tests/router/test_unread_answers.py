@@ -187,7 +187,7 @@ PROMPT_LEN, NUM_TOP = 4000, 20
 
 async def with_prompt_logprobs(worker: Any, call: Any) -> AsyncIterator[object]:
     num = PROMPT_LEN - 1
-    ids, logprobs = list(range(NUM_TOP + 1)), [-1.5] * (NUM_TOP + 1)
+    ids, logprobs = [*tokens("a"), *range(NUM_TOP)], [-1.5] * (NUM_TOP + 1)
     yield ADMITTED
     for piece in prompt_logprobs_to_wire(LogprobsLists([ids] * num, [logprobs] * num, [1] * num), 1):
         yield decode_pb2.DecodeEvent(prompt_logprobs=piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, Window, make_hash_cache, windows_of
 from tests.support.held_loads import HeldLoads
+from tests.support.waiting import HANG_S
 
 KEY = DeploymentKey(b"a key for tests, 16 or more")
 
@@ -234,12 +236,13 @@ class Harness:
         return f"{request_id}/{index}" if request_id in self.wide else request_id
 
     def run(self, max_steps: int = 2000) -> dict[str, Answer]:
-        """Step until there is nothing to do."""
-        for _ in range(max_steps):
-            if not self.core.has_work:
-                return self.collect()
+        """Step until there is nothing to do; steps that wait for a process of grammars may be more than `max_steps`."""
+        until, num_steps = time.monotonic() + HANG_S, 0
+        while self.core.has_work:
+            assert num_steps < max_steps or time.monotonic() < until, f"still at work after {num_steps} steps"
             self.step()
-        raise AssertionError(f"still at work after {max_steps} steps")
+            num_steps += 1
+        return self.collect()
 
     def collect(self) -> dict[str, Answer]:
         """Collect all outputs so far, including those of aborts and events."""

@@ -79,7 +79,7 @@ class Fuzzer:
         self.seconds = seconds
         self.num_cases = 0
         self.longest_s = 0.0
-        """Processor time of the longest case; where a `LoopWatch` was given to `watched_by`, of the longest callback."""
+        """CPU time of the longest case; where a `LoopWatch` was given to `watched_by`, of the longest callback."""
         self._memory: list[tuple[float, int]] = []
         """Looks: seconds since the first case, bytes."""
         self._began_at = time.monotonic()
@@ -133,7 +133,7 @@ class Fuzzer:
         """One line for people."""
         unit = "case" if self._watch is None else "callback"
         return (
-            f"{self.num_cases} cases in {self.seconds:.1f} s, longest {unit} {self.longest_s * 1e3:.1f} ms of processor time, "
+            f"{self.num_cases} cases in {self.seconds:.1f} s, longest {unit} {self.longest_s * 1e3:.1f} ms of CPU time, "
             f"memory {self.grown_bytes / 2**20:+.1f} MiB, in the second half {self.grown_late_bytes / 2**20:+.1f} MiB"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
-from pdserve.common.errors import TransferFailed
+from pdserve.common.errors import BY_CODE, TransferFailed
 from pdserve.kv_transfer.block_digest import GMAC
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import attach_client
@@ -170,3 +170,19 @@ async def test_blocks_before_any_are_wanted_fail_the_transfer(rig: Any, until: A
     transfer = rig.receive(connector_set=ConnectorSet([FakeConnector()]), connectors=("fake",))
     await until(lambda: transfer.state is ReceiverState.FAILED)
     assert "before they were wanted" in rig.owner.cause.message
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+async def test_an_error_of_a_source_is_an_error_of_the_transfer(rig: Any, until: Any, code: str) -> None:
+    """The code of a request's or of a client's error in `failed` would reach the client through the decode worker."""
+
+    async def source(number: int, requests: Any) -> AsyncIterator[Any]:
+        yield kv_source_pb2.AttachEvent(failed=kv_source_pb2.Failed(error=request_pb2.Error(code=code, message="x")))
+        async for _ in requests:
+            pass
+
+    await rig.play(source)
+    rig.owner = HearingCauses()
+    transfer = rig.receive(connector_set=ConnectorSet([FakeConnector()]), connectors=("fake",))
+    await until(lambda: transfer.state is ReceiverState.FAILED)
+    assert rig.owner.cause.code in ("transfer_failed", "digest_mismatch", "layout_mismatch", "permission_denied")

@@ -232,7 +232,7 @@ def _metadata_value(error: grpc.aio.AioRpcError, key: str) -> str | None:
 
 
 async def abort_with(context: Context, error: PdServeError) -> NoReturn:
-    """End the call with the error's status and its code in the trailing metadata, beside what is in there already."""
+    """End the call with the error's status and its code in the trailing metadata, next to what is in there already."""
     metadata = [*(context.trailing_metadata() or ()), (ERROR_CODE_KEY, error.code)]
     if isinstance(error, errors.Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))

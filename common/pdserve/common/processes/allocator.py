@@ -34,7 +34,10 @@ def is_known() -> bool:
 
 
 def bytes_in_use() -> int:
-    """Memory that is allocated in every arena and not freed, without blocks that are mapped one by one."""
+    """Memory that is allocated in every arena and not freed, without blocks that are mapped one by one.
+
+    Takes time with the number of free pieces: 0.1 s for half a million.
+    """
     return int(_LIBC.mallinfo2().uordblks)
 
 

@@ -7,6 +7,7 @@ each other, so that after a burst of calls hundreds of MiB may be free and resid
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pdserve.common.processes import allocator
 
@@ -14,6 +15,8 @@ LOOK_EVERY_S = 1.0
 CHANGED_BYTES = 4 << 20
 """Memory from which a return is worth its time, some milliseconds of a thread without the interpreter's lock."""
 _STEADY_BYTES = 1 << 20
+_MOST_OF_TIME = 0.01
+"""Part of the time in which looks may hold the allocator's locks: glibc walks over each free piece, half a million in 0.1 s."""
 
 
 class MemoryReturn:
@@ -26,12 +29,15 @@ class MemoryReturn:
         """Run until cancelled; ends at once with a C library other than glibc 2.33 or later."""
         if not allocator.is_known():
             return
-        self.returned(*_sizes())
+        resident, in_use, took_s = await asyncio.to_thread(_look)
+        self.returned(resident, in_use)
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if self.is_due(*_sizes()):
+            await asyncio.sleep(max(LOOK_EVERY_S, took_s / _MOST_OF_TIME))
+            resident, in_use, took_s = await asyncio.to_thread(_look)
+            if self.is_due(resident, in_use):
                 await asyncio.to_thread(allocator.trim)
-                self.returned(*_sizes())
+                resident, in_use, took_s = await asyncio.to_thread(_look)
+                self.returned(resident, in_use)
 
     def is_due(self, resident: int, in_use: int) -> bool:
         """True if memory that nobody uses has come about since the last return, and no more is taken now.
@@ -52,5 +58,7 @@ class MemoryReturn:
         self._most_in_use = in_use
 
 
-def _sizes() -> tuple[int, int]:
-    return allocator.resident_bytes(), allocator.bytes_in_use()
+def _look() -> tuple[int, int, float]:
+    """(bytes of the process in RAM, bytes that are allocated, seconds of this look)"""
+    began = time.monotonic()
+    return allocator.resident_bytes(), allocator.bytes_in_use(), time.monotonic() - began

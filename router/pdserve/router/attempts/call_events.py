@@ -143,6 +143,8 @@ class CallReader(abc.ABC, Generic[M, E]):
     def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
         """Outputs that are tokens alone. Raises: PeerError."""
         self._verify_tokens(first_position, token_ids)
+        if token_ids and self._sampling.logprobs is not None:
+            raise PeerError(f"a worker sent log-probabilities of 0 tokens for {len(token_ids)} tokens")
         return Outputs(index, first_position, token_ids)
 
     def believed(self, failure: CallFailed, *, is_session: bool = False) -> CallFailed:
@@ -170,7 +172,10 @@ class CallReader(abc.ABC, Generic[M, E]):
                 f"where the prompt has {limit}"
             )
         self._verify_width(message.logprobs, self._sampling.prompt_logprobs)
-        return PromptLogprobs(message.first_position, self._logprobs(message.logprobs))
+        prompt: Sequence[int] = self._request.prompt_token_ids
+        # of a session's later turns the tokens before are not known here
+        known = prompt[message.first_position :] if len(prompt) == limit else ()
+        return PromptLogprobs(message.first_position, self._logprobs(message.logprobs, known))
 
     def _outputs(self, message: request_pb2.Outputs) -> Outputs:
         num_tokens = len(message.token_ids)
@@ -179,7 +184,8 @@ class CallReader(abc.ABC, Generic[M, E]):
             raise PeerError(
                 f"a worker sent stop token {message.stop_token_id}, and its vocabulary has {self._vocab_size}"
             )
-        if (count := len(message.logprobs.sampled_ranks)) > num_tokens:
+        count = len(message.logprobs.sampled_ranks)
+        if count > num_tokens or (count < num_tokens and self._sampling.logprobs is not None):
             raise PeerError(f"a worker sent log-probabilities of {count} tokens for {num_tokens} tokens")
         self._verify_width(message.logprobs, self._sampling.logprobs)
         return Outputs(
@@ -190,11 +196,11 @@ class CallReader(abc.ABC, Generic[M, E]):
             message.stop_token_id if message.HasField("stop_token_id") else None,
             message.num_cached_tokens,
             moments_from_wire(message.moments) if message.moments else _NO_MOMENTS,
-            self._logprobs(message.logprobs) if message.HasField("logprobs") else None,
+            self._logprobs(message.logprobs, message.token_ids) if message.HasField("logprobs") else None,
         )
 
-    def _logprobs(self, message: request_pb2.Logprobs) -> LogprobsLists:
-        """Raises: PeerError for what no model computes."""
+    def _logprobs(self, message: request_pb2.Logprobs, token_ids: Sequence[int]) -> LogprobsLists:
+        """token_ids: each comes first among the candidates at its place. Raises: PeerError for what no model computes."""
         for what, numbers in (("token", message.token_ids), ("rank", message.sampled_ranks)):
             # ranks count from 1
             if numbers and (largest := max(numbers)) >= self._vocab_size + (what == "rank"):
@@ -203,7 +209,11 @@ class CallReader(abc.ABC, Generic[M, E]):
                 )
         if any(value != value or value > _MOST_LOGPROB for value in message.logprobs):
             raise PeerError("a worker sent a log-probability that is none")
-        return logprobs_from_wire(message)
+        logprobs = logprobs_from_wire(message)
+        for token_id, candidates in zip(token_ids, logprobs.logprob_token_ids, strict=False):
+            if candidates[0] != token_id:
+                raise PeerError(f"a worker sent log-probabilities of token {candidates[0]} for token {token_id}")
+        return logprobs
 
     @staticmethod
     def _verify_width(logprobs: request_pb2.Logprobs, asked: int | None) -> None:

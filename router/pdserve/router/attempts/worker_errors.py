@@ -118,13 +118,13 @@ def _bounded(error: PdServeError) -> PdServeError:
     if isinstance(error, DeadlineExceeded):
         return DeadlineExceeded("the request's deadline passed while a worker served it")
     if isinstance(error, Overloaded):
+        kind: type[Overloaded] = Overloaded
+        said = "the workers that could serve this have no room"
         if isinstance(error, GrammarUnavailable):
             kind, said = (
                 GrammarUnavailable,
                 "no worker could compile or match the grammar of structured_outputs in time",
             )
-        else:
-            kind, said = Overloaded, "the workers that could serve this have no room"
         full = kind(said, min(error.retry_after_s, MAX_RETRY_AFTER_S))
         full.by_peer = error.by_peer
         return full
