@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.file_schedule import SHARED, scope_of
 from tests.support.run_report import file_times
-from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +45,7 @@ def test_the_files_that_took_longest_begin_first(tmp_path: Path) -> None:
         (tmp_path / f"test_{name}.py").write_text(
             f"import time, pytest\ndef test_first(): time.sleep({0.2 * number})\ndef test_second(): pass\n"
         )
-    plugins = ("tests.support.run_report", "tests.support.file_schedule")
+    plugins = ("xdist", "tests.support.run_report", "tests.support.file_schedule")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [
         sys.executable,
@@ -64,8 +63,8 @@ def test_the_files_that_took_longest_begin_first(tmp_path: Path) -> None:
     orders = []
     for _ in range(2):
         done = subprocess.run(
-            command, cwd=tmp_path, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-            timeout=HANG_S, check=False,
+            command, cwd=tmp_path, text=True, capture_output=True, check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         passed = [line.split()[-1] for line in done.stdout.splitlines() if " PASSED " in line]

@@ -11,7 +11,7 @@ their own are not counted. A case that is the only one collected, as when the co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -29,24 +29,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         diagonal, few = (cases[0].get_closest_marker(name) for name in ("diagonal", "few"))
         chosen = list(range(len(cases)))
         if diagonal is not None:
-            chosen = diagonal_of([case.callspec.indices for case in cases], *diagonal.args)  # type: ignore[attr-defined]
+            chosen = diagonal_of([values_of(case) for case in cases], *diagonal.args)
         if few is not None:
             chosen = [chosen[place] for place in evenly_spread(few.args[0], len(chosen))]
         for place in set(range(len(cases))).difference(chosen):
             cases[place].add_marker("slow")
 
 
-def diagonal_of(cases: Sequence[Mapping[str, int]], times: int = 1) -> list[int]:
+def values_of(case: pytest.Item) -> dict[str, Hashable]:
+    """What each `parametrize` gives a case, and each fixture with parameters: equal for the same objects."""
+    params: dict[str, object] = dict(case.callspec.params)  # type: ignore[attr-defined]
+    values: dict[str, Hashable] = {}
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
+        values[",".join(names)] = tuple(id(params.pop(name)) for name in names)
+    return values | {name: id(value) for name, value in params.items()}
+
+
+def diagonal_of(cases: Sequence[Mapping[str, Hashable]], times: int = 1) -> list[int]:
     """Places of cases that together contain each value of each parameter so many times, or in all its cases; ascending.
 
-    cases: per case, the number of the value that each parameter has. The parameter with most values has each of them so often, and
-    the values of the others take turns, as on the diagonal of a square; further cases follow where the cases are no whole product.
+    cases: per case, parameter -> its value. The parameter with most values has each of them so often, and the values of the others take
+    turns, as on the diagonal of a square; further cases follow where the cases are no whole product.
     """
     values = Counter(pair for case in cases for pair in case.items())
     num_values = Counter(name for name, _ in values)
     longest = max(num_values, key=lambda name: num_values[name])
-    uses: Counter[tuple[str, int]] = Counter()
-    together: set[tuple[tuple[str, int], tuple[str, int]]] = set()
+    uses: Counter[tuple[str, Hashable]] = Counter()
+    together: set[tuple[tuple[str, Hashable], ...]] = set()
     chosen: dict[int, None] = {}
 
     def merit(place: int) -> tuple[int, int, int]:
@@ -63,13 +73,13 @@ def diagonal_of(cases: Sequence[Mapping[str, int]], times: int = 1) -> list[int]
             uses.update(cases[best].items())
             together.update(combinations(cases[best].items(), 2))
 
-    with_value: dict[int, list[int]] = {}
+    with_value: dict[Hashable, list[int]] = {}
     for place, case in enumerate(cases):
         if longest in case:
             with_value.setdefault(case[longest], []).append(place)
     for rounds in range(1, times + 1):
-        for value in sorted(with_value):
-            choose(with_value[value])
+        for places in with_value.values():
+            choose(places)
         while any(uses[pair] < min(rounds, number) for pair, number in values.items()):
             choose(range(len(cases)))
     return sorted(chosen)
