@@ -93,7 +93,7 @@ check: $(VENV)/.dev  ## format, lint, types (also of tests and benchmarks), prot
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests benchmarks examples deploy
-	$(BIN)/python -m pytest -q tests/house
+	$(BIN)/python -m pytest -q -m "not faults and not soak" tests/house
 
 proto: $(VENV)/.dev  ## regenerate the code next to proto/pdserve/v1/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \

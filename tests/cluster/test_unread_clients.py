@@ -173,7 +173,7 @@ def test_pings(cluster: Cluster, port: str, count: int) -> None:
     attack(cluster, port, f"{count} pings", [OPENING + frame(PING, 0, 0, bytes(8)) * (count // 5)] * 5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "rounds"), STREAMS)
 @pytest.mark.parametrize("path", ["call", "/unknown.Service/Method"])
 @pytest.mark.parametrize("port", GRPC_PORTS)

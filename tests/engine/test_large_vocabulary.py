@@ -88,7 +88,7 @@ def test_a_schema_with_long_strings_is_compiled_within_the_limit(folder: Path) -
     assert compile_s(Vocabulary(folder, NUM_TOKENS), BLOG) < 2 * GrammarLimits().compile_s
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "uri" in name else ()) for name in FORMATS]
 )

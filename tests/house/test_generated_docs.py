@@ -22,6 +22,7 @@ def current() -> dict[tuple[str, str], str]:
     return texts()
 
 
+@pytest.mark.slow
 def test_generated_parts_are_current(current: dict[tuple[str, str], str]) -> None:
     stale = [place for place, text in current.items() if part(ROOT / place[0], place[1]) != text]
     assert not stale, "run `make docs-generated`"

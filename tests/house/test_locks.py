@@ -202,6 +202,7 @@ def test_make_installs_from_the_locks_alone() -> None:
     assert "pip install" not in (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("cyclonedx_py") is None, reason="an environment from before locks/dev.txt had cyclonedx-bom"
 )

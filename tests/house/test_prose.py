@@ -62,6 +62,7 @@ def fragments(path: Path, words: Set[str] = FIRST_WORDS) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_no_docstring_begins_with_a_fragment() -> None:
     found = [fragment for path in documented_files() for fragment in fragments(path)]
     found += [fragment for path in sorted((ROOT / "tests").rglob("*.py")) for fragment in fragments(path, IN_TESTS)]

@@ -30,6 +30,7 @@ def test_hangs():
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.process
 @pytest.mark.timeout(4 * HANG_S)

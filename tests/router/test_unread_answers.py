@@ -194,6 +194,7 @@ async def with_prompt_logprobs(worker: Any, call: Any) -> AsyncIterator[object]:
     yield decode_outputs(0, "a", "length")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "TLS"])
 async def test_short_requests_with_large_answers_count_for_their_tenant(

@@ -49,8 +49,8 @@ def values_of(case: pytest.Item) -> dict[str, Hashable]:
 def diagonal_of(cases: Sequence[Mapping[str, Hashable]], times: int = 1) -> list[int]:
     """Places of cases that together contain each value of each parameter so many times, or in all its cases; ascending.
 
-    cases: per case, parameter -> its value. The parameter with most values has each of them so often, and the values of the others take
-    turns, as on the diagonal of a square; further cases follow where the cases are no whole product.
+    The parameter with most values has each of them so often, and the values of the others take turns, as on the diagonal of a
+    square; further cases follow where the cases are no whole product. cases: per case, parameter -> its value.
     """
     values = Counter(pair for case in cases for pair in case.items())
     num_values = Counter(name for name, _ in values)
