@@ -29,6 +29,7 @@ def look(environ: dict[str, str] | None = None, **settings: Any) -> list[Finding
     return list(check_nixl(PrefillSettings(**settings), environ or {}))
 
 
+@pytest.mark.slow
 def test_two_processes_read_each_other_here() -> None:
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     findings = look({"UCX_TLS": "^tcp"})

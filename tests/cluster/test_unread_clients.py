@@ -166,7 +166,7 @@ STREAMS = [pytest.param(300, 1), pytest.param(1000, 5, marks=pytest.mark.slow)]
 SETTINGS_ACK = frame(SETTINGS, ACK, 0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", PINGS)
 @pytest.mark.parametrize("port", GRPC_PORTS)
 def test_pings(cluster: Cluster, port: str, count: int) -> None:
@@ -228,7 +228,7 @@ def connected(process: psutil.Process, address: str) -> int:
     return sum(one.laddr.port == port and one.raddr.port in mine for one in process.net_connections("tcp") if one.raddr)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["front end", "metrics"])
 def test_http(cluster: Cluster, where: str, count: int) -> None:

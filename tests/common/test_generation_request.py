@@ -93,6 +93,7 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
     )
 
 
+@pytest.mark.few(1)
 @forms
 @given(request=requests())
 def test_requests_come_back_but_for_the_moment_of_their_deadline(form: Form, request: GenerationRequest) -> None:

@@ -163,7 +163,7 @@ def wait_for(grammar: Grammar, num_drafts: int = 0) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_masks_behind_drafts_are_those_of_the_tokens(
     compiler: GrammarCompiler, vocabulary: Vocabulary, form: str

@@ -83,7 +83,7 @@ def children() -> list[psutil.Process]:
 # ---- what a form may cost
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "n"),
     [
@@ -257,6 +257,7 @@ def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompile
     assert len(begun_before) <= 2
 
 
+@pytest.mark.slow
 def test_one_form_of_one_tenant_is_compiled_once(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler())
     grammars = [ask.grammar(ask.submit(tenant, choice=("yes", "no"))) for tenant in (b"a", b"a", b"b", b"a")]
@@ -325,6 +326,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_ends_is_started_again(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler())
     grammar = ask.grammar(ask.submit(choice=("yes", "no")))

@@ -71,7 +71,7 @@ def filtered(temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0, min_p
     return expected
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -126,7 +126,7 @@ def test_a_row_without_a_distribution_takes_its_most_likely_token(temperature: f
         assert 0 <= sampled[3] < len(LOGITS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -115,7 +115,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @EACH
 def test_each_form_in_one_engine_and_through_p_and_d(
     make: Make, tokenizer: Tokenizer, form: dict[str, Any], fits: Callable[[str], Any]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # `make check` runs them
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "v1": "proto", "common": "common", "text": "text", "kernels": "kernels", "models": "models", "engine": "engine",

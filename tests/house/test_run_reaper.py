@@ -30,7 +30,7 @@ def test_hangs():
 """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.process
 @pytest.mark.timeout(4 * HANG_S)

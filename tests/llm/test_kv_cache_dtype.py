@@ -43,6 +43,7 @@ def check_all(oracle: Oracle, stored: str, answers: Sequence[RequestOutput]) -> 
             check(oracle, stored, answer.prompt_token_ids, output)
 
 
+@pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("kv_cache_dtype", STORED)
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ BAD_PROMPTS: list[tuple[Any, str, str]] = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("prompt", "field", "message"), BAD_PROMPTS, ids=lambda value: repr(value)[:30])
 def test_a_wrong_prompt_is_named_alone_and_among_many(llm: LLM, prompt: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
@@ -84,7 +84,7 @@ def test_wrong_fields_beside_a_prompt_are_named(llm: LLM, fields: dict[str, Any]
     assert nothing_was_done(llm)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("params", "field", "message"), BAD_PARAMS, ids=lambda value: repr(value)[:30])
 def test_wrong_sampling_parameters_are_named(llm: LLM, params: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:

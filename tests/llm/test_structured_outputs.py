@@ -66,7 +66,7 @@ async def test_async_llm_does_so_beside_others(running: Running) -> None:
         assert len(free.outputs[0].token_ids) == 9
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_process", [False, True])
 def test_an_llm_that_nobody_shuts_down_leaves_no_process(folder: Path, engine_process: bool) -> None:
     before = children()

@@ -90,7 +90,7 @@ def _text(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("architecture", "options"), OPTIONS)
 def test_prefill_and_decode_match_transformers(
     architecture: str, options: dict[str, Any], tiny_checkpoints: Any, oracle_logits: Any, paged_run: Any

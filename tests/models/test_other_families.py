@@ -110,7 +110,7 @@ def test_neutral_fields_change_nothing(
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("family", "architecture", "options", "message"), REFUSED)
 def test_other_mathematics_is_refused_by_name(
     family: str, architecture: str, options: dict[str, Any], message: str, tmp_path: Path

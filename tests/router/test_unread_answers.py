@@ -322,7 +322,7 @@ async def test_an_answer_without_room_is_refused(
         reader.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS)
 async def test_what_waits_to_be_tokenized_is_bounded(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str

@@ -240,6 +240,7 @@ async def test_an_alive_is_put_before_messages_that_wait_already(monkeypatch: py
     assert messages.qsize() == 3
 
 
+@pytest.mark.slow
 async def test_a_stopped_engine_at_the_receiver_ends_the_lease(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()

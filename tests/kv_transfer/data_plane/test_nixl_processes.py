@@ -114,7 +114,7 @@ def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConne
     assert start_read(receiver, source.metadata, source.token, blocks).wait_failed()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
