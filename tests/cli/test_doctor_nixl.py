@@ -130,7 +130,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_package_that_cannot_be_used(tmp_path: Path, how: str) -> None:
     source, told = BROKEN[how]

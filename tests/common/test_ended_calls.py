@@ -92,6 +92,7 @@ SERVERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("kind", SERVERS)

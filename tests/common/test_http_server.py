@@ -203,6 +203,7 @@ async def test_a_client_that_never_reads_is_cut_off(quick: None) -> None:
             await eventually(lambda: len(served.server.gate) == 0)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("length", [b"Content-Length: 4", b"content-length: 0", b"CONTENT-LENGTH: 99999"])
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(length: bytes, first: bool) -> None:

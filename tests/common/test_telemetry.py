@@ -299,6 +299,7 @@ def test_a_collector_that_refuses_is_told_once_and_again_when_it_is_back(
     assert "again; 3 were lost" in warnings[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
 @pytest.mark.parametrize("listens", [False, True])

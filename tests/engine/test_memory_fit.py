@@ -59,6 +59,7 @@ def test_what_the_machine_can_never_hold_is_not_tried(monkeypatch: pytest.Monkey
     assert len(tried) == 2
 
 
+@pytest.mark.slow
 def test_a_pool_that_shortens_sequences_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     folder = model_folder("demo")
     loaded = load_model(folder, DecodeSettings(num_blocks=8))

@@ -178,7 +178,7 @@ def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> None
     assert value < freedom * (1 - 2 / (9 * freedom) + 4.9 * np.sqrt(2 / (9 * freedom))) ** 3, (value, freedom)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [{"positions": 1}, {"indexes": 1}, {"seeds": 1}, {"positions": 1, "seeds": -1}])
 def test_tokens_of_neighbouring_positions_sequences_and_seeds_are_independent(apart: dict[str, int]) -> None:
     count = 40_000
@@ -214,6 +214,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
         assert Sampler()(logits[row : row + 1].clone(), alone).sampled_token_ids[0] == together[row]
 
 
+@pytest.mark.few(8)
 @pytest.mark.diagonal(2)
 @pytest.mark.parametrize(
     "fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 40, "top_p": 0.7}], ids=str
@@ -401,6 +402,7 @@ def test_allowed_and_forbidden_tokens_and_biases_come_in_their_exact_distributio
     exact(biased / 0.7, token_rules=rules, temperature=0.7)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "penalty", [{"repetition": 1.8}, {"frequency": 0.7}, {"presence": -1.3}, {"repetition": 0.6, "frequency": -0.4}]
 )

@@ -23,6 +23,7 @@ def alone(make_engine: MakeEngine, prompt: list[int], index: int, params: dict[s
     return make_engine(block_size=16, num_blocks=16).ask(prompt, index=index, params=params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 40])
 @pytest.mark.parametrize("budget", [5, 64])
@@ -45,7 +46,7 @@ def test_sequence_0_is_what_one_sequence_is(make_engine: MakeEngine) -> None:
     ).token_ids  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", [
     {"repetition_penalty": 1.7}, {"presence_penalty": 1.5, "frequency_penalty": 1.0},
     {"min_tokens": 6, "stop_token_ids": tuple(range(40))}, {"logit_bias": {3: 4.0}},
@@ -75,6 +76,7 @@ def test_full_blocks_are_shared_and_the_partial_one_is_each_ones_own(
     engine.run()
 
 
+@pytest.mark.slow
 def test_greedy_sequences_are_all_transformers_own(
     make_real_engine: Callable[..., Harness], tiny_checkpoints: Callable[..., Path]
 ) -> None:
@@ -190,6 +192,7 @@ def test_an_abort_ends_all_sequences_in_any_state(make_engine: MakeEngine, num_s
     engine.step()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("num_steps", [3, 4, 6])
 def test_one_sequence_ends_and_the_others_go_on(make_engine: MakeEngine, index: int, num_steps: int) -> None:

@@ -66,7 +66,7 @@ def texts_of(answers: Sequence[Answer], n: int = 1) -> list[list[int]]:
     return [PROMPTS[place // n] + answer.token_ids for place, answer in enumerate(answers)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_i5_a_drafted_text_is_the_undrafted_one(make_engine: MakeEngine, feature: str) -> None:
     params = FEATURES[feature]

@@ -305,7 +305,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "told"), REFUSED)
 def test_what_cannot_be_compiled_ends_before_any_token(make: Make, form: dict[str, Any], told: str) -> None:
     engine = make()

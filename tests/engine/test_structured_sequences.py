@@ -35,6 +35,7 @@ def make_pair(make_engine: MakeEngine, seed: int | None = None) -> Pair:
     return Pair(p, make_engine(grammars=InstantCompiler()), seed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [3, 4, 9])
@@ -88,6 +89,7 @@ def test_n_sequences_that_are_received_wait_for_one_grammar(make_engine: MakeEng
         check(pair.answer("r", index), form.answer(prompt, COUNT, index=index, **SAMPLED))
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("form", FORMS)

@@ -56,6 +56,7 @@ def check(
         assert abs(ours.cum_logprob - sum_of) < 1e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("beam_width", [2, 5])
@@ -127,7 +128,7 @@ def test_text_and_progress(llm: LLM) -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [

@@ -43,7 +43,7 @@ def check_all(oracle: Oracle, stored: str, answers: Sequence[RequestOutput]) -> 
             check(oracle, stored, answer.prompt_token_ids, output)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("kv_cache_dtype", STORED)
 @pytest.mark.parametrize(
@@ -126,6 +126,7 @@ def test_ranks_share_a_quantised_cache(folder: Path, oracle: Oracle, monkeypatch
         core_of(llm).scheduler.check(idle=True)
 
 
+@pytest.mark.slow
 def test_a_quantised_pool_holds_more_tokens(make_llm: Callable[..., LLM]) -> None:
     options = {"num_blocks": None, "kv_cache_mib": 1}
     sizes = [

@@ -91,6 +91,7 @@ def test_workers_with_different_code_have_different_fingerprints(tiny_checkpoint
     assert len(fingerprints) == 2
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

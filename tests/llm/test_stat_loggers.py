@@ -68,6 +68,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_connection, "start_program", start_forked)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine_process", [False, True])
 def test_every_step_is_recorded(folder: Path, engine_process: bool) -> None:
     factory = Makes()

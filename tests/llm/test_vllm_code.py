@@ -71,6 +71,7 @@ def test_a_device_is_named_or_refused(make_llm: Callable[..., LLM]) -> None:
             make_llm(**option)
 
 
+@pytest.mark.slow
 def test_more_log_probabilities_where_the_engine_is_made_for_them(make_llm: Callable[..., LLM]) -> None:
     params = greedy(max_tokens=2, logprobs=320, prompt_logprobs=100)
     [answer] = make_llm(max_logprobs=-1).generate(TEXT, params, use_tqdm=False)

@@ -101,6 +101,7 @@ def test_generation_agrees_with_the_margins(model: Any, tokenizer: Any, encoder:
             assert (answer == case.answer) == (margin > 0), (answer, case.answer, margin)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_demo_question_is_answered_with_a_clear_lead(encoder: ChatEncoder, tokenizer: Any, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=dtype).eval()

@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "fields"), CASES)
 def test_prefill_and_decode_in_float32(family: str, fields: Mapping[str, Any], tmp_path: Path) -> None:
     logits = float32_logits(tmp_path, family, fields)

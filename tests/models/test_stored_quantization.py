@@ -71,6 +71,7 @@ def make(
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 @pytest.mark.parametrize("values", ["int8", "float8"])
@@ -120,6 +121,7 @@ def _change(folder: Path, **changes: Tensor | None) -> None:
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

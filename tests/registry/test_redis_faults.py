@@ -190,6 +190,7 @@ async def test_killed_and_started_again(
     assert worker.publisher.breaker.errors["unreachable"]
 
 
+@pytest.mark.slow
 async def test_stopped_and_continued(own_redis: RedisServer, fragile: World, caplog: pytest.LogCaptureFixture) -> None:
     worker = await fragile.worker()
     worker.change(stored=range(20))
@@ -208,7 +209,7 @@ async def test_stopped_and_continued(own_redis: RedisServer, fragile: World, cap
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "mended", "kind"),
     [
@@ -266,6 +267,7 @@ async def test_it_loads_when_services_start(
     await settled(fragile, router, worker)
 
 
+@pytest.mark.slow
 async def test_it_starts_after_everything_else(own_redis: RedisServer, fragile: World) -> None:
     own_redis.kill()
     worker = await fragile.worker()

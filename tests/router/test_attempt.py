@@ -221,7 +221,7 @@ async def test_prefilling_locally_after_the_first_token_repeats_none(cluster):
     assert await cluster.text() == said(5)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
@@ -274,7 +274,7 @@ async def test_prefill_may_fail_once_everything_has_landed(cluster):
     assert len(cluster.of("decode").calls) == 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("role", "error", "status", "code"),
     [
@@ -326,6 +326,7 @@ async def test_worker_overload_is_told_as_overload(cluster):
     assert "retry-after" in response.headers
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "local_prefill", "second"),
     [("local", "auto", "local"), ("remote", "auto", "remote"), ("local", "never", "remote"), ("fail", "auto", None)],
@@ -391,6 +392,7 @@ async def test_computed_for_another_request_is_refused(cluster):
     assert response.json()["error"]["code"] == "digest_mismatch"
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("when", ["at once", "after a token"])
@@ -457,6 +459,7 @@ async def test_two_deaths_deny_a_prompt(cluster, monkeypatch):
     assert await cluster.text(prompt="sound") == said(5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("num_gone", [2, 3])

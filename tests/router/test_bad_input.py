@@ -150,7 +150,7 @@ async def test_bodies_that_are_no_object(quick, beside):
         beside.go_on()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "form", "field"), bad_requests.DEEP)
 async def test_bodies_as_deep_as_they_can_be_read(quick, path, form, field):
     """A body that can just be read is written again with more on the stack."""

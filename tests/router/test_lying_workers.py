@@ -265,6 +265,7 @@ CODES = [pytest.param(code, marks=() if code in SOME else pytest.mark.slow) for 
 FINAL = {"prefill": {"digest_mismatch"}, "decode": {"digest_mismatch", "internal_error"}}
 
 
+@pytest.mark.few(4)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -284,6 +285,7 @@ async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code, step
     assert liar.calls
 
 
+@pytest.mark.few(3)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
@@ -299,6 +301,7 @@ async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkey
     assert LIE not in answer.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("asks_for_one", "codes"), [(True, {"grammar_unavailable"}), (False, {"peer_error", "transfer_failed"})]
 )

@@ -121,6 +121,7 @@ async def test_an_identity_beyond_its_bounds_is_refused_by_name(cluster, caplog,
     assert warnings(caplog, why)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("skew_s", [-100, 100])
 async def test_a_worker_whose_clock_is_off_is_refused_with_both_times(cluster, caplog, skew_s):
     caplog.set_level(logging.WARNING)
@@ -256,6 +257,7 @@ async def test_a_call_that_reaches_another_life_is_tried_again_there_and_is_no_d
         assert await cluster.text() == said(5), "the prompt is not refused"
 
 
+@pytest.mark.slow
 async def test_a_worker_that_says_nothing_of_its_proof_is_given_up_and_tried_again(cluster, monkeypatch):
     monkeypatch.setattr(watched_address, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
     mute = cluster.worker("decode")

@@ -152,7 +152,7 @@ async def reading(
     return [await reader.ask() for reader in readers]
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*GENERATIONS, EMBEDDINGS[0]])
 async def test_a_tenant_has_no_more_unread_answers_than_sequences(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -274,7 +274,7 @@ async def test_a_client_that_reads_slowly_gets_everything(
     reader.close()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", [*GENERATIONS, *OTHERS, EMBEDDINGS[0]])
 async def test_all_unread_answers_share_one_budget(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -306,6 +306,7 @@ async def test_all_unread_answers_share_one_budget(
         reader.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", OTHERS)
 async def test_an_answer_without_room_is_refused(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -397,6 +398,7 @@ async def test_over_grpc_the_memory_of_unread_answers_is_given_back(
     assert await unread(num_calls) - before < num_calls * num_bytes // 4
 
 
+@pytest.mark.slow
 async def test_over_grpc_a_tenant_has_no_more_unread_answers_than_sequences(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_each_sample_is_that_of_the_filter(rate: int) -> None:
     assert np.abs(found[places] - reference(samples, rate, places)).max() < 3e-6
 
 
+@pytest.mark.few(8)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("rate", [4000, 16_000, 44_100, 192_000, *ODD_RATES])
 @pytest.mark.parametrize("num_bytes", [12, 16 << 20])

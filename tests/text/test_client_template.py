@@ -71,7 +71,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_one_ends_within_its_limits(name: str) -> None:
     source, told = HOSTILE[name]
@@ -83,6 +83,7 @@ def test_a_hostile_one_ends_within_its_limits(name: str) -> None:
     assert time.monotonic() - began < HANG_S
 
 
+@pytest.mark.slow
 def test_renderings_of_several_threads_and_a_fork_server_that_was_killed() -> None:
     server = TemplateForkServer()
     task = TemplateTask(source="{{ x }}", special_tokens={}, messages=MESSAGES, options={}, limits=QUICK)

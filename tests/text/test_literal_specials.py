@@ -127,6 +127,7 @@ def test_prompts_of_completions_are_taken_as_they_stand(literal: Tokenizer) -> N
     assert len(specials(literal, encoded.token_ids)) == 3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", ["<" * 1_000_000, "<|im_" * 200_000, "<|im_start|" * 90_000, "<s>" * 100_000])
 def test_looking_for_them_takes_linear_time(folder: Path, text: str) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))

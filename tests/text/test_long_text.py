@@ -78,7 +78,7 @@ KNOWN = {
 IN_PARTS = {name: long_text(made) for name, made in KNOWN.items()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KNOWN)
 @settings(max_examples=40)
 @given(data=st.data())
@@ -138,6 +138,7 @@ WORST = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("text", WORST.values(), ids=WORST)
 @pytest.mark.parametrize("kind", ["text", "chat"])

@@ -138,6 +138,7 @@ async def test_each_workers_own_content_never_becomes_a_transfer(pair: Pair, cap
     assert "the transfer is of another request: the digests differ" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_digest_without_the_adapter_is_refused(pair: Pair) -> None:
     plain = generation_request(pair.p)
     for changes in ({"request_digest": plain.request_digest}, {"hash_root": plain.hash_root}):

@@ -86,7 +86,7 @@ WORST = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("raw", WORST.values(), ids=WORST)
 async def test_no_message_stops_the_loop(pair: Pair, raw: bytes) -> None:
     await refusal(pair, GENERATE, decode_pb2.DecodeRequest())
@@ -133,7 +133,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "message", "field"), REFUSED.values(), ids=REFUSED)
 async def test_ids_and_counts_are_verified(pair: Pair, method: Any, message: Any, field: str) -> None:
     error = await refusal(pair, method, message)
@@ -159,6 +159,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
     assert not host_of(pair.p).counts.num_expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])
 async def test_the_names_of_an_open_are_counted(pair: Pair, field: str) -> None:
     opening = kv_source_pb2.Open(
@@ -265,6 +266,7 @@ async def test_a_resumed_sequence_does_not_take_the_name_of_another_that_parts(p
     assert await _read(pair.service(pair.d).unary_stream(GENERATE, decode_pb2.DecodeRequest(request=resumed)))
 
 
+@pytest.mark.slow
 async def test_a_turn_of_a_session_is_counted_before_it_is_read(pair: Pair) -> None:
     request = prepared(pair.d)
     turns = [

@@ -147,6 +147,7 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
     assert worker.engine.stats.num_computed_prompt_tokens == computed
 
 
+@pytest.mark.slow
 async def test_a_slow_handshake_says_nothing_about_the_key(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,7 +229,7 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
     assert await answer(pair, PROMPT) == (victim, 32), "the victim's blocks are as they were"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [PREFILL, EMBED, GENERATE, SESSION], ids=lambda method: method.path)
 async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_method(pair: Pair, method: Any) -> None:
     worker = pair.p if method in OF_PREFILL else pair.d
@@ -262,6 +263,7 @@ async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) ->
     call.cancel()
 
 
+@pytest.mark.slow
 async def test_a_large_message_without_a_proof_is_refused_before_it_is_received(pair: Pair) -> None:
     raw = decode_pb2.DecodeRequest(
         request=request_pb2.PreparedRequest(request_id="r", prompt_token_ids=[1] * 15_000_000)
@@ -290,7 +292,7 @@ async def test_what_cannot_be_decoded_is_an_error_of_the_caller_and_one_warning(
     assert not any(word in caplog.text for word in FORBIDDEN_WORDS)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("address", ["unix:/run/x", "dns:///a:1", "a b:1", "h:0", "h:70000", "h", "", "x" * 400 + ":1"])
 async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
     meeting = worker_pb2.MeetRequest(worker_id="x", epoch=1, address=address)

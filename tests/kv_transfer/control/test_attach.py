@@ -194,6 +194,7 @@ async def test_a_transfer_that_ends_at_the_source_ends_at_the_receiver(rig: Any,
     await until(lambda: rig.tasks[0].done())
 
 
+@pytest.mark.slow
 async def test_a_busy_stream_is_alive_however_much_there_is_to_say(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
@@ -268,6 +269,7 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
     rig.server = None
 
 
+@pytest.mark.slow
 async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = rig.expect()
     transfer = rig.receive(grace_s=1.2)
@@ -321,6 +323,7 @@ async def test_a_receiver_that_leaves_ends_the_lease_after_the_grace(rig: Any, u
     assert time.monotonic() - left >= GRACE_S - 0.1
 
 
+@pytest.mark.slow
 async def test_many_streams_that_leave_at_any_moment_leave_no_lease_behind(rig: Any, until: Any) -> None:
     made = []
     for number in range(40):

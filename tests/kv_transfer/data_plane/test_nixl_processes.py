@@ -102,7 +102,7 @@ def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
     assert not any(pool.view)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
     receiver.read(source.metadata, source.token, source.blocks, read)
