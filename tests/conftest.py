@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from tests.support.run_reaper import pytest_configure as pytest_configure
+
 if TYPE_CHECKING:
     from tests.support.fuzz_cases import Fuzzer
     from tests.support.tls_authority import Authority
 
 pytest_plugins = (
-    "tests.support.run_reaper",
     "tests.support.chosen_cases",
     "tests.support.run_report",
     "tests.support.file_schedule",
@@ -41,7 +42,7 @@ hypothesis.settings.load_profile("pdserve")
 
 
 def pytest_collection() -> None:
-    """Everything that is made here stays: garbage collections meanwhile, of more and more objects, would take a third of the time."""
+    """Everything that is made here stays: garbage collections, of more and more objects, would take a third of the time."""
     gc.disable()
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def current() -> dict[tuple[str, str], str]:
-    """What `texts` makes in some seconds, for all tests of this file, and not while tests are collected."""
+    """Made once, since it takes seconds, and not while tests are collected."""
     return texts()
 
 

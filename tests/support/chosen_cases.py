@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def values_of(case: pytest.Item) -> dict[str, Hashable]:
-    """What each `parametrize` gives a case, and each fixture with parameters: equal for the same objects."""
+    """Values of a case by its `parametrize` marks and its fixtures with parameters; the same objects are the same value."""
     params: dict[str, object] = dict(case.callspec.params)  # type: ignore[attr-defined]
     values: dict[str, Hashable] = {}
     for mark in case.iter_markers("parametrize"):

@@ -24,7 +24,7 @@ _CACHE_KEY = "pdserve/seconds_of_files"
 
 
 def scope_of(nodeid: str) -> str:
-    """What one process runs in one piece: a file, or the folder of shared clusters."""
+    """The unit that runs in one process: a file, or the folder of the shared cluster."""
     return SHARED if nodeid.startswith(f"{SHARED}/") else nodeid.partition("::")[0]
 
 
