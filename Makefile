@@ -24,10 +24,10 @@ IMAGE ?= examples/red_circle.png
 demo-image: $(VENV)/.runtime  ## the bundled model for pictures names the shape in IMAGE, then stop; IMAGE=file for another one
 	$(BIN)/pdserve up demo-image --once --port 0 --grpc-port 0 --image "$(IMAGE)"
 
-test: $(VENV)/.dev  ## all tests but the longest, in three processes: on two cores, two wait for a third of their time
+test: $(VENV)/.dev  ## below five minutes on two cores: three processes, since tests of services wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
-test-all: $(VENV)/.all  ## every test but those of make faults and make soak, then make clients and five minutes of make fuzz
+test-all: $(VENV)/.all  ## every case but those of make faults and make soak, then make clients and five minutes of make fuzz
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not faults and not soak"
 	$(MAKE) clients
 	FUZZ_S=300 $(BIN)/python -m pytest -q -s -m fuzz
@@ -93,7 +93,7 @@ check: $(VENV)/.dev  ## format, lint, types (also of tests and benchmarks), prot
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests benchmarks examples deploy
-	$(BIN)/python -m pytest -q tests/house
+	$(BIN)/python -m pytest -q -m "not faults and not soak" tests/house
 
 proto: $(VENV)/.dev  ## regenerate the code next to proto/pdserve/v1/*.proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \

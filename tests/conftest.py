@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from tests.support.fuzz_cases import Fuzzer
     from tests.support.tls_authority import Authority
 
+pytest_plugins = (
+    "tests.support.chosen_cases",
+    "tests.support.run_report",
+    "tests.support.file_schedule",
+)
+
 # a run in the background of a shell ignores it, and so would every process that a test interrupts
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,6 +41,11 @@ hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
 
 
+def pytest_collection() -> None:
+    """Everything that is made here stays: garbage collections, of more and more objects, would take a third of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what is loaded out of garbage collection, as a service does at its start.
 
@@ -43,6 +54,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -68,6 +68,7 @@ def test_the_bundled_model_is_whole() -> None:
     assert verdicts(list(check_model(RouterSettings()))) == ["ok", "ok"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -107,6 +108,7 @@ def test_what_a_model_lacks_is_a_warning(tmp_path: Path) -> None:
     assert verdicts(model(tmp_path / "nowhere")) == ["failed"]
 
 
+@pytest.mark.slow
 def test_every_architecture_is_held_against_its_headers(tiny_checkpoints: Folders) -> None:
     for architecture in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"):
         findings = model(tiny_checkpoints(architecture))
@@ -127,6 +129,7 @@ def test_a_pool_that_fits_and_one_that_does_not() -> None:
     assert "max_model_len" in text(findings)
 
 
+@pytest.mark.slow
 def test_ranks_have_a_tier_each_and_one_draft_model() -> None:
     drafts = SpeculativeConfig(model="demo", num_speculative_tokens=2)
     settings = DecodeSettings(tensor_parallel_size=2, kv_host_mib=7, speculative_config=drafts)
@@ -247,6 +250,7 @@ def test_no_gpu_and_a_torch_that_breaks(make_torch: Callable[..., None], tmp_pat
     assert "SIGABRT" in text(findings)
 
 
+@pytest.mark.slow
 def test_with_a_gpu_pool_and_weights_must_fit_there_and_what_is_in_transfer_on_both_sides(
     make_torch: Callable[..., None],
 ) -> None:

@@ -29,6 +29,7 @@ def look(environ: dict[str, str] | None = None, **settings: Any) -> list[Finding
     return list(check_nixl(PrefillSettings(**settings), environ or {}))
 
 
+@pytest.mark.slow
 def test_two_processes_read_each_other_here() -> None:
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     findings = look({"UCX_TLS": "^tcp"})
@@ -92,6 +93,7 @@ def test_what_reading_memory_of_a_gpu_may_come_to(
     assert told in found[1]
 
 
+@pytest.mark.slow
 def test_a_source_and_a_reader_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe's path for memory of a device, in one process, on the pretended device."""
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
@@ -112,6 +114,7 @@ def test_a_source_and_a_reader_on_a_device(monkeypatch: pytest.MonkeyPatch) -> N
             connector.close()
 
 
+@pytest.mark.slow
 def test_transports_that_ucx_does_not_know() -> None:
     pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
     findings = look({"UCX_TLS": "no_such_transport"}, connector="nixl")
@@ -127,6 +130,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_package_that_cannot_be_used(tmp_path: Path, how: str) -> None:
     source, told = BROKEN[how]

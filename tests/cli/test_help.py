@@ -21,6 +21,7 @@ def test_the_commands_are_listed() -> None:
     assert all(name in shown for name in COMMANDS)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_option_is_shown_with_its_whole_text(name: str) -> None:
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "400"})
@@ -50,6 +51,7 @@ UP: Any = COMMANDS["up"]
 FLAGS = [option for option in UP.params if getattr(option, "is_flag", False) and option.name != "help"]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("option", FLAGS, ids=lambda option: option.name)
 @pytest.mark.parametrize(
     ("words", "value"),

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(2 * HANG_S)]
 INTERRUPTED = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

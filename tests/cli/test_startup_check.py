@@ -32,6 +32,7 @@ def folder(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("options", "config", "said"),
@@ -107,6 +108,7 @@ def test_a_check_that_hangs_or_breaks_leaves_it_to_the_workers(monkeypatch: pyte
     check_workers(plan, model_folder("demo"))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_each_role_has_its_own_settings(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text('[decode]\ndevice = "cuda:99"\n')

@@ -86,6 +86,7 @@ def answered(cluster: Cluster) -> float:
     return sum(float(count) for count in re.findall(r"^pdserve_requests_total\{.*\} (\S+)", text, re.MULTILINE))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_what_was_measured(
     cluster: Cluster, model: Path, tmp_path: Path, number: signal.Signals

@@ -40,6 +40,7 @@ def landed_blocks(cluster: Cluster) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("wanted", "transports", "used"),
     [

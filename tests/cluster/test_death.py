@@ -47,6 +47,7 @@ async def wait_for_remote(router: InferenceClient) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_death_of_the_only_prefill_worker(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("llama", num_hidden_layers=4)
     oracle = Oracle(model)
@@ -207,6 +208,7 @@ async def test_a_worker_with_another_block_size_is_left_out(
         cluster.check_pools()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -245,6 +247,7 @@ def test_a_port_in_use_is_named(tiny_checkpoints: Callable[..., Path], tmp_path:
         assert "Traceback" not in second.read_log()
 
 
+@pytest.mark.slow
 def test_half_written_and_unsupported_model_folders_are_named(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

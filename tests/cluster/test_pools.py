@@ -34,10 +34,11 @@ def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
         cluster.check_logs()
 
 
-async def test_preemption_changes_no_answer(small: Cluster, model: Path) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+async def test_preemption_changes_no_answer(small: Cluster, model: Path, count: int) -> None:
     oracle = Oracle(model)
     # each grows from 3 or 4 blocks to 16, beyond the 128 tokens for which decode keeps room; 24 blocks hold one of them to its end
-    prompts = [prompt_of(50 + seed, seed) for seed in range(8)]
+    prompts = [prompt_of(50 + seed, seed) for seed in range(count)]
     async with InferenceClient(small.router.address) as router:
         answers = await router.ask_all(prompts, max_tokens=200)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -45,6 +46,7 @@ async def test_preemption_changes_no_answer(small: Cluster, model: Path) -> None
     assert small.load(small.services["decode"]).num_preemptions > 0, "the pool was not small enough to show anything"
 
 
+@pytest.mark.slow
 async def test_seeded_sampling_survives_preemption(small: Cluster) -> None:
     """I5."""
     prompts = [prompt_of(50 + seed, 50 + seed) for seed in range(6)]

@@ -166,12 +166,14 @@ STREAMS = [pytest.param(300, 1), pytest.param(1000, 5, marks=pytest.mark.slow)]
 SETTINGS_ACK = frame(SETTINGS, ACK, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", PINGS)
 @pytest.mark.parametrize("port", GRPC_PORTS)
 def test_pings(cluster: Cluster, port: str, count: int) -> None:
     attack(cluster, port, f"{count} pings", [OPENING + frame(PING, 0, 0, bytes(8)) * (count // 5)] * 5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("count", "rounds"), STREAMS)
 @pytest.mark.parametrize("path", ["call", "/unknown.Service/Method"])
 @pytest.mark.parametrize("port", GRPC_PORTS)
@@ -182,6 +184,7 @@ def test_streams(cluster: Cluster, port: str, path: str, count: int, rounds: int
     attack(cluster, port, f"{rounds} x 20 x {count} streams of {path}", contents, rounds=rounds)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("port", GRPC_PORTS)
 def test_other_floods(cluster: Cluster, port: str) -> None:
     """A client may also send these in endless number without reading."""
@@ -225,6 +228,7 @@ def connected(process: psutil.Process, address: str) -> int:
     return sum(one.laddr.port == port and one.raddr.port in mine for one in process.net_connections("tcp") if one.raddr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["front end", "metrics"])
 def test_http(cluster: Cluster, where: str, count: int) -> None:

@@ -125,6 +125,7 @@ def test_a_full_memory_forgets_the_second_farthest_from_now_and_refuses_its_call
     assert take(10_000.0 + sign * 8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seconds", [[59], [1], range(1, 60), range(-60, 61)], ids=["last", "next", "to come", "all"])
 def test_no_number_of_calls_stamped_otherwise_keeps_out_those_of_now(seconds: Sequence[int]) -> None:
     memory, now = NonceMemory(60), 10_000.0

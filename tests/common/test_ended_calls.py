@@ -92,6 +92,8 @@ SERVERS = {
 }
 
 
+@pytest.mark.few(2)
+@pytest.mark.diagonal
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("method", HANDLERS)

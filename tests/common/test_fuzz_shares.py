@@ -31,7 +31,7 @@ def test_together_they_take_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert seconds(Item(half)) == [1800.0]
 
 
-def test_without_being_asked_they_take_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_being_asked_they_take_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FUZZ_S", raising=False)
     many = [Item(pytest.mark.fuzz) for _ in range(20)]
     assert sum(seconds(*many)) == pytest.approx(DEFAULT_S)

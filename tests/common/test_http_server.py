@@ -108,6 +108,7 @@ async def closed(reader: asyncio.StreamReader) -> bytes:
             return b""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
 async def test_a_connection_without_a_whole_header_is_closed(quick: None, sent: bytes) -> None:
     async with serving() as served:
@@ -125,6 +126,7 @@ async def test_a_connection_without_a_whole_header_is_closed(quick: None, sent: 
         await eventually(lambda: len(served.server.gate) == 0)
 
 
+@pytest.mark.slow
 async def test_a_connection_that_rests_between_requests_stays(quick: None) -> None:
     async with serving() as served:
         reader, writer = await served.connect()
@@ -201,6 +203,7 @@ async def test_a_client_that_never_reads_is_cut_off(quick: None) -> None:
             await eventually(lambda: len(served.server.gate) == 0)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("length", [b"Content-Length: 4", b"content-length: 0", b"CONTENT-LENGTH: 99999"])
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_request_with_two_lengths_is_refused_and_its_connection_closed(length: bytes, first: bool) -> None:
@@ -300,6 +303,7 @@ ON_UVLOOP = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", ON_UVLOOP)
 def test_the_same_on_the_loop_of_services(quick: None, scenario: Callable[[None], Coroutine[None, None, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

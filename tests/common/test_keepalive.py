@@ -50,6 +50,7 @@ async def line(process: asyncio.subprocess.Process) -> str:
     return (await asyncio.wait_for(process.stdout.readline(), HANG_S)).decode().strip()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
 async def test_i6_a_silent_server_ends_the_clients_stream_within_five_seconds(with_tls: bool, tmp_path: Path) -> None:
     files = Authority(tmp_path / "ca").issue()
@@ -96,6 +97,7 @@ async def test_a_peer_that_is_suspended_for_a_moment_keeps_its_stream() -> None:
         await asyncio.wait({reading})
 
 
+@pytest.mark.slow
 async def test_healthy_streams_may_idle_for_longer_than_any_timeout() -> None:
     async with peer("server") as process, make_channel(f"127.0.0.1:{await line(process)}") as channel:
         call = idle_peer.call(channel)

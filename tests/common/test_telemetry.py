@@ -255,6 +255,8 @@ def test_a_collector_that_refuses_is_told_once_and_again_when_it_is_back(
     assert "again; 3 were lost" in warnings[1]
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_collector_that_does_not_answer_costs_one_line(

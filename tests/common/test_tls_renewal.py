@@ -137,6 +137,7 @@ async def test_new_files_take_over_and_the_metric_follows(
     assert "for 3.0 days" in warning.getMessage()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["half of a pair", "no PEM", "gone", "another role", "expired"])
 async def test_files_that_cannot_be_used_are_told_of_once_and_change_nothing(
     files: Files, authority: Authority, caplog: pytest.LogCaptureFixture, what: str
@@ -304,6 +305,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop_policy", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_the_http_front_changes_certificate_and_clients_ca(
     tmp_path: Path, authority: Authority, other_authority: Authority, loop_policy: Callable[[], Any]

@@ -56,6 +56,7 @@ def check(
     assert float((torch.tensor(answer.pooling_output) - expected).abs().max()) < ATOL
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_equal_to_transformers(make_real_engine: Any, folder: Path, model: PreTrainedModel, chunk: int) -> None:
     """All prompts at once, so that steps have rows with and without the activation."""
@@ -94,6 +95,7 @@ def test_the_warm_up_generates_nothing(make_real_engine: Any, folder: Path, mode
     check(engine, model, request_id, PROMPTS[1], CLASSIFY)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -63,6 +63,7 @@ def run_all(engine: Harness, temperature: float, n: int = 1) -> list[list[int]]:
     return [engine.answers[engine.key(name, index)].token_ids for name in names for index in range(n)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
@@ -162,6 +163,7 @@ def wait_for(grammar: Grammar, num_drafts: int = 0) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_masks_behind_drafts_are_those_of_the_tokens(
     compiler: GrammarCompiler, vocabulary: Vocabulary, form: str
@@ -207,6 +209,7 @@ def test_masks_behind_drafts_are_those_of_the_tokens(
         grammar.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_i5_processes_of_grammars_and_drafts_make_the_undrafted_text_in_one_engine_and_through_p_and_d(
     make_real_engine: Callable[..., Harness], folder: Path, compiler: GrammarCompiler, form: str
@@ -238,6 +241,7 @@ def test_i5_processes_of_grammars_and_drafts_make_the_undrafted_text_in_one_engi
     assert num_accepted > 10
 
 
+@pytest.mark.slow
 def test_drafts_cost_a_slow_grammar_no_more_than_its_tokens_may(folder: Path) -> None:
     """Tokens count, drafts end; a request is refused for its tokens alone."""
     limits = GrammarLimits(token_s=HANG_S, kill_s=HANG_S, request_s=0.05, per_token_s=0.0)
@@ -298,6 +302,7 @@ def wait_again(compiler: GrammarCompiler, grammar: Grammar) -> list[int]:
     return wait_for(grammar)
 
 
+@pytest.mark.slow
 def test_a_draft_that_kills_the_process_of_its_grammar_ends_no_sequence(
     killing: GrammarCompiler, letters: list[int]
 ) -> None:
@@ -334,6 +339,7 @@ def test_a_draft_that_kills_the_process_of_its_grammar_ends_no_sequence(
     slow.close()
 
 
+@pytest.mark.slow
 def test_a_sequence_whose_draft_has_killed_its_process_may_end_before_it_has_another(
     killing: GrammarCompiler, letters: list[int]
 ) -> None:
@@ -355,6 +361,7 @@ def test_a_sequence_whose_draft_has_killed_its_process_may_end_before_it_has_ano
     wait_until(lambda: not killing.hosts._opening, "a sequence that has ended is still opened")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_i5_drafts_that_are_slow_to_match_change_no_text(
     make_real_engine: Callable[..., Harness], folder: Path, killing: GrammarCompiler, letters: list[int], n: int

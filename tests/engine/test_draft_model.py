@@ -79,6 +79,7 @@ def other(tiny_checkpoints: Callable[..., Path]) -> Path:
     return tiny_checkpoints("llama")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_i1_i5_a_model_that_agrees_saves_steps_and_one_that_does_not_changes_nothing(
     make_real_engine: MakeReal, folder: Path, other: Path, sampling: str
@@ -101,6 +102,7 @@ def test_i1_i5_a_model_that_agrees_saves_steps_and_one_that_does_not_changes_not
         drafter_of(engine)._blocks.check()
 
 
+@pytest.mark.slow
 def test_sequences_of_one_prompt_are_drafted_with_their_own_noise(make_real_engine: MakeReal, folder: Path) -> None:
     expected = answers_of(make_real_engine(folder, **ROOM), SAMPLING["seeded"], n=2)
     engine = make_real_engine(folder, **ROOM, speculative_config=speculation(folder), draft_model=draft_model(folder))
@@ -109,6 +111,7 @@ def test_sequences_of_one_prompt_are_drafted_with_their_own_noise(make_real_engi
     assert accepted > 0.95 * drafted > 0
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_is_caught_up_with(make_real_engine: MakeReal, folder: Path) -> None:
     few = {"num_blocks": 10, "max_model_len": 96, "max_num_seqs": 4}
     params, prompts = SAMPLING["seeded"] | {"max_tokens": 60}, [prompt_of(17, seed) for seed in range(4)]
@@ -122,6 +125,7 @@ def test_a_preempted_sequence_is_caught_up_with(make_real_engine: MakeReal, fold
     assert accepted > 0.95 * drafted > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_sequence_is_caught_up_with_in_pieces(make_real_engine: MakeReal, folder: Path) -> None:
     prompt = prompt_of(150, 3)
     [expected] = answers_of(make_real_engine(folder, **ROOM), SAMPLING["seeded"], [prompt])
@@ -146,6 +150,7 @@ def test_a_resumed_sequence_is_caught_up_with_in_pieces(make_real_engine: MakeRe
     assert accepted > 0.9 * drafted > 0
 
 
+@pytest.mark.slow
 def test_a_small_cache_changes_no_text(make_real_engine: MakeReal, folder: Path) -> None:
     """Rows take each other's blocks, or have no drafts."""
     expected = answers_of(make_real_engine(folder, **ROOM), SAMPLING["greedy"])
@@ -163,6 +168,7 @@ def test_a_small_cache_changes_no_text(make_real_engine: MakeReal, folder: Path)
         drafter_of(engine)._blocks.check()
 
 
+@pytest.mark.slow
 def test_a_shorter_model_drafts_as_far_as_it_goes(make_real_engine: MakeReal, folder: Path) -> None:
     expected = answers_of(make_real_engine(folder, **ROOM), SAMPLING["greedy"])
     engine = make_real_engine(

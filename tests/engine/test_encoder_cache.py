@@ -113,6 +113,7 @@ def test_output_fills_a_block_that_an_image_began(make_engine: MakeEngine) -> No
         assert again.token_ids == image_answer(*longer, 6)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_schedules_leave_nothing_behind(make_engine: MakeEngine, seed: int) -> None:
     draw = random.Random(seed)

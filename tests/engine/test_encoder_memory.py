@@ -28,6 +28,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_image_checkpoint(tmp_path_factory.mktemp("images") / request.param, request.param)
 
 
+@pytest.mark.slow
+@pytest.mark.few(1)
 def test_needs_count_weights_outputs_and_the_largest_image(folder: Path) -> None:
     needs = memory_needs(folder, SETTINGS)
     stored = 0

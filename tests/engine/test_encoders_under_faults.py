@@ -204,6 +204,7 @@ def sounds(
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [
@@ -251,6 +252,7 @@ def test_i2_i4_random_deaths_with_sound(
         assert said == (expected[: len(said)] if pair.asked[name].is_aborted else expected), name
 
 
+@pytest.mark.slow
 def test_blocks_of_a_sound_come_from_the_tier(
     make_whisper_engine: Callable[..., Harness], whisper: tuple[Path, Transcripts]
 ) -> None:

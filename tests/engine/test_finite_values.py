@@ -58,6 +58,7 @@ def _failed(engine: Harness, request_id: str, what: str) -> None:
     )
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_without_logits_ends_alone(engine: Harness, temperature: float) -> None:
     params = {"temperature": temperature, "seed": 3, "top_p": 0.9}
@@ -92,6 +93,7 @@ def test_prompt_logprobs_without_numbers_end_a_request_in_any_chunk(engine: Harn
     _failed(engine, request, "prompt log-probabilities")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "pooling", [PoolingParams(), PoolingParams(normalize=False), PoolingParams(pooling_type="mean")]
 )

@@ -66,6 +66,7 @@ def folder(tiny_checkpoints: Callable[..., Path]) -> Path:
     return tiny_checkpoints("llama")
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("schema", "wanted", "most"), CASES.values(), ids=CASES)
 def test_a_model_that_repeats_itself_comes_to_an_end(folder: Path, schema: Any, wanted: str, most: int) -> None:
     tokenizer, vocabulary = Tokenizer.from_folder(folder), Vocabulary(folder, VOCAB_SIZE, 16, STRING_CHARS)

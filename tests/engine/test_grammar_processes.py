@@ -83,6 +83,7 @@ def children() -> list[psutil.Process]:
 # ---- what a form may cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "n"),
     [
@@ -122,6 +123,7 @@ def test_a_form_that_is_slow_to_match_ends_and_takes_no_step_with_it(
     assert not engine.answers[mate].error_code
 
 
+@pytest.mark.slow
 def test_output_that_a_request_begins_with_counts(make_compiler: MakeCompiler, letter: int) -> None:
     ask = Ask(make_compiler(GrammarLimits(request_s=0.2, per_token_s=0.0002)))
     result = ask.result(ask.submit(output=(letter,) * 2000, **SLOW_TO_MATCH["nested stars"]))
@@ -129,6 +131,7 @@ def test_output_that_a_request_begins_with_counts(make_compiler: MakeCompiler, l
     assert result.message.startswith("structured_outputs takes too long to be matched")
 
 
+@pytest.mark.slow
 def test_output_that_the_form_does_not_allow_is_the_fault_of_whoever_sampled_it(
     make_compiler: MakeCompiler, letter: int
 ) -> None:
@@ -138,6 +141,7 @@ def test_output_that_the_form_does_not_allow_is_the_fault_of_whoever_sampled_it(
     assert "output position 0 does not fit" in result.message
 
 
+@pytest.mark.slow
 def test_output_longer_than_a_message_is_replayed(make_compiler: MakeCompiler, letter: int) -> None:
     ask = Ask(make_compiler(GrammarLimits()))
     grammar = ask.grammar(ask.submit(output=(letter,) * 20_000, regex="a{20001}"))
@@ -148,24 +152,27 @@ def test_output_longer_than_a_message_is_replayed(make_compiler: MakeCompiler, l
     assert np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist() == [letter]
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("compile_s", [1.0, 3.0])
 def test_a_compile_that_is_given_up_frees_its_place(
-    make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch
+    make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch, compile_s: float
 ) -> None:
     monkeypatch.setattr(
         grammar_compiler, "WAIT_FACTOR", HANG_S
     )  # it gets its processor time, however busy the machine is
-    ask = Ask(make_compiler(GrammarLimits(compile_s=3.0), num_compiling=1))
+    ask = Ask(make_compiler(GrammarLimits(compile_s=compile_s), num_compiling=1))
     ask.grammar(ask.submit(choice=("no", "yes"))).close()  # the fork server is there
     slow = ask.submit(**SLOW_TO_COMPILE)
     quick = ask.submit(choice=("yes", "no"))
     result = ask.result(slow)
     assert isinstance(result, InvalidRequest)
-    assert "could not be compiled within 3 s of processor time" in result.message
+    assert f"could not be compiled within {compile_s:g} s of processor time" in result.message
     ask.grammar(quick).close()
     # the fork server, and those of the first and the last
     wait_until(lambda: len(children()) == 3, "the process that compiled is still there")
 
 
+@pytest.mark.slow
 def test_one_that_nobody_waits_for_any_more_frees_its_place(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler(GrammarLimits(compile_s=HANG_S), num_compiling=1))
     is_wanted = True
@@ -179,6 +186,7 @@ def test_one_that_nobody_waits_for_any_more_frees_its_place(make_compiler: MakeC
     assert time.monotonic() - started < HANG_S / 2
 
 
+@pytest.mark.slow
 def test_who_shares_a_killed_process_may_try_elsewhere(
     make_real_engine: Callable[..., Harness], folder: Path, make_compiler: MakeCompiler, letter: int
 ) -> None:
@@ -195,6 +203,7 @@ def test_who_shares_a_killed_process_may_try_elsewhere(
         assert answers[other].error_code == GrammarUnavailable.code
 
 
+@pytest.mark.slow
 def test_masks_that_the_engine_does_not_read_keep_no_request_waiting(make_compiler: MakeCompiler, letter: int) -> None:
     ask = Ask(make_compiler(GrammarLimits(request_s=HANG_S)))
     first = ask.grammar(ask.submit(regex="[a-z]*"))
@@ -237,8 +246,10 @@ def test_tenants_take_turns() -> None:
     assert not len(jobs)
 
 
-def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompiler) -> None:
-    ask = Ask(make_compiler(GrammarLimits(compile_s=3.0), num_compiling=1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("compile_s", [1.0, 3.0])
+def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompiler, compile_s: float) -> None:
+    ask = Ask(make_compiler(GrammarLimits(compile_s=compile_s), num_compiling=1))
     greedy = [ask.submit(b"greedy", regex=SLOW_TO_COMPILE["regex"] + "b" * n) for n in range(20)]
     modest = ask.submit(b"modest", choice=("yes", "no"))
     ask.grammar(modest).close()
@@ -246,6 +257,7 @@ def test_a_greedy_tenant_does_not_keep_others_waiting(make_compiler: MakeCompile
     assert len(begun_before) <= 2
 
 
+@pytest.mark.slow
 def test_one_form_of_one_tenant_is_compiled_once(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler())
     grammars = [ask.grammar(ask.submit(tenant, choice=("yes", "no"))) for tenant in (b"a", b"a", b"b", b"a")]
@@ -254,6 +266,7 @@ def test_one_form_of_one_tenant_is_compiled_once(make_compiler: MakeCompiler) ->
         grammar.close()
 
 
+@pytest.mark.slow
 def test_processes_that_nobody_uses_are_kept_within_bounds(
     make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +326,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_ends_is_started_again(make_compiler: MakeCompiler) -> None:
     ask = Ask(make_compiler())
     grammar = ask.grammar(ask.submit(choice=("yes", "no")))
@@ -336,6 +350,7 @@ def test_the_processes_know_no_secret(make_compiler: MakeCompiler, monkeypatch: 
         assert not {"PDSERVE_DEPLOYMENT_KEY", "REDIS_PASSWORD"} & process.environ().keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lower", [0, pytest.param(5, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow)]
 )
@@ -414,6 +429,7 @@ def test_a_grammar_costs_no_place_in_the_queue(make_engine: Callable[..., Harnes
     assert ended == ["running", "first", "second", "third"]
 
 
+@pytest.mark.slow
 def test_a_fork_server_whose_worker_was_killed_ends_without_a_traceback(folder):
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()

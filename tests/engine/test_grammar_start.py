@@ -88,6 +88,7 @@ def test_it_is_retryable_and_not_the_clients_rate() -> None:
     assert (GrammarUnavailable.http_status, GrammarUnavailable.retryable) == (503, True)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_makes_progress_is_kept(
     make_compiler: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_fork_server_that_makes_progress_is_kept(
     assert len(made) == 1
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_stands_still_is_started_again(
     make_compiler: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_fork_server_that_stands_still_is_started_again(
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_a_client_is_blamed_for_processor_time_only(make_compiler: Callable[..., GrammarCompiler]) -> None:
     """A compilation that gets no processor time ends its request as retryable, and goes on for those who come again."""
     ask = Ask(make_compiler(GrammarLimits(compile_s=1.0)))
@@ -152,6 +155,7 @@ def test_a_client_is_blamed_for_processor_time_only(make_compiler: Callable[...,
         assert isinstance(blamed, GrammarUnavailable)
 
 
+@pytest.mark.slow
 def test_the_fork_server_computes_shared_masks_when_it_rests(make_compiler: Callable[..., GrammarCompiler]) -> None:
     ask = Ask(make_compiler())
     ask.grammar(ask.submit(choice=("yes", "no"))).close()

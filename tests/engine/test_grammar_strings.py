@@ -76,6 +76,7 @@ def longest(folder: Path, form: StructuredOutputsParams, around: str, whitespace
     return max(num for num in (0, *range(LIMIT, 12), 20, 1000) if accepts(num))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("schema", "around"), SCHEMAS.values(), ids=SCHEMAS)
 def test_every_string_gets_the_limit(folder: Path, schema: Any, around: str) -> None:
     form = StructuredOutputsParams(json=json.dumps(schema))

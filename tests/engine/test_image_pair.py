@@ -19,6 +19,7 @@ def prompts(count: int) -> dict[str, Prompt]:
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", [None, *range(12)])
 def test_decode_goes_on_from_kv_alone(make_engine: MakeEngine, seed: int | None) -> None:
     of_d = HashImageModel()

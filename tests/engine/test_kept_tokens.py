@@ -68,6 +68,7 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("temperature", [1e-5, 0.2, 1.0, 3.0, 100.0])
 def test_the_kept_set_is_the_sorts(fields: dict[str, Any], temperature: float) -> None:
@@ -86,6 +87,7 @@ def test_of_equal_logits_the_lowest_ids_are_kept(fields: dict[str, Any]) -> None
     check(few, **fields)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("share", [0.7, 0.99])
 def test_tokens_out_of_reach_change_nothing(fields: dict[str, Any], share: float) -> None:

@@ -81,6 +81,7 @@ def run_to_the_end(engine: Harness) -> int:
     return most
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_only_the_group_without_a_window_keeps_a_long_sequence(make_engine: MakeEngine, chunk: int) -> None:
     engine = make_engine(sliding_window=GROUPS, num_blocks=100, max_num_batched_tokens=chunk, max_model_len=200)
@@ -231,6 +232,7 @@ def test_groups_are_made_where_they_save_memory() -> None:
     assert all(len({windows[layer] for layer in layers}) == 1 for layers in groups)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_i1_a_model_with_groups_equals_transformers(
     family: str, tmp_path: Path, make_real_engine: Callable[..., Harness]
@@ -251,6 +253,8 @@ def test_i1_a_model_with_groups_equals_transformers(
     assert engine.scheduler.kv.num_freed_behind_window > 10
 
 
+@pytest.mark.few(6)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("length", [3, 12, 13, 16, 47, 48, 49])
 @pytest.mark.parametrize("num_cached", [0, 20])
 def test_only_what_a_later_token_sees_is_transferred(make_engine: MakeEngine, length: int, num_cached: int) -> None:
@@ -282,6 +286,7 @@ def test_a_receiver_has_the_beginning_that_it_received_before(make_engine: MakeE
     assert [len(pair.transfers[name].landed) for name in "abcd"] == [15 + 2 * 3, 0, 28 - 15 + 2 * 4, 18 - 10 + 2 * 4]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("windows", [(), (0, 13, 13), (9, 4), (0, 0), (0, 64, 3)])
 def test_numbers_of_a_transfer_are_places_of_what_a_receiver_may_want(windows: tuple[int, ...]) -> None:
     for num_tokens in (*range(1, 40), 100, 1000):

@@ -70,6 +70,7 @@ def compile_s(vocabulary: Vocabulary, schema: Any) -> float:
     return time.thread_time() - began
 
 
+@pytest.mark.slow
 def test_strings_share_their_masks(folder: Path) -> None:
     vocabulary = Vocabulary(folder, NUM_TOKENS)
     first_s = compile_s(vocabulary, {"type": "string", "maxLength": 48})
@@ -87,6 +88,7 @@ def test_a_schema_with_long_strings_is_compiled_within_the_limit(folder: Path) -
     assert compile_s(Vocabulary(folder, NUM_TOKENS), BLOG) < 2 * GrammarLimits().compile_s
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "uri" in name else ()) for name in FORMATS]
 )

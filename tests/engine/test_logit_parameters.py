@@ -82,6 +82,7 @@ def ended(tokens: list[int], params: dict[str, Any]) -> list[int]:
     return tokens if place is None else tokens[: place + 1]
 
 
+@pytest.mark.few(13)
 @EACH
 def test_one_engine_gives_the_references_tokens(make_engine: MakeEngine, params: dict[str, Any]) -> None:
     expected = ended(reference(params), params)
@@ -90,6 +91,7 @@ def test_one_engine_gives_the_references_tokens(make_engine: MakeEngine, params:
     assert answer.token_ids == expected
 
 
+@pytest.mark.few(4)
 @EACH
 def test_i1_the_way_through_p_and_d_changes_nothing(make_engine: MakeEngine, params: dict[str, Any]) -> None:
     pair = Pair(make_engine(max_num_batched_tokens=7), make_engine())
@@ -101,6 +103,7 @@ def test_i1_the_way_through_p_and_d_changes_nothing(make_engine: MakeEngine, par
     assert pair.answer("sampled").token_ids == make_engine().ask(PROMPT, params=sampled).token_ids
 
 
+@pytest.mark.few(2)
 @EACH
 def test_i5_preemption_and_batch_mates_change_nothing(make_engine: MakeEngine, params: dict[str, Any]) -> None:
     greedy = params | {"max_tokens": COUNT}
@@ -116,6 +119,7 @@ def test_i5_preemption_and_batch_mates_change_nothing(make_engine: MakeEngine, p
         assert answers[mate].token_ids == greedy_answer([n] * 9, 20)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_i1_delays_and_small_pools_change_nothing(
     make_engine: MakeEngine, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +165,8 @@ def test_a_repetition_penalty_that_float32_lacks_is_still_a_number(
     assert len(answer.token_ids) == COUNT
 
 
+@pytest.mark.few(3)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("others", [{}, {"top_k": 5}, {"min_p": 1e-60}], ids=["only top_p", "top_k", "min_p"])
 @pytest.mark.parametrize("top_p", [5e-324, 1e-60, 7e-46, 1e-45, 1e-38])
 def test_a_top_p_that_float32_lacks_keeps_one_token(

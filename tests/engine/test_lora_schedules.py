@@ -109,6 +109,8 @@ class Life:
     num_loaded: int = 0
 
 
+@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(4))
 def test_every_text_is_that_of_its_adapter(part: int) -> None:
     lives = [live(seed) for seed in range(part * 10, part * 10 + 10)]

@@ -16,6 +16,7 @@ from pdserve.models.model_folder import model_folder
 from tests.support.settings_with import settings_with
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -59,6 +60,7 @@ def test_what_the_machine_can_never_hold_is_not_tried(monkeypatch: pytest.Monkey
     assert len(tried) == 2
 
 
+@pytest.mark.slow
 def test_a_pool_that_shortens_sequences_says_so_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     folder = model_folder("demo")
     loaded = load_model(folder, DecodeSettings(num_blocks=8))

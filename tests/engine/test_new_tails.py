@@ -15,6 +15,7 @@ from tests.support.engine_harness import Harness, MakeEngine
 from tests.support.pretend_device import DEVICE, usable
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "torch"), ("cpu", "auto"), (str(DEVICE), "auto")])
 def test_stale_bytes_change_no_answer_and_are_cleared_once_per_block(
     make_real_engine: Callable[..., Harness],

@@ -46,6 +46,7 @@ def check(engine: Harness, oracle: Oracle, request_id: str, prompt: Sequence[int
     assert float(difference.abs().max()) < 1e-4, params
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
 def test_equal_to_transformers(
@@ -101,6 +102,7 @@ def test_only_last_reads_the_prefix_cache_and_both_fill_it(make_real_engine: Any
     oracle.check(prompt, answer.token_ids)
 
 
+@pytest.mark.few(1)
 def test_after_a_preemption(make_real_engine: Any, folder: Path, oracle: Oracle) -> None:
     """Sequences that decode take the room of prompts that are half computed, means among them."""
     engine = make_real_engine(

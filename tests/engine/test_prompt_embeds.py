@@ -124,6 +124,8 @@ def huge(dtype: str, value: float, count: int, hidden_size: int) -> dict[str, An
 HUGE = [("float32", 3.4e38), ("float32", -3.4e38), ("float32", 1e25), ("bfloat16", 3.3e38), ("bfloat16", -1e30)]
 
 
+@pytest.mark.few(4)
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("dtype", "value"), HUGE)
 @pytest.mark.parametrize("all_numbers", [False, True])
 @pytest.mark.parametrize("n", [1, 2])

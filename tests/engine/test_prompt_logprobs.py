@@ -52,6 +52,7 @@ def _asking(**params: Any) -> dict[str, Any]:
     return {"params": {"max_tokens": 3, "prompt_logprobs": NUM_TOP} | params}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("budget", [7, 64, 1024])
 def test_chunks_change_nothing_and_neither_does_the_batch(
     make_real_engine: Callable[..., Harness], folder: Path, oracle: Oracle, budget: int

@@ -346,6 +346,7 @@ def test_i2_i3_i4_i6_i13_short_lives(make_engine: MakeEngine, harnesses: list[Ha
     assert num_form_drafts > 20, "too few drafts of grammars to show anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -366,6 +367,7 @@ def test_i2_i3_i4_i6_i13_lives_with_a_window(make_engine: MakeEngine, harnesses:
     assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -388,6 +390,7 @@ def test_i2_i3_i4_i6_i13_lives_with_groups(make_engine: MakeEngine, harnesses: l
     assert num_preemptions > len(seeds) // 50, "too roomy to show anything"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "seed", [1000, 1001, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1002, 1006))]
 )

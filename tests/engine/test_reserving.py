@@ -141,6 +141,7 @@ GROWING = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("prompt", "output", "second_prompt", "second_output"), GROWING)
 @pytest.mark.parametrize("delay", [0, 3, 100])
 def test_a_second_request_waits_where_both_cannot_grow(

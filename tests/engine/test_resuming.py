@@ -27,6 +27,8 @@ def all_of(answer: Answer) -> tuple[Any, ...]:
     return answer.first_position, answer.token_ids, answer.finish_reason, answer.stop_reason, answer.logprobs
 
 
+@pytest.mark.few(6)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("params", [
     {"temperature": 0.0}, SAMPLED, SAMPLED | {"repetition_penalty": 1.7},
     SAMPLED | {"presence_penalty": 1.5, "frequency_penalty": 1.0}, SAMPLED | {"logprobs": 3},
@@ -51,6 +53,7 @@ def test_i4_i5_a_sequence_resumed_at_any_position_has_the_same_rest(
         assert engine.model.num_tokens == length + len(whole.token_ids) - 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("index", [0, 2])
 def test_i5_one_of_several_sequences_goes_on_alone(make_engine: MakeEngine, index: int) -> None:
     prompt = prompt_of(6)
@@ -60,6 +63,7 @@ def test_i5_one_of_several_sequences_goes_on_alone(make_engine: MakeEngine, inde
         assert answer.token_ids == expected[cut:]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("cut", range(COUNT))
 def test_i4_a_resumed_sequence_through_p_and_d(make_engine: MakeEngine, cut: int) -> None:
     prompt = prompt_of(6)
@@ -93,6 +97,8 @@ def test_what_was_resumed_is_found_in_the_cache_again(make_engine: MakeEngine) -
     assert engine.model.num_tokens - computed == 3 + 2
 
 
+@pytest.mark.few(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, SAMPLED])
 @pytest.mark.parametrize("num_blocks", [9, 10, 12])
 def test_a_resumed_sequence_that_is_preempted_repeats_nothing(

@@ -71,6 +71,7 @@ def filtered(temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0, min_p
     return expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -125,6 +126,7 @@ def test_a_row_without_a_distribution_takes_its_most_likely_token(temperature: f
         assert 0 <= sampled[3] < len(LOGITS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -176,6 +178,7 @@ def chi_square(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> None
     assert value < freedom * (1 - 2 / (9 * freedom) + 4.9 * np.sqrt(2 / (9 * freedom))) ** 3, (value, freedom)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [{"positions": 1}, {"indexes": 1}, {"seeds": 1}, {"positions": 1, "seeds": -1}])
 def test_tokens_of_neighbouring_positions_sequences_and_seeds_are_independent(apart: dict[str, int]) -> None:
     count = 40_000
@@ -211,6 +214,8 @@ def test_a_row_does_not_depend_on_its_batch_mates(name: str) -> None:
         assert Sampler()(logits[row : row + 1].clone(), alone).sampled_token_ids[0] == together[row]
 
 
+@pytest.mark.few(8)
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize(
     "fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 40, "top_p": 0.7}], ids=str
 )
@@ -231,6 +236,7 @@ def test_tokens_are_the_references(fields: dict[str, Any], temperature: float) -
         assert sampled[row] == expected.token_id or expected.margin < 1e-5, (row, expected)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("num_allowed", [1, 2, 30])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 25}, {"min_p": 1.0}], ids=str)
 @pytest.mark.parametrize("temperature", [1.1e-5, 1.0, 100.0])
@@ -396,6 +402,7 @@ def test_allowed_and_forbidden_tokens_and_biases_come_in_their_exact_distributio
     exact(biased / 0.7, token_rules=rules, temperature=0.7)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "penalty", [{"repetition": 1.8}, {"frequency": 0.7}, {"presence": -1.3}, {"repetition": 0.6, "frequency": -0.4}]
 )

@@ -271,11 +271,13 @@ def check(vocabulary: Vocabulary, schema: Any, **options: Any) -> int:
     return num_ended
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("schema", ENFORCED.values(), ids=ENFORCED)
 def test_what_is_written_is_valid(vocabulary: Vocabulary, schema: Any) -> None:
     assert check(vocabulary, schema) + check(vocabulary, schema, disable_any_whitespace=True) > 0
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_its_expression(tiny: Vocabulary, name: str) -> None:
     """xgrammar reads the expressions as others do, the parts that may be missing included."""
@@ -286,6 +288,7 @@ def test_a_format_is_its_expression(tiny: Vocabulary, name: str) -> None:
         assert re.fullmatch(FORMATS[name], json.loads(text)), text
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", [name for name in INSIDE if name != "alone"])
 @pytest.mark.parametrize(
     "name",
@@ -316,6 +319,7 @@ WITHOUT_A_VALUE = ("no value", "greater than", "no integer", "minItems needs", "
 """Words of refusals of schemas that no value fits: a branch of one is left out, not refused."""
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("place", ["a property", "items", "prefixItems", "anyOf", "$ref", "additionalProperties"])
 @pytest.mark.parametrize(
     "name",

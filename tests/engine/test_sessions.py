@@ -196,6 +196,7 @@ def test_the_end_between_two_turns_is_a_stop_and_within_one_an_abort(make_engine
     engine.core.finish_session("c")
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("num_kept", range(1, 9))
 @pytest.mark.parametrize("taken", [False, True])
 def test_what_follows_a_stop_string_is_dropped(make_engine: MakeEngine, num_kept: int, taken: bool) -> None:

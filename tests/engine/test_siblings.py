@@ -23,6 +23,8 @@ def alone(make_engine: MakeEngine, prompt: list[int], index: int, params: dict[s
     return make_engine(block_size=16, num_blocks=16).ask(prompt, index=index, params=params)
 
 
+@pytest.mark.few(3)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 40])
 @pytest.mark.parametrize("budget", [5, 64])
 def test_i5_each_sequence_is_what_it_would_be_alone(make_engine: MakeEngine, length: int, budget: int) -> None:
@@ -44,6 +46,7 @@ def test_sequence_0_is_what_one_sequence_is(make_engine: MakeEngine) -> None:
     ).token_ids  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("params", [
     {"repetition_penalty": 1.7}, {"presence_penalty": 1.5, "frequency_penalty": 1.0},
     {"min_tokens": 6, "stop_token_ids": tuple(range(40))}, {"logit_bias": {3: 4.0}},
@@ -73,6 +76,7 @@ def test_full_blocks_are_shared_and_the_partial_one_is_each_ones_own(
     engine.run()
 
 
+@pytest.mark.slow
 def test_greedy_sequences_are_all_transformers_own(
     make_real_engine: Callable[..., Harness], tiny_checkpoints: Callable[..., Path]
 ) -> None:
@@ -106,6 +110,7 @@ def test_one_token_each_forks_nothing(make_engine: MakeEngine) -> None:
     assert engine.model.num_tokens == 18
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_blocks", [8, 9, 11, 14, 15, 16])
 def test_preemption_takes_one_sequence_and_computes_only_its_own_again(
     make_engine: MakeEngine, num_blocks: int
@@ -187,6 +192,7 @@ def test_an_abort_ends_all_sequences_in_any_state(make_engine: MakeEngine, num_s
     engine.step()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("num_steps", [3, 4, 6])
 def test_one_sequence_ends_and_the_others_go_on(make_engine: MakeEngine, index: int, num_steps: int) -> None:
@@ -282,9 +288,10 @@ def scripted(make_engine: MakeEngine, seed: int) -> None:
             assert answer.finish_reason is not None
 
 
-@pytest.mark.parametrize("fifty", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_i2_i5_no_schedule_spoils_a_sequence_or_loses_a_block(make_engine: MakeEngine, fifty: int) -> None:
-    for seed in range(fifty * 50, fifty * 50 + 50):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("ten", range(10))
+def test_i2_i5_no_schedule_spoils_a_sequence_or_loses_a_block(make_engine: MakeEngine, ten: int) -> None:
+    for seed in range(ten * 10, ten * 10 + 10):
         try:
             scripted(make_engine, seed)
         except BaseException as error:

@@ -203,6 +203,7 @@ def test_a_preempted_sequence_continues(make_engine: MakeEngine, tier: int) -> N
         assert engine.scheduler.pool.tier.num_loaded > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [20, 70])
 def test_i1_a_model_with_windows_equals_transformers(
     make_real_engine: Callable[..., Harness], tiny_checkpoints: Callable[..., Path], length: int

@@ -66,6 +66,7 @@ def texts_of(answers: Sequence[Answer], n: int = 1) -> list[list[int]]:
     return [PROMPTS[place // n] + answer.token_ids for place, answer in enumerate(answers)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_i5_a_drafted_text_is_the_undrafted_one(make_engine: MakeEngine, feature: str) -> None:
     params = FEATURES[feature]
@@ -309,6 +310,7 @@ def margin_at_difference(
     return abs(sums[0] - sums[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_i1_a_real_model_says_the_same_with_drafts(
     temperature: float, tiny_checkpoints: Callable[..., Path], make_real_engine: Callable[..., Harness]

@@ -37,6 +37,7 @@ def device() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_decode_step(
     kind: str,

@@ -40,6 +40,7 @@ def run_two(engine: Harness) -> None:
     engine.core.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [

@@ -115,6 +115,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(1)
 @EACH
 def test_each_form_in_one_engine_and_through_p_and_d(
     make: Make, tokenizer: Tokenizer, form: dict[str, Any], fits: Callable[[str], Any]
@@ -255,10 +256,11 @@ def test_answers_to_random_schemas_validate(make: Make, tokenizer: Tokenizer) ->
 
 
 @pytest.mark.timeout(300)
-def test_answers_to_random_schemas_validate_through_p_and_d(make: Make, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("num_batches", [3, pytest.param(NUM_BATCHES, marks=pytest.mark.slow)])
+def test_answers_to_random_schemas_validate_through_p_and_d(make: Make, tokenizer: Tokenizer, num_batches: int) -> None:
     pair, tally = Pair(make(num_blocks=100), make(num_blocks=600, max_num_seqs=BATCH)), Tally()
 
-    @FEW
+    @settings(FEW, max_examples=num_batches)
     @given(RANDOM_SCHEMAS)
     def ask(schemas: list[Any]) -> None:
         ids = [f"r{tally.num_asked}-{seed}" for seed in range(len(schemas))]
@@ -269,9 +271,11 @@ def test_answers_to_random_schemas_validate_through_p_and_d(make: Make, tokenize
             tally.check(tokenizer, schema, pair.answer(name))
 
     ask()
+    assert tally.num_asked >= num_batches * BATCH
     assert tally.num_ended > 0.8 * tally.num_asked
 
 
+@pytest.mark.slow
 def test_i5_preemption_and_batch_mates_change_nothing(make: Make) -> None:
     forms = [asked(seed=seed, json=CITY) for seed in range(3)] + [asked(60, regex="[a-z ]+")]
     alone = [make().ask(PROMPT, eos=(EOS,), params=params).token_ids for params in forms]
@@ -301,6 +305,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "told"), REFUSED)
 def test_what_cannot_be_compiled_ends_before_any_token(make: Make, form: dict[str, Any], told: str) -> None:
     engine = make()

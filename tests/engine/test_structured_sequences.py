@@ -35,6 +35,8 @@ def make_pair(make_engine: MakeEngine, seed: int | None = None) -> Pair:
     return Pair(p, make_engine(grammars=InstantCompiler()), seed)
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [3, 4, 9])
 def test_i5_each_of_n_sequences_obeys_on_its_own_in_one_engine_and_through_p_and_d(
@@ -87,6 +89,8 @@ def test_n_sequences_that_are_received_wait_for_one_grammar(make_engine: MakeEng
         check(pair.answer("r", index), form.answer(prompt, COUNT, index=index, **SAMPLED))
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("length", [3, 4, 9])

@@ -79,6 +79,8 @@ def assert_close(one: Answer, other: Answer) -> None:
         assert one.pooling_output == pytest.approx(other.pooling_output, abs=1e-4)
 
 
+@pytest.mark.few(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{}, ONE_KV_HEAD], ids=["", "one_kv_head"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_i1_two_ranks_give_the_tokens_of_transformers(
@@ -114,6 +116,7 @@ def run_mixed(engine: Harness) -> dict[str, Answer]:
     return engine.run()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields", [{}, {"async_scheduling": True}, {"num_blocks": 24, "max_model_len": 64}], ids=["", "ahead", "preempted"]
 )
@@ -145,6 +148,7 @@ def num_accepted(engine: Harness) -> int:
     return 0 if stats is None else stats.num_accepted_tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields", [{}, {"async_scheduling": True, "num_blocks": 16, "max_model_len": 64}], ids=["", "preempted"]
 )
@@ -167,6 +171,7 @@ def test_i5_two_ranks_with_drafts_give_the_answers_of_one_rank_without(
     assert bool(two.scheduler.num_preemptions) == ("max_model_len" in fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_i5_random_lives_of_two_ranks_with_drafts(
     seed: int, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
@@ -205,6 +210,7 @@ def test_i5_random_lives_of_two_ranks_with_drafts(
     assert two.scheduler.num_preemptions > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_i1_ranks_load_their_parts_of_blocks_from_main_memory(
     ahead: bool, tiny_checkpoints: Callable[..., Path], make_ranked: Make, make_real_engine: Callable[..., Harness]
@@ -298,6 +304,7 @@ def test_a_grammar_holds_on_rank_0_alone(tiny_checkpoints: Callable[..., Path], 
         compiler.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
     num_drafts: int, tiny_checkpoints: Callable[..., Path], make_ranked: Make
@@ -336,6 +343,7 @@ def test_a_late_grammar_holds_back_the_same_rows_on_every_rank(
     assert any(isinstance(message, SampleTokens) and message.late_req_ids for message in sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )

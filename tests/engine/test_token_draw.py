@@ -31,6 +31,7 @@ def drawn_with_all_noise(kept: KeptRows, noise: NoiseRows) -> NDArray[np.int64]:
     return np.array(winners)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kind", ["flat", "peaked", "steep", "equal", "two", "one", "masked"])
 @pytest.mark.parametrize("temperature", [1e-5, 0.3, 1.0, 100.0])
 def test_noise_that_is_not_drawn_decides_nothing(kind: str, temperature: float) -> None:
@@ -120,6 +121,7 @@ def test_a_devices_leads_are_the_processors_bit_by_bit(device: torch.device) -> 
         np.testing.assert_array_equal(there, here)
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize("kind", ["flat", "peaked", "equal", "two", "one", "masked"])
 @pytest.mark.parametrize("fields", SAMPLING_FIELDS, ids=str)
 def test_a_device_draws_as_the_processor_does(device: torch.device, kind: str, fields: dict[str, Any]) -> None:

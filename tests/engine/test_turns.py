@@ -38,6 +38,7 @@ def small_stream(engine: Harness, steps: int, *, priority: int = 0, remote: bool
     return entered
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("large_remote", [False, True])
 @pytest.mark.parametrize("small_remote", [False, True])
 def test_a_large_request_is_not_starved_by_small_ones(

@@ -53,6 +53,7 @@ def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
         yield made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("phase", "role", "way"), CELLS)
 async def test_i4_a_fault_in_any_phase_loses_nothing(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str
@@ -60,6 +61,7 @@ async def test_i4_a_fault_in_any_phase_loses_nothing(
     await hurt(matrix, matrix_rows, phase, role, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.faults)])
 async def test_the_only_decode_worker_lost_in_mid_stream_ends_the_request_clearly(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, way: str

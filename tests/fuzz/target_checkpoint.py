@@ -41,7 +41,7 @@ MAX_CASE_S = 5.0
 MAX_GROWTH_BYTES = 256 << 20
 """Growth of the process, at its peak, over all cases."""
 MAX_MESSAGE_CHARS = 1500
-_EXAMPLES = 50
+_EXAMPLES = 25
 """Cases between two looks at the clock."""
 _WORDS = ["a", "b", "ab", "abab", "<s>", "</s>"]
 _CONFIG: dict[str, Any] = {

@@ -83,6 +83,7 @@ def class_bodies() -> dict[str, str]:
     return bodies
 
 
+@pytest.mark.slow
 @DOCUMENT
 def test_every_member_named_exists(document: Path) -> None:
     members = [match.groups() for text in quoted(document) if (match := _MEMBER.fullmatch(text))]
@@ -214,6 +215,7 @@ def test_layer_table_is_the_one_that_is_held() -> None:
             assert set(re.findall(r"\w+", table[name])) == set(ast.literal_eval(value)), name
 
 
+@pytest.mark.slow
 @DOCUMENT
 def test_every_constant_named_exists(document: Path) -> None:
     """Upper-case names in backticks: states, constants, enum members, environment variables."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.slow  # `make check` runs them
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
@@ -98,6 +101,19 @@ ENTRY_POINTS = {
 """Modules that a process starts with."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Most tests here read the whole product."""
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parsed_once() -> Iterator[None]:
+    """The trees are a million objects, which garbage collections of other tests would look through."""
+    yield
+    parsed.cache_clear()
+
+
 def sources(package: str) -> Iterator[Path]:
     folder = ROOT / FOLDERS[package] / "pdserve" / package
     return (path for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name)
@@ -115,7 +131,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("package", FOLDERS)
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     for path in sources(package):
-        for module in imported_modules(ast.parse(path.read_text())):
+        for module in imported_modules(parsed(path)):
             parts = module.split(".")
             if parts[0] == "pdserve" and len(parts) > 1 and parts[1] != package:
                 assert parts[1] in MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {module}"
@@ -127,7 +143,7 @@ def test_each_module_is_imported_by_another_one() -> None:
     modules, imported = set(), set()
     for package in FOLDERS:
         for path in sources(package):
-            imported |= set(imported_modules(ast.parse(path.read_text())))
+            imported |= set(imported_modules(parsed(path)))
             if path.name != "__init__.py":
                 modules.add(".".join(path.relative_to(ROOT / FOLDERS[package]).with_suffix("").parts))
     assert modules - imported == ENTRY_POINTS
@@ -138,7 +154,7 @@ def test_triton_is_imported_only_where_a_kernel_is_to_run() -> None:
     for package in FOLDERS:
         for path in sources(package):
             if "triton" not in path.parts:
-                tree = ast.parse(path.read_text())
+                tree = parsed(path)
                 late = {
                     inner for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)
                 }
@@ -164,7 +180,7 @@ def test_a_part_of_a_room_imports_only_from_floors_below(room: str) -> None:
         if part == "__init__":
             continue
         met.add(part)
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in type_only(tree)]
         for node in imports:
             parts = (node.module or "").split(".")
@@ -196,7 +212,7 @@ def test_nothing_can_run_code_from_data() -> None:
     """No pickle, eval, exec, torch.load or yaml.load anywhere (I11)."""
     for package in FOLDERS:
         for path in sources(package):
-            tree = ast.parse(path.read_text())
+            tree = parsed(path)
             assert not FORBIDDEN_MODULES & {module.split(".")[0] for module in imported_modules(tree)}, path
             for node in ast.walk(tree):
                 if not isinstance(node, ast.Call):
@@ -213,7 +229,7 @@ def test_processes_are_started_by_subprocess() -> None:
     other = []
     for package in FOLDERS:
         for path in sources(package):
-            tree = ast.parse(path.read_text())
+            tree = parsed(path)
             assert "multiprocessing" not in {name.split(".")[0] for name in imported_modules(tree)}, path
             if path.stem not in FORK_SERVERS:
                 other += [f"{path}:{line}" for line in other_starts(tree)]
@@ -261,7 +277,7 @@ def test_whoever_connects_or_listens_says_with_which_tls() -> None:
         f"{path.name}:{node.lineno}"
         for package in FOLDERS
         for path in sources(package)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         for arguments in [len(node.args) + len(node.keywords)]
         if (node.func.id, arguments) in PLAIN_WITHOUT_TLS

@@ -152,6 +152,7 @@ def pip_calls(
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("torch_cpu", ["", "ERROR: No matching distribution found for torch==2.13.0+cpu"])
 @pytest.mark.parametrize(
     "extras", [[], ["nixl"], ["ray"], ["nixl", "bench", "dev"], ["nixl", "bench", "ray", "triton", "dev", "helm"]]
@@ -201,6 +202,7 @@ def test_make_installs_from_the_locks_alone() -> None:
     assert "pip install" not in (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("cyclonedx_py") is None, reason="an environment from before locks/dev.txt had cyclonedx-bom"
 )

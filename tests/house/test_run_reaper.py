@@ -30,6 +30,8 @@ def test_hangs():
 """
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.process
 @pytest.mark.timeout(4 * HANG_S)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -35,6 +35,7 @@ def test_arguments_are_parsed(program: Path) -> None:
     assert "sys.argv" not in {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.timeout(2 * HANG_S)
 @pytest.mark.parametrize("word", ["--help", "--no-such-option"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=name)

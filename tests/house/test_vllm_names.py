@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/vllm_names.md"
 PACKAGES = {path.name: path for path in ROOT.glob("*/pdserve/*") if path.is_dir() and path.name != "__pycache__"}
@@ -74,6 +76,7 @@ def test_each_module_defines_the_names_of_its_row() -> None:
         assert not missing, f"{module} does not define {missing}"
 
 
+@pytest.mark.slow
 def test_absent_names_are_not_defined() -> None:
     all_defined = {
         part

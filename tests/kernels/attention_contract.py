@@ -31,6 +31,7 @@ class AttentionContract(abc.ABC):
         case = make_case(heads=heads, **fields).to(self.device)
         check_step(self.make_backend(case.kv_cache), case, make_spec(heads, **(options or {})))
 
+    @pytest.mark.diagonal(2)
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("heads", HEADS, ids=str)
     @pytest.mark.parametrize("window", [None, 1, 13])
@@ -47,6 +48,7 @@ class AttentionContract(abc.ABC):
             options={"window": window},
         )
 
+    @pytest.mark.diagonal(2)
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("window", [None, 40, 200])
     @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ class AttentionContract(abc.ABC):
         """One length needs no mask, ragged ones do, and very ragged ones may be cut into groups."""
         self.check(decodes=decodes, heads=(6, 2, 8), block_size=16, dtype=dtype, options={"window": window})
 
+    @pytest.mark.diagonal(2)
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("window", [None, 1, 60, 129, 400])
     @pytest.mark.parametrize(("context", "new"), [(0, 128), (0, 129), (0, 300), (123, 257), (300, 1), (31, 128)])
@@ -84,6 +87,7 @@ class AttentionContract(abc.ABC):
             options={"window": window},
         )
 
+    @pytest.mark.diagonal(2)
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("softcap", [0.5, 30.0])
     @pytest.mark.parametrize("window", [None, 13])
@@ -99,6 +103,7 @@ class AttentionContract(abc.ABC):
             options={"softcap": softcap, "window": window, "scale": 0.5},
         )
 
+    @pytest.mark.diagonal(2)
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
     @pytest.mark.parametrize("window", [None, 13])
     @pytest.mark.parametrize("decodes", [[40, 40], [1, 37, 16, 5], [0, 900]], ids=str)

@@ -74,6 +74,7 @@ class LayerOpsContract(abc.ABC):
         held[:, :inner] = torch.randn(shape[0], inner) * scale
         return held.to(self.device)[:, :inner].unflatten(1, shape[1:])
 
+    @pytest.mark.diagonal(2)
     @DTYPES
     @pytest.mark.parametrize("kind", ["plain", "bias", "none"])
     @pytest.mark.parametrize(("num_tokens", "size"), [(0, 8), (1, 7), (5, 123), (2, 1000)])
@@ -93,6 +94,7 @@ class LayerOpsContract(abc.ABC):
         # of the rounded stream, so that a later layer normalises what it adds to
         close(normed, unit_norm(found.double()) * factors.double())
 
+    @pytest.mark.diagonal(2)
     @DTYPES
     @pytest.mark.parametrize("has_norm", [False, True])
     @pytest.mark.parametrize("heads", [(14, 2, 64), (7, 1, 80), (3, 3, 96), (5, 1, 6), (1, 1, 256)], ids=str)
@@ -132,6 +134,7 @@ class LayerOpsContract(abc.ABC):
             )
         torch.testing.assert_close(there.kv_cache.cpu(), cache, atol=0, rtol=0, equal_nan=True)
 
+    @pytest.mark.diagonal(2)
     @DTYPES
     @pytest.mark.parametrize(("num_tokens", "size"), [(0, 4), (1, 1), (3, 64), (5, 123), (2, 200)])
     def test_swiglu(self, dtype: torch.dtype, num_tokens: int, size: int) -> None:

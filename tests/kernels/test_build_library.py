@@ -73,6 +73,7 @@ def all_ended(started: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in started)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_no_more_compilers_than_allowed_run_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
@@ -134,6 +135,7 @@ def test_the_first_failure_ends_the_others(folder: Path, monkeypatch: pytest.Mon
     wait_until(lambda: all_ended(started))
 
 
+@pytest.mark.slow
 def test_two_builds_at_once_share_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = fake_compiler(monkeypatch, folder, COUNTING)
     (folder / ".build-of-a-killed-one").mkdir()
@@ -153,6 +155,7 @@ def test_two_builds_at_once_share_one(folder: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in folder.iterdir()] == [library_name()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("compiler", "status", "line"),
     [("no-such-compiler", 1, "left out, torch computes instead: no C++ compiler"), ("COUNTING", 0, "built, ")],

@@ -31,6 +31,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> N
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.diagonal(2)
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 7), (5, 123), (3, 4, 64), (0, 8)])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
@@ -82,6 +83,7 @@ def test_pair_neighbours_keeps_heads_apart() -> None:
     assert pair_neighbours(rows, 6).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
+@pytest.mark.diagonal(2)
 @pytest.mark.parametrize(
     ("layer_type", "dtype"),
     [(kind, dtype) for kind in (PlainLinear, make_linear) for dtype in TOLERANCES]

@@ -53,6 +53,7 @@ def expected(x: Tensor, weights: Tensor, experts: Tensor, layer: Sequence[tuple[
     return out
 
 
+@pytest.mark.diagonal(3)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("kind", [LoopedExperts, GroupedExperts])
 @pytest.mark.parametrize("top_k", [1, 3, E])

@@ -65,6 +65,7 @@ def _reference(matrix: Int8Matrix, bias: Tensor | None, x: Tensor) -> Tensor:
     return y if bias is None else y + bias.double()
 
 
+@pytest.mark.diagonal(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"), [(1, 64, 96), (3, 33, 17), (1, 1, 1), (37, 256, 130), (0, 16, 8)]

@@ -36,6 +36,8 @@ class TestNativeAttention(AttentionContract):
         return NativeAttentionBackend(kv_cache, self.native_library)
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(14, 2, 64), (5, 1, 10), (9, 1, 48), (32, 1, 128), (2, 2, 33)], ids=str)
 def test_every_instruction_set(built: NativeLibrary, heads: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -95,7 +95,7 @@ class CheckedAsyncLLM(AsyncLLM):
         thread.post = post_and_set  # type: ignore[method-assign]
         return posted
 
-    def allow(self, num_steps: int = 1_000_000) -> None:
+    def allow(self, num_steps: int = 10_000) -> None:
         self._permits.release(num_steps)
 
     async def idle(self) -> None:

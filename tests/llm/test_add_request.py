@@ -53,6 +53,7 @@ async def test_answers_are_those_of_generate(llm: LLM, running: Running) -> None
         assert streams._streams.is_empty
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 async def test_a_request_runs_while_nobody_reads(llm: LLM, running: Running, kind: RequestOutputKind) -> None:
     [expected] = llm.generate(TEXT, greedy(), use_tqdm=False)

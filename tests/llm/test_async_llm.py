@@ -71,6 +71,7 @@ async def test_logprobs_grow_with_the_answer(running: Running, llm: LLM) -> None
         assert sequence.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.slow
 async def test_a_tiny_pool_preempts_and_changes_no_stream(running: Running, llm: LLM) -> None:
     prompts = prompts_of([20, 25, 30, 22])
     expected = llm.generate(prompts, greedy(max_tokens=40), use_tqdm=False)

@@ -20,6 +20,7 @@ OPTIONS: EngineOptions = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_i5_a_sampled_text_is_the_same_alone_and_among_others(oracle: Oracle, folder: Path, batch: int) -> None:
     asked = list(zip(prompts(COUNT, VOCAB_SIZE), params(COUNT, MAX_TOKENS), strict=True))

@@ -56,6 +56,8 @@ def check(
         assert abs(ours.cum_logprob - sum_of) < 1e-3
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("beam_width", [2, 5])
 def test_equal_to_transformers(eager: LLM, oracle: Oracle, beam_width: int, early_stopping: Any) -> None:
@@ -126,6 +128,7 @@ def test_text_and_progress(llm: LLM) -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [

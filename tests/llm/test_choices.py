@@ -89,6 +89,7 @@ def test_a_request_may_have_as_many_sequences_as_run_at_a_time(make_llm: Callabl
     assert best.outputs[0].token_ids in [output.token_ids for output in many.outputs]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [

@@ -56,6 +56,7 @@ def test_a_pool_too_small_for_all_at_once(make_llm: Callable[..., LLM], oracle: 
         check(oracle, output, MEAN)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [

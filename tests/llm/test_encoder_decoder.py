@@ -59,6 +59,7 @@ def test_i1_greedy_answers_are_those_of_transformers(name: str, folders: dict[st
     core_of(llm).scheduler.check(idle=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_tiny_pool_preempts_and_changes_no_answer(name: str, folders: dict[str, tuple[Path, GreedyAnswers]]) -> None:
     folder, theirs = folders[name]
@@ -149,6 +150,7 @@ def test_refused_requests(bart: LLM) -> None:
         bart.embed(prompts_of([3]), use_tqdm=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -123,6 +123,7 @@ def test_requests_run_together_and_each_answer_is_whole(make_client: MakeClient,
     assert client.utility("check_pool") is True
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_aborted_requests_and_ended_sequences_end_alone(make_client: MakeClient, oracle: Oracle, kind: type) -> None:
     client, prompts = make_client(kind), prompts_of([20, 21, 22])
@@ -142,6 +143,7 @@ def test_aborted_requests_and_ended_sequences_end_alone(make_client: MakeClient,
     assert client.utility("check_pool") is True
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_a_bad_request_ends_alone_and_names_its_field(make_client: MakeClient, oracle: Oracle, kind: type) -> None:
     client, [good] = make_client(kind), prompts_of([9])
@@ -166,6 +168,7 @@ def test_a_bad_request_ends_alone_and_names_its_field(make_client: MakeClient, o
     oracle.check(good, answers.tokens["good", 0])
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_utilities(make_client: MakeClient, kind: type) -> None:
     client, [prompt] = make_client(kind), prompts_of([41])
@@ -192,6 +195,7 @@ def test_utilities(make_client: MakeClient, kind: type) -> None:
         client.get_output()
 
 
+@pytest.mark.few(1)
 @BOTH
 async def test_in_an_event_loop(make_client: MakeClient, oracle: Oracle, kind: type) -> None:
     client, prompts = make_client(kind), prompts_of([3, 30])
@@ -213,6 +217,7 @@ async def test_in_an_event_loop(make_client: MakeClient, oracle: Oracle, kind: t
         oracle.check(prompt, answers.tokens[str(number), 0])
 
 
+@pytest.mark.few(1)
 @BOTH
 @pytest.mark.parametrize("in_loop", [False, True])
 async def test_the_error_that_ends_an_engine_reaches_its_reader(
@@ -240,6 +245,7 @@ async def test_the_error_that_ends_an_engine_reaches_its_reader(
         client.abort_requests(["open"])
 
 
+@pytest.mark.few(1)
 @BOTH
 def test_close_leaves_nothing(make_client: MakeClient, kind: type) -> None:
     make_client(kind).close()  # what the first one of a process imports and starts remains

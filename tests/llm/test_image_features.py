@@ -122,6 +122,7 @@ def test_i1_adapters_and_none_in_one_batch_with_drafts(make_image_llm: Callable[
     assert core_of(llm).scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_one_image_under_two_adapters_is_encoded_once_and_shares_no_block(
     make_image_llm: Callable[..., LLM], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

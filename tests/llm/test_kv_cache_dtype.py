@@ -43,6 +43,8 @@ def check_all(oracle: Oracle, stored: str, answers: Sequence[RequestOutput]) -> 
             check(oracle, stored, answer.prompt_token_ids, output)
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kv_cache_dtype", STORED)
 @pytest.mark.parametrize(
     "options",
@@ -98,6 +100,7 @@ async def test_turns_of_a_session(
         said += answer.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_forms_and_adapters(tmp_path: Path, folder: Path, oracle: Oracle, make_llm: Callable[..., LLM]) -> None:
     adapter = make_adapter(tmp_path / "adapter", folder, seed=1)
     merged = Oracle(merged_checkpoint(tmp_path / "merged", folder, adapter))
@@ -123,6 +126,7 @@ def test_ranks_share_a_quantised_cache(folder: Path, oracle: Oracle, monkeypatch
         core_of(llm).scheduler.check(idle=True)
 
 
+@pytest.mark.slow
 def test_a_quantised_pool_holds_more_tokens(make_llm: Callable[..., LLM]) -> None:
     options = {"num_blocks": None, "kv_cache_mib": 1}
     sizes = [

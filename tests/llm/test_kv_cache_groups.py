@@ -25,6 +25,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_windowed_model(tmp_path_factory.mktemp("gemma3"))
 
 
+@pytest.mark.slow
 def test_i1_longer_sequences_fit_and_no_text_changes(gemma3: Path) -> None:
     longest, oracle = [], Oracle(gemma3)
     for is_disabled in (False, True):

@@ -20,6 +20,7 @@ def ask(llm: LLM) -> list[list[int]]:
     return [answer.outputs[0].token_ids for answer in answers]
 
 
+@pytest.mark.slow
 def test_texts_are_those_without_it() -> None:
     found = []
     for kv_host_mib in (0, 2):

@@ -61,6 +61,7 @@ def tokens(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+@pytest.mark.slow
 def test_an_adapters_text_is_that_of_the_merged_checkpoint(world: World, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(**LORA)
     prompt = prompt_of(21)
@@ -209,6 +210,7 @@ def test_seeds_draw_the_same_alone_and_among_adapters(world: World, make_llm: Ca
         assert tokens(alone) == tokens(among)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -35,6 +35,7 @@ def ask(folder: Path, prompts: Any, params: Any, **options: Any) -> list[list[in
         return [answer.outputs[0].token_ids for answer in answers]
 
 
+@pytest.mark.slow
 def test_i1_answers_are_those_of_transformers_in_a_pool_that_preempts(starcoder2: Path) -> None:
     prompts, oracle = prompts_of([1, 4, 17, 90, 40]), Oracle(starcoder2)
     params = [greedy(max_tokens=40)] * len(prompts)
@@ -47,6 +48,7 @@ def test_i1_answers_are_those_of_transformers_in_a_pool_that_preempts(starcoder2
         core_of(llm).scheduler.check(idle=True)
 
 
+@pytest.mark.slow
 def test_i5_a_seeded_answer_is_the_same_alone_and_in_a_batch(starcoder2: Path) -> None:
     prompts = prompts_of([3, 9, 30])
     params = [sampled(seed=seed, logprobs=2) for seed in range(3)]
@@ -89,6 +91,7 @@ def test_workers_with_different_code_have_different_fingerprints(tiny_checkpoint
     assert len(fingerprints) == 2
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -33,6 +33,7 @@ def embeds_of(oracle: Oracle, prompt: list[int]) -> torch.Tensor:
     return embedded
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "params",
     [

@@ -69,6 +69,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_client, "start_program", start_forked)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("engine_process", [False, True])
 def test_every_step_is_recorded(folder: Path, engine_process: bool) -> None:
     factory = Makes()
@@ -159,6 +160,7 @@ def test_disable_log_stats_leaves_loggers_out(folder: Path) -> None:
     assert not factory.made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

@@ -75,6 +75,7 @@ async def test_stop_strings_end_a_turn_and_what_follows_them_is_forgotten(runnin
     assert [answer.outputs[0].text for answer in answers] == [each.outputs[0].text for each in expected]
 
 
+@pytest.mark.slow
 async def test_each_turn_may_have_a_form_and_prompt_logprobs(running: Running, llm: LLM) -> None:
     form = StructuredOutputsParams(regex="[ab]{3}")
     params = [

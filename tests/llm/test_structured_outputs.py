@@ -42,6 +42,7 @@ def test_llm_answers_in_the_form_asked_for(llm: LLM) -> None:
     assert choice.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_llm_refuses_and_goes_on(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="structured_outputs cannot be compiled") as refused:
         llm.generate("one", asked(regex="(a"), use_tqdm=False)
@@ -51,6 +52,7 @@ def test_llm_refuses_and_goes_on(llm: LLM) -> None:
     assert llm.generate("one", asked(choice=["no"]), use_tqdm=False)[0].outputs[0].text == "no"
 
 
+@pytest.mark.slow
 async def test_async_llm_does_so_beside_others(running: Running) -> None:
     async with running() as llm:
 
@@ -64,6 +66,7 @@ async def test_async_llm_does_so_beside_others(running: Running) -> None:
         assert len(free.outputs[0].token_ids) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_process", [False, True])
 def test_an_llm_that_nobody_shuts_down_leaves_no_process(folder: Path, engine_process: bool) -> None:
     before = children()

@@ -118,6 +118,7 @@ def test_a_stopped_rank_ends_the_engine_after_the_wait(folder: Path, monkeypatch
     wait_until(lambda: not Path(f"/proc/{process}").exists(), "the end of the stopped rank")
 
 
+@pytest.mark.slow
 def test_ranks_share_adapters(folder: Path, oracle: Oracle, tmp_path: Path) -> None:
     """Two in turns, in one slot; then one that a rank cannot read any more fails its own request on all ranks."""
     adapters = [make_adapter(tmp_path / str(seed), folder, seed=seed) for seed in (1, 2)]

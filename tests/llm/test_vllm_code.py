@@ -71,6 +71,7 @@ def test_a_device_is_named_or_refused(make_llm: Callable[..., LLM]) -> None:
             make_llm(**option)
 
 
+@pytest.mark.slow
 def test_more_log_probabilities_where_the_engine_is_made_for_them(make_llm: Callable[..., LLM]) -> None:
     params = greedy(max_tokens=2, logprobs=320, prompt_logprobs=100)
     [answer] = make_llm(max_logprobs=-1).generate(TEXT, params, use_tqdm=False)
@@ -201,6 +202,7 @@ def test_options_of_one_device_and_no_more_are_taken(make_llm: Callable[..., LLM
             make_llm(**option)
 
 
+@pytest.mark.slow
 def test_options_of_grammars_reach_the_grammar(make_llm: Callable[..., LLM]) -> None:
     """With no character of white space allowed between values, the two spellings of a list differ in length."""
     form = StructuredOutputsParams(json={"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3})

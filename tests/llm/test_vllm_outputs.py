@@ -75,6 +75,7 @@ def test_logprobs_are_dicts_by_token_id(llm: LLM) -> None:
     assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 async def test_streams_of_each_kind(llm: LLM, running: Running, kind: RequestOutputKind) -> None:
     [expected] = llm.generate(TEXT, greedy(max_tokens=15), use_tqdm=False)

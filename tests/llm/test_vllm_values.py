@@ -26,6 +26,7 @@ def test_each_form_of_a_prompt(llm: LLM) -> None:
             llm.generate({"prompt": TEXT, key: {}}, greedy(), use_tqdm=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "form",
     [

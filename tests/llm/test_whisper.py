@@ -78,6 +78,7 @@ def test_the_prompt_is_the_decoders(llm: LLM, whisper: tuple[Path, Transcripts])
     assert list(of_ids.outputs[0].token_ids) == ask(llm, [prompt_of(samples)], greedy(max_tokens=MAX_TOKENS))[0]
 
 
+@pytest.mark.slow
 def test_a_tiny_pool_preempts_and_changes_no_transcript(llm: LLM, whisper: tuple[Path, Transcripts]) -> None:
     sounds = [sound(seed) for seed in range(4)]
     params = greedy(max_tokens=50, ignore_eos=True)
@@ -167,6 +168,7 @@ def test_refused_requests(llm: LLM) -> None:
         llm.embed(prompt_of(sound()), use_tqdm=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -198,6 +200,7 @@ def test_refused_settings(option: dict[str, Any], message: str, whisper: tuple[P
         LLM(str(whisper[0]), **{"num_blocks": 64} | option)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [

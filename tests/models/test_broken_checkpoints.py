@@ -68,6 +68,7 @@ def refused(folder: Path, pattern: str) -> None:
     assert len(message) < 600
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_what_is_wrong_is_named(family: str, breakage: str, broken: Callable[[str], Path]) -> None:

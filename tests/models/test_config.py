@@ -307,6 +307,7 @@ MODELOPT = [
 ]
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize(("content", "message"), MODELOPT)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_weights_that_modelopt_quantized_are_refused_at_start(

@@ -18,6 +18,7 @@ from tests.support.family_checkpoints import cases, make_family
 TOKENS = [5, 300, 17, 42, 42, 8, 101, 250, 3, 77, 12, 13, 14, 200, 201, 202, 203, 9, 8, 7]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 0.6), ("float16", 0.08)])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_half_precision_is_near_float32(
@@ -87,6 +88,8 @@ def test_before_layer_is_called_before_each_layer(tiny_checkpoints: Any) -> None
     assert written == [0, 1, 2]
 
 
+@pytest.mark.few(3)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("output_rows", [[19], [4, 5, 19], []])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "granite", "gpt_oss", "olmo2"])
 def test_hidden_states_of_the_rows_that_are_read(family: str, output_rows: list[int], tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def _text(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB_SIZE), k=length)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("architecture", "options"), OPTIONS)
 def test_prefill_and_decode_match_transformers(
     architecture: str, options: dict[str, Any], tiny_checkpoints: Any, oracle_logits: Any, paged_run: Any
@@ -106,6 +107,8 @@ def test_prefill_and_decode_match_transformers(
         torch.testing.assert_close(logits[0], expected[position], atol=ATOL, rtol=0)
 
 
+@pytest.mark.few(4)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rope", ROPE_PARAMETERS, ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_rope_types_match_transformers(
@@ -138,6 +141,8 @@ def test_older_config_means_the_same(tmp_path: Any, paged_run: Any) -> None:
     )
 
 
+@pytest.mark.few(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("theta", [None, 500000.0, 777])
 @pytest.mark.parametrize("beside", [None, 333.0])
 def test_rope_scaling_added_by_hand_takes_the_place_of_rope_parameters(
@@ -173,6 +178,7 @@ def test_yarn_beyond_a_length_that_was_left_alone(tmp_path: Any, oracle_logits: 
     torch.testing.assert_close(logits, oracle_logits(folder, tokens), atol=2 * ATOL, rtol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_answers_equal_transformers(
     architecture: str, tiny_checkpoints: Any, oracle_logits: Any, paged_run: Any
@@ -194,6 +200,8 @@ def test_greedy_answers_equal_transformers(
     assert len(set(tokens[23:])) > 5, "the answer is degenerate and tests nothing"
 
 
+@pytest.mark.few(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("chunks", [[1] * 12, [3, 1, 5, 2, 1], [4, 8], [12]])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_chunks_do_not_matter(
@@ -209,6 +217,7 @@ def test_chunks_do_not_matter(
     torch.testing.assert_close(torch.cat(pieces), oracle_logits(folder, tokens), atol=ATOL, rtol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [

@@ -84,11 +84,13 @@ def test_capitals_in_every_phrasing(model: Any, encoder: ChatEncoder, phrasings:
     assert min(shares.values()) >= bar, shares
 
 
+@pytest.mark.slow
 def test_capitals_behind_a_system_message(model: Any, encoder: ChatEncoder) -> None:
     found = margins(model, encoder, capital_cases(facts.TRAINED_PHRASINGS[0], DEFAULT_SYSTEM))
     assert sum(m > 0 for m in found) / len(found) >= TRAINED_BAR
 
 
+@pytest.mark.slow
 def test_generation_agrees_with_the_margins(model: Any, tokenizer: Any, encoder: ChatEncoder) -> None:
     cases = capital_cases(facts.HELD_OUT_PHRASINGS[0], None)
     chats = [[{"role": m.role, "content": m.content} for m in case.messages] for case in cases]
@@ -99,6 +101,7 @@ def test_generation_agrees_with_the_margins(model: Any, tokenizer: Any, encoder:
             assert (answer == case.answer) == (margin > 0), (answer, case.answer, margin)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_demo_question_is_answered_with_a_clear_lead(encoder: ChatEncoder, tokenizer: Any, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=dtype).eval()
@@ -150,6 +153,7 @@ def test_template_gives_the_tokens_of_training(tokenizer: Any, encoder: ChatEnco
     assert tokenizer.eos_token == "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_corpus_and_tokenizer_are_deterministic() -> None:
     def digest(seed: int) -> str:
         text = "".join(f"{m.role}\n{m.content}\n" for c in islice(conversations(seed, 2000), 50) for m in c)

@@ -47,6 +47,7 @@ def _answers(engine: Harness) -> list[Answer]:
     return [*(answers[request_id] for request_id in ids), *siblings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_operation_of_a_step_stays_on_its_device(
     tmp_path: Path,

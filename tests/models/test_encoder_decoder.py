@@ -35,6 +35,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file(weights, path)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("buckets", "most"), [(32, 128), (12, 20), (4, 3), (64, 1000)])
 def test_buckets_are_those_of_transformers(buckets: int, most: int) -> None:
     ours, weight = DistanceBuckets(buckets, most), torch.arange(float(buckets)).unsqueeze(1)

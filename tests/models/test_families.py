@@ -38,6 +38,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "fields"), CASES)
 def test_prefill_and_decode_in_float32(family: str, fields: Mapping[str, Any], tmp_path: Path) -> None:
     logits = float32_logits(tmp_path, family, fields)
@@ -131,6 +132,7 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
 """Family, fields that its configuration is changed to, and the message."""
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("family", "changes", "message"), BROKEN)
 def test_broken_checkpoints_are_refused_by_name(
     family: str, changes: dict[str, Any], message: str, plain_checkpoint: Callable[[str], Path], tmp_path: Path

@@ -149,6 +149,7 @@ DECODES = ([2], [0, 1], [3, 2, 7], range(len(LENGTHS)), [5], range(1, len(LENGTH
 """Sequences of decode steps."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "fields"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "")
 def test_one_call_has_the_bits_of_calls_by_layer(
     library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
@@ -172,6 +173,7 @@ CHUNKS: list[Step] = [
 """Steps of chunks of prompts, some behind decode rows, and their output rows."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "fields"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "")
 def test_chunks_of_prompts_and_output_rows(
     library: NativeLibrary, tmp_path: Path, family: str, fields: dict[str, Any]
@@ -179,6 +181,7 @@ def test_chunks_of_prompts_and_output_rows(
     assert_same_bits(library, _decoder(tmp_path, family, fields), CHUNKS)
 
 
+@pytest.mark.slow
 def test_products_of_many_rows_in_parts(library: NativeLibrary, tmp_path: Path) -> None:
     """With AMX: of 343 rows and, in two pieces, of 562, whose inner size does not fill whole tiles."""
     fields = {"intermediate_size": 3000, "mlp_bias": True, "num_hidden_layers": 2}

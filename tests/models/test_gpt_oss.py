@@ -56,6 +56,7 @@ def test_every_number_of_mxfp4(dtype: torch.dtype) -> None:
     assert torch.equal(unpacked(blocks, scales, dtype), expected.flatten())
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [

@@ -47,6 +47,7 @@ def half_transparent() -> Image.Image:
     return image
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "image",
     [picture(1), picture(2, 200, 9), picture(3, 5, 3), picture(4, 130, 140), picture(5).convert("L"),

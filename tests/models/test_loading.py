@@ -147,6 +147,7 @@ def test_weights_of_other_dtypes_are_refused(folder: Path, dtype: torch.dtype, n
         load_decoder(folder)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])

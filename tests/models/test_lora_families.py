@@ -52,6 +52,7 @@ def oracle_logits(model: Any, tokens: Sequence[int] = TOKENS) -> Tensor:
     return logits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family",
     [*FUSED, "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "granite", "olmo2"))],
@@ -68,6 +69,7 @@ def test_logits_are_those_of_the_merged_weights(
     assert (found - logits_with(base, None)).abs().max() > 100 * ATOL, "an adapter without effect would prove nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size"),
     [("phi3", 2), ("qwen3", 4), *(pytest.param(f, 2, marks=pytest.mark.slow) for f in ("glm4", "qwen3_moe"))],

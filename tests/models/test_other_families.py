@@ -96,6 +96,7 @@ def _relabel(folder: Path, architecture: str) -> None:
     edit_json(folder / "config.json", architectures=[architecture], model_type=FAMILIES[architecture].model_type)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "architecture", "options"), EQUAL)
 def test_neutral_fields_change_nothing(
     family: str, architecture: str, options: dict[str, Any], tmp_path: Path, paged_run: Any
@@ -109,6 +110,7 @@ def test_neutral_fields_change_nothing(
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "architecture", "options", "message"), REFUSED)
 def test_other_mathematics_is_refused_by_name(
     family: str, architecture: str, options: dict[str, Any], message: str, tmp_path: Path

@@ -45,6 +45,7 @@ def test_a_decoder(is_tied: bool, dtype: str, tmp_path: Path) -> None:
     assert_unrounded(_logits(make_checkpoint(tmp_path, tie_word_embeddings=is_tied), dtype), dtype)
 
 
+@pytest.mark.few(2)
 @DTYPES
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
 def test_a_decoder_whose_logits_are_capped_or_scaled(family: str, dtype: str, tmp_path: Path) -> None:
@@ -52,6 +53,7 @@ def test_a_decoder_whose_logits_are_capped_or_scaled(family: str, dtype: str, tm
     assert_unrounded(_logits(tmp_path, dtype), dtype)
 
 
+@pytest.mark.few(1)
 @DTYPES
 @pytest.mark.parametrize("family", ["starcoder2", "cohere2", "qwen3"])
 def test_a_decoder_that_transformers_computes(family: str, dtype: str, tmp_path: Path) -> None:
@@ -59,6 +61,7 @@ def test_a_decoder_that_transformers_computes(family: str, dtype: str, tmp_path:
     assert_unrounded(_logits(tmp_path, dtype, model_impl="transformers"), dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["bart", "mbart", "t5", "flan_t5"])
 def test_a_decoder_with_an_encoder(name: str, tmp_path: Path) -> None:
     make_encoder_decoder(tmp_path, name)

@@ -171,6 +171,7 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(folder, rope_parameters=_TINY_LONGROPE, max_position_embeddings=192)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "llama yarn", "phi3"])
 def test_logits_to_the_last_position(family: str, tmp_path: Path, long_folder: Path) -> None:
     """In chunks, the first of which is shorter than the original length, then by single tokens."""

@@ -71,6 +71,8 @@ def make(
     return folder
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 @pytest.mark.parametrize("values", ["int8", "float8"])
 def test_widened_weights_are_those_that_the_file_stands_for(
@@ -82,6 +84,7 @@ def test_widened_weights_are_those_that_the_file_stands_for(
     assert weight_bytes(folder, "float32") == weight_bytes(tmp_path / "meant", "float32")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe"])
 def test_inputs_of_int8_weights_are_rounded_per_token(
     architecture: str, tmp_path: Path, paged_run: Callable[..., Any]
@@ -118,6 +121,7 @@ def _change(folder: Path, **changes: Tensor | None) -> None:
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

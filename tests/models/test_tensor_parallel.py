@@ -37,6 +37,7 @@ def shard_of(rank: ThreadRank) -> RankShard:
     return RankShard(rank.rank, rank.size, rank)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("architecture", "size", "options"), OPTIONS)
 def test_logits_of_all_ranks_together_are_those_of_transformers(
     architecture: str,
@@ -59,6 +60,7 @@ def test_logits_of_all_ranks_together_are_those_of_transformers(
     assert all(logits.shape[1] == 0 for other in others for logits in other)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("architecture", "options"), [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3_moe", {})]
 )
@@ -137,6 +139,7 @@ def test_dummy_weights_are_the_same_for_any_number_of_ranks(
     torch.testing.assert_close(on_all_ranks(2, compute)[0], whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_int8_weights_are_rounded_per_rank(
     architecture: str, tiny_checkpoints: Any, paged_run: Callable[..., Any]

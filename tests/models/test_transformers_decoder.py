@@ -23,6 +23,7 @@ ARCHITECTURES = dict(causal_families())
 TOKENS = [5, 9, 200, 31, 7, 8]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["starcoder2", "stablelm", "deepseek_v3", "cohere2", "dbrx"])
 def test_a_family_without_code_of_ours(family: str, tmp_path: Path) -> None:
     """Windows; rotated parts of heads; experts, and values of another size than keys; scaled logits; a loop over chosen experts."""
@@ -56,6 +57,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -97,6 +99,7 @@ def _not_a_number(weights: dict[str, Tensor]) -> None:
     weights["model.norm.weight"][3] = torch.nan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -140,6 +143,7 @@ def test_dummy_weights_are_the_same_each_time_and_counted_without_a_file(tmp_pat
     assert weight_bytes(tmp_path, "float32", "dummy") == read == 4 * model.num_parameters()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_frequencies_that_follow_the_length_stay_and_bound_it(rope_type: str, tmp_path: Path) -> None:
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 500.0, "factor": 4.0}

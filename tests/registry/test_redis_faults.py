@@ -37,6 +37,7 @@ async def test_flush(world: World) -> None:
     await settled(world, router, worker)
 
 
+@pytest.mark.few(2)
 @KEYS
 async def test_one_key_is_deleted(world: World, kind: str) -> None:
     worker = await world.worker()
@@ -48,6 +49,7 @@ async def test_one_key_is_deleted(world: World, kind: str) -> None:
     await settled(world, router, worker)
 
 
+@pytest.mark.few(3)
 @KEYS
 @pytest.mark.parametrize("command", [("SET", "x"), ("RPUSH", "x")])
 async def test_a_key_of_another_type(
@@ -68,6 +70,7 @@ async def test_a_key_of_another_type(
     assert publisher.breaker.errors["wrong_type"] or kind == "workers"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -104,6 +107,7 @@ async def test_a_malformed_value_is_told_once_and_written_again(
     assert len(lines(caplog, said, "redis_publisher")) <= 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "entry",
     [
@@ -186,6 +190,7 @@ async def test_killed_and_started_again(
     assert worker.publisher.breaker.errors["unreachable"]
 
 
+@pytest.mark.slow
 async def test_stopped_and_continued(own_redis: RedisServer, fragile: World, caplog: pytest.LogCaptureFixture) -> None:
     worker = await fragile.worker()
     worker.change(stored=range(20))
@@ -204,6 +209,7 @@ async def test_stopped_and_continued(own_redis: RedisServer, fragile: World, cap
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "mended", "kind"),
     [
@@ -261,6 +267,7 @@ async def test_it_loads_when_services_start(
     await settled(fragile, router, worker)
 
 
+@pytest.mark.slow
 async def test_it_starts_after_everything_else(own_redis: RedisServer, fragile: World) -> None:
     own_redis.kill()
     worker = await fragile.worker()

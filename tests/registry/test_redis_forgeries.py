@@ -65,6 +65,7 @@ def put(world: World, worker_id: str, record: dict[str, str]) -> None:
     world.redis.do("ZADD", "{test}:workers", "9999999999", worker_id)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", ["copied to another id", "signed with another key", "unsigned", "another namespace"])
 async def test_a_forged_record_introduces_nobody_and_is_dialled_by_nobody(
     world: World, caplog: pytest.LogCaptureFixture, change: str

@@ -221,6 +221,7 @@ async def test_prefilling_locally_after_the_first_token_repeats_none(cluster):
     assert await cluster.text() == said(5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
@@ -273,6 +274,7 @@ async def test_prefill_may_fail_once_everything_has_landed(cluster):
     assert len(cluster.of("decode").calls) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("role", "error", "status", "code"),
     [
@@ -324,6 +326,7 @@ async def test_worker_overload_is_told_as_overload(cluster):
     assert "retry-after" in response.headers
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("policy", "local_prefill", "second"),
     [("local", "auto", "local"), ("remote", "auto", "remote"), ("local", "never", "remote"), ("fail", "auto", None)],
@@ -389,6 +392,8 @@ async def test_computed_for_another_request_is_refused(cluster):
     assert response.json()["error"]["code"] == "digest_mismatch"
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("when", ["at once", "after a token"])
 async def test_a_worker_that_dies_is_replaced(cluster, role, when):
@@ -452,6 +457,8 @@ async def test_two_deaths_deny_a_prompt(cluster, monkeypatch):
     assert await cluster.text(prompt="sound") == said(5)
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("num_gone", [2, 3])
 async def test_workers_that_were_gone_before_a_prompt_came_weigh_less_against_it(cluster, role, num_gone):

@@ -140,6 +140,7 @@ async def test_a_message_of_too_many_bytes(cluster: Any) -> None:
     assert await text_of(cluster, request_of()) == said(4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("method", "request_", "told"),
     [

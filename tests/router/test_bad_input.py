@@ -28,6 +28,7 @@ ENDPOINTS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_i6_a_body_that_does_not_come_is_not_waited_for_for_ever(cluster, path):
     await cluster.start(prefill=0, decode=0, request_timeout_s=0.2)
@@ -149,6 +150,7 @@ async def test_bodies_that_are_no_object(quick, beside):
         beside.go_on()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "form", "field"), bad_requests.DEEP)
 async def test_bodies_as_deep_as_they_can_be_read(quick, path, form, field):
     """A body that can just be read is written again with more on the stack."""

@@ -203,6 +203,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("fields", "field", "told"), REFUSALS)
 async def test_refusals(searching: Any, fields: dict[str, Any], field: str, told: str) -> None:
     response = await searching.http.post("/v1/completions", json=BODY | fields)

@@ -62,6 +62,7 @@ def test_every_class_of_error_is_known_to_this_test():
     assert set(BY_CODE) <= known, "does its message go out to clients?"
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 @pytest.mark.parametrize("code", ["worker_lost", "transfer_failed", "layout_mismatch", "internal_error", "draining"])
 async def test_over_http(cluster, caplog, path, code, monkeypatch):

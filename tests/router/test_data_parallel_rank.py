@@ -43,6 +43,7 @@ def turn(rank: int | None = None) -> inference_pb2.GenerateRequest:
     return request
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rank", [0, 1, MAX_DATA_PARALLEL_RANK])
 async def test_each_front_end_reaches_the_rank(cluster, rank):
     ranks = [None, 0, 1, MAX_DATA_PARALLEL_RANK]

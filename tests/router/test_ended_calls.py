@@ -78,6 +78,7 @@ async def _session_refused(cluster):
 ENDS = [_answered, _refused, _cancelled, _unary, _health, _no_such_service, _session, _session_refused]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("end", ENDS)
 async def test_an_ended_call_is_freed_without_garbage_collection(cluster, end):
     await cluster.start()

@@ -79,6 +79,7 @@ async def test_prefill_and_decode_are_introduced_to_each_other(cluster):
     assert cluster.workers[0].met[-1].epoch == decode.epoch
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_tick_stands_still_is_dead_until_it_moves(cluster, monkeypatch):
     monkeypatch.setattr(watched_address, "TICK_STILL_S", 1.2)
     monkeypatch.setattr("pdserve.router.workers.fleet.TICK_STILL_S", 1.2)
@@ -111,6 +112,7 @@ async def test_a_worker_that_broke_a_call_is_not_asked_again_while_its_watch_has
     assert len(broken.calls) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -231,6 +233,7 @@ async def test_a_drain_is_logged_as_a_drain_and_a_death_as_a_loss(cluster, caplo
     assert " is lost: " in told["WARNING"]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_stalls_in_its_drain_is_lost(cluster, monkeypatch, caplog):
     monkeypatch.setattr("pdserve.router.workers.fleet.TICK_STILL_S", 1.2)
     await cluster.start(prefill=0, decode=1)
@@ -241,6 +244,7 @@ async def test_a_worker_that_stalls_in_its_drain_is_lost(cluster, monkeypatch, c
     assert not any("has drained" in message for message in caplog.messages)
 
 
+@pytest.mark.slow
 async def test_a_slow_handshake_is_logged_as_one(cluster, caplog):
     await cluster.start(prefill=0, decode=1)
     [worker] = cluster.workers

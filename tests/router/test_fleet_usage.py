@@ -151,6 +151,7 @@ async def test_what_others_write_counts_for_nothing(server, routers):
     await stranger.close()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("away_s", [LEASE_S + 1, MAX_AGE_S + 1, 10 * MAX_AGE_S, 1e6], ids=str)
 @pytest.mark.parametrize("knew_it", [True, False], ids=["it was known", "the reader is new"])
 async def test_reports_of_a_router_that_left_do_not_count_again(server, routers, away_s, knew_it):
@@ -192,6 +193,7 @@ async def test_a_report_of_another_time_counts_for_nothing(routers, shift_s):
 ODD_NUMBERS = (-1, 2**31 + 1, 2**63, float("nan"), float("inf"), 1e300, "x", None, [1] * 1000)
 
 
+@pytest.mark.few(33)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -214,6 +216,7 @@ async def test_a_report_with_a_number_that_is_none_counts_for_nothing(routers, f
     assert not here.accounts["alice"].tokens_used
 
 
+@pytest.mark.few(32)
 @pytest.mark.parametrize("field", fleet_usage._Report.__struct_fields__)
 @pytest.mark.parametrize("value", [*ODD_NUMBERS, {}, {"x": 1}], ids=lambda value: str(value)[:20])
 async def test_a_report_with_a_wrong_field_breaks_nothing(server, routers, field, value):
@@ -227,6 +230,7 @@ async def test_a_report_with_a_wrong_field_breaks_nothing(server, routers, field
     assert here.usage.elsewhere("alice").num_sequences in (0, 1)
 
 
+@pytest.mark.slow
 async def test_routers_without_number_are_not_read(server, routers):
     here, _ = routers
     for number in range(1000):

@@ -58,6 +58,7 @@ def refused_calls(
     return statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip], ids=["plain", "gzip"])
 async def test_refused_calls_are_not_read(cluster, parsed, compression, monkeypatch):
     # what repeated failures are delayed by is no part of this
@@ -81,6 +82,7 @@ async def test_refused_calls_are_not_read(cluster, parsed, compression, monkeypa
     assert parsed == []
 
 
+@pytest.mark.slow
 async def test_nothing_is_inflated(cluster, parsed):
     """0.4 MB that would be 419 MB."""
     await cluster.start(prefill=0, decode=0)
@@ -168,6 +170,7 @@ async def test_calls_that_need_no_key_are_bounded(cluster, monkeypatch):
     assert isinstance(from_rpc_error(caught.value), BodyTooLarge)
 
 
+@pytest.mark.slow
 async def test_a_client_that_stands_still_keeps_its_stream(cluster):
     """Stop the client's process for 5 s: services notice a stopped peer within 2 s, but a client may pause."""
     await cluster.start(prefill=0, decode=1)

@@ -124,6 +124,8 @@ async def test_api_keys_on_both_front_ends(cluster):
     assert (await cluster.http.get("/health")).status_code == 200
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("when", ["before the first token", "in mid-stream"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_ends_both_calls(cluster, when, stream):

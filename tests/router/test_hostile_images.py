@@ -95,6 +95,7 @@ async def test_each_is_refused_or_served_without_its_metadata(cluster: Any) -> N
             assert watch.grown_bytes < MAX_GROWN_BYTES, name
 
 
+@pytest.mark.slow
 async def test_each_is_refused_over_grpc(cluster: Any) -> None:
     await cluster.start()
     for name, url, told in REFUSED:

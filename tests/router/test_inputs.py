@@ -76,6 +76,7 @@ async def test_every_accepted_field_reaches_the_worker(quick):
     assert quick.of("decode").calls[1].request.hash_root != request.hash_root
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stop", ["", [""], []])
 async def test_an_empty_stop_is_none(quick, stop):
     await quick.complete(prompt="hey", max_tokens=7, stop=stop)
@@ -122,6 +123,7 @@ async def test_a_chat_template_may_speak_in_special_tokens(quick):
     assert list(quick.of("decode").calls[0].request.prompt_token_ids) == [EOS + 1, *tokens("hi"), EOS + 2]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("priority", [-(2**31), -1, 0, 2**31 - 1])
 async def test_priority_reaches_both_calls_from_both_front_ends(cluster, priority):
     await cluster.start(scheduling_policy="priority")

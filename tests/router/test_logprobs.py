@@ -210,6 +210,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("broken", BROKEN, ids=["none", "empty", "short", "another-count", "wide"])
 async def test_i9_a_worker_that_sends_none_or_nonsense_fails_that_request_alone(cluster, broken, caplog):
     await cluster.start(prefill=0)

@@ -91,6 +91,7 @@ async def test_one_wrong_value_of_each_field_ends_its_stream_alone(cluster, capl
     await deceive(cluster, caplog, one_of_each(wrong_messages(STEP, many=FEW)), is_final=True)
 
 
+@pytest.mark.slow
 async def test_some_huge_steps_end_their_stream_alone(cluster, caplog):
     await deceive(cluster, caplog, itertools.islice(huge_steps(), 0, None, 4), is_final=False)
 

@@ -30,7 +30,7 @@ from tests.router.fake_worker import (
 )
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.waiting import HANG_S
-from tests.support.wrong_fields import FEW, LIE, MANY, Wrong, one_of_each, wrong_messages
+from tests.support.wrong_fields import FEW, LIE, MANY, PARTS, Wrong, one_of_each, part_of, wrong_messages
 
 TIMEOUT_S = 1.0
 """Limit of a request: a worker may leave out what would end it."""
@@ -165,8 +165,10 @@ async def test_a_wrong_field_of_an_event_ends_that_attempt_alone(cluster, caplog
     await deceive(cluster, caplog, [event], cases)
 
 
-async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog):
-    await deceive(cluster, caplog, CALLS, lambda event: one_of_each(cases(event, FEW)))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("part", PARTS)
+async def test_one_wrong_value_of_each_field_ends_its_attempt_alone(cluster, caplog, part):
+    await deceive(cluster, caplog, CALLS, lambda event: part_of(one_of_each(cases(event, FEW)), part))
 
 
 async def deceive(
@@ -256,6 +258,8 @@ CODES = [pytest.param(code, marks=() if code in SOME else pytest.mark.slow) for 
 FINAL = {"prefill": {"digest_mismatch"}, "decode": {"digest_mismatch", "internal_error"}}
 
 
+@pytest.mark.few(4)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code):
@@ -273,6 +277,8 @@ async def test_an_error_of_a_worker_is_tried_elsewhere(cluster, role, code):
     assert liar.calls
 
 
+@pytest.mark.few(3)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkeypatch, code, path):
@@ -286,6 +292,7 @@ async def test_an_error_of_all_workers_is_no_fault_of_the_client(cluster, monkey
     assert LIE not in answer.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("asks_for_one", "codes"), [(True, {"grammar_unavailable"}), (False, {"peer_error", "transfer_failed"})]
 )
@@ -355,6 +362,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("also", [True, False], ids=["by both", "by one"])
@@ -397,9 +405,12 @@ async def test_a_wrong_field_of_a_watch_is_that_workers_fault(cluster, caplog, e
     await misreport(cluster, caplog, [(event, case) for case in cases(event)])
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.usefixtures("reconnects_at_once")
-async def test_one_wrong_value_of_each_field_of_a_watch_is_that_workers_fault(cluster, caplog):
-    await misreport(cluster, caplog, [(event, case) for event in WATCHED for case in one_of_each(cases(event, FEW))])
+async def test_one_wrong_value_of_each_field_of_a_watch_is_that_workers_fault(cluster, caplog, part):
+    lies = [(event, case) for event in WATCHED for case in part_of(one_of_each(cases(event, FEW)), part)]
+    await misreport(cluster, caplog, lies)
 
 
 async def misreport(cluster: Cluster, caplog: pytest.LogCaptureFixture, lies: list[tuple[str, Wrong]]) -> None:

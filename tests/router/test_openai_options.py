@@ -27,6 +27,7 @@ def chunks(text):
     return [json.loads(line) for line in lines[:-1]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("prompt", "echoed"),
     [
@@ -58,6 +59,7 @@ def test_every_choice_of_a_prompt_begins_with_it_once(model_folder):
     ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("include", [{}, {"include_usage": False}, {"include_usage": None}])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_continuous_usage_needs_include_usage(quick, path, include):
@@ -68,6 +70,7 @@ async def test_continuous_usage_needs_include_usage(quick, path, include):
     assert all(chunk.get("usage") is None and chunk["choices"] for chunk in told)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_usage_in_every_chunk_of_several_choices(quick, path):
     prompt = {"prompt": "hello"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hello"}]}
@@ -120,6 +123,7 @@ async def test_what_the_openai_client_may_send_without_effect(quick):
     assert answer.choices[0].message.content == said(4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("field", [field for field, neutral in NO_OP.items() if neutral])
 async def test_values_that_change_nothing_are_accepted(quick, field):
     chat = {"messages": [{"role": "user", "content": "hi"}]}

@@ -69,6 +69,7 @@ async def queue(cluster, count, **body):
     return asking
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("left", ["nobody", "prefill"])
 async def test_who_waits_for_a_place_when_the_last_worker_goes_hears_that_it_is_gone(cluster, monkeypatch, left):
     monkeypatch.setattr("pdserve.router.requests.tasks.placed_task.WAIT_FOR_WORKER_S", 2.0)
@@ -118,6 +119,7 @@ async def test_inputs_wait_for_prefill_workers_alone(cluster, monkeypatch):
     await asyncio.gather(asking, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_a_request_may_hold_more_prompts_than_may_wait(cluster):
     await cluster.start(max_running_requests=4, max_queued_requests=10)
     prompts = {"prompt": [f"{number}" for number in range(128)], "max_tokens": 1}

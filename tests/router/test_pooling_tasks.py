@@ -103,6 +103,7 @@ async def test_scores_of_a_cross_encoder(cluster: Any) -> None:
     assert (await answered(cluster, "/score", text_1=["x", "y"], text_2=["y", "x"]))["usage"]["prompt_tokens"] == 4
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("names", PAIR_NAMES)
 @pytest.mark.parametrize("num_labels", [0, 1])
 async def test_texts_by_each_of_vllms_names(cluster: Any, names: tuple[str, str], num_labels: int) -> None:

@@ -164,6 +164,7 @@ STATE = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("status", ["200 OK", "401 Unauthorized", "302 Found"])
 async def test_a_host_finds_nothing_of_one_fetch_in_the_next(status: str) -> None:
     async with serving({"/a": answer(b"a", *STATE, status=status), "/b": answer(b"b"), "/c": answer(b"c")}) as server:
@@ -185,6 +186,7 @@ async def test_a_host_finds_nothing_of_one_fetch_in_the_next(status: str) -> Non
     assert b"cookie" not in first.lower()
 
 
+@pytest.mark.slow
 async def test_fetches_leave_no_memory() -> None:
     async with serving({"/": answer(b"a", *STATE)}) as server, fetching(f"127.0.0.1:{server.port}") as images:
         url = f"http://127.0.0.1:{server.port}/"
@@ -242,6 +244,7 @@ COSTLY: dict[str, tuple[Answer, str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COSTLY)
 async def test_an_answer_costs_no_more_than_its_bytes(name: str) -> None:
     found, message = COSTLY[name]

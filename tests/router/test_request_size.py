@@ -19,6 +19,7 @@ from tests.router.worst_bodies import field, varint
 GENERATE = inference_pb2.GenerateRequest
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("part", [b"{}", b"[]", b'{"a":1}', b'"a",{}'])
 def test_objects_and_arrays_are_counted(part):
     many = b'{"a":[' + b",".join([part] * (MAX_CONTAINERS - 2)) + b"]}"

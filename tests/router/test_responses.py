@@ -343,6 +343,7 @@ OWN_ANSWERS = (
 )
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("text", OWN_ANSWERS)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_an_answer_had_can_be_sent_back(cluster: Any, client: Any, text: str, stream: bool) -> None:

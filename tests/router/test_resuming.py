@@ -304,6 +304,7 @@ async def test_a_prompt_that_kills_two_workers_in_mid_stream_is_refused_from_its
     assert await cluster.text(prompt="another") == said(5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_that_only_lost_its_connection_serves_the_request_on(cluster, role):
     """There is no other one, and it has not died."""

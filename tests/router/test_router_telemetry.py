@@ -130,6 +130,7 @@ async def test_a_client_that_leaves(cluster, collector):
     assert values["pdserve_requests_in_flight",] == 0
 
 
+@pytest.mark.slow
 async def test_a_deadline_is_named_where_it_cut_an_attempt_short(cluster, collector):
     await cluster.start(prefill=0, request_timeout_s=1.0)
     cluster.of("decode").script = play(ADMITTED, forever)
@@ -288,6 +289,7 @@ async def test_an_http_request_has_the_name_that_its_client_gave_it_in_a_header(
     assert sent.count(name) * 2 == sent.count("")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -185,6 +185,7 @@ def test_bandwidth_is_what_transfers_add_to_a_request():
     assert bandwidth.bytes_per_s == pytest.approx(1900 / 1.8, rel=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rate", [5e-324, 1e308, float("inf"), float("nan"), -1.0])
 async def test_a_reported_rate_that_no_worker_has_counts_as_unknown(cluster, rate):
     """An estimate that divides by it would overflow, and fail requests of others."""

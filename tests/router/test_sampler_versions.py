@@ -47,6 +47,7 @@ async def counted(cluster):
     return next(float(line.split()[1]) for line in lines if line.startswith(COUNTER))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["kv_aware", "round_robin", "least_loaded"])
 async def test_the_next_attempt_goes_to_the_same_sampler(cluster, policy):
     await fleet(cluster, 1, 2, 1, 2)

@@ -30,6 +30,7 @@ async def test_requests_under_any_name_are_served(cluster):
     assert "this router serves 'first', 'org/second'" in refused.json()["error"]["message"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("path", sorted(EXAMPLES))
 async def test_a_name_that_is_not_served_is_openais_error_everywhere(cluster, path):
     await cluster.start(served_model_name=NAMES)

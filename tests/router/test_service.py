@@ -125,6 +125,7 @@ ROUTER = """
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals_end_the_process_gracefully(model_folder, fingerprint, number):
     import httpx

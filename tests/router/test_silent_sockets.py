@@ -85,6 +85,7 @@ def is_open(opened: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.slow
 async def test_silent_http_connections_stop_neither_front_end(model_folder: Path) -> None:
     async with router(model_folder) as (http, address), httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
         with contextlib.ExitStack() as stack:
@@ -101,6 +102,7 @@ async def test_silent_http_connections_stop_neither_front_end(model_folder: Path
             assert (await client.get(f"http://{http}/live")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_silent_grpc_connections_stop_neither_front_end(model_folder: Path) -> None:
     async with router(model_folder) as (http, address), httpx.AsyncClient(trust_env=False, timeout=HANG_S) as client:
         with contextlib.ExitStack() as stack:

@@ -65,6 +65,7 @@ def num_calls(cluster: Cluster, role: str) -> int:
     return sum(len(worker.calls) for worker in cluster.workers if worker.role == role)
 
 
+@pytest.mark.few(1)
 @STEPS
 @pytest.mark.parametrize("asked_first", [True, False], ids=["asked, computed", "computed, asked"])
 async def test_a_source_that_computed_and_publishes_nothing_is_given_up(cluster, steps, asked_first):
@@ -79,6 +80,7 @@ async def test_a_source_that_computed_and_publishes_nothing_is_given_up(cluster,
     await cluster.idle()
 
 
+@pytest.mark.slow
 async def test_a_source_that_publishes_again_and_again_is_waited_for(cluster, monkeypatch):
     """For longer than the limit in all."""
     monkeypatch.setattr(attempt, "PUBLISHED_WITHIN_S", 2.0)
@@ -88,6 +90,7 @@ async def test_a_source_that_publishes_again_and_again_is_waited_for(cluster, mo
     assert num_calls(cluster, "decode") == num_calls(cluster, "prefill") == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "reports",
     [

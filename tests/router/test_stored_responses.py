@@ -95,6 +95,7 @@ async def test_calls_and_their_results_in_two_requests(cluster: Any, client: ope
         await client.responses.create(input=[result | {"call_id": "x"}], previous_response_id=first.id)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", ['{"a', "{", '{"a":1}', "[1]"])
 async def test_a_call_that_was_cut_stays_in_the_conversation(cluster: Any, cut: str) -> None:
     """The client was given it, and may answer it."""
@@ -114,6 +115,7 @@ async def test_a_call_that_was_cut_stays_in_the_conversation(cluster: Any, cut: 
     assert prompt(cluster) == continued
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_response_can_be_fetched_listed_and_deleted(client: openai.AsyncOpenAI, stream: bool) -> None:
     given: Any = [
@@ -226,6 +228,7 @@ async def test_a_conversation_has_as_many_items_as_a_chat_has_messages(cluster: 
     )
 
 
+@pytest.mark.slow
 async def test_a_conversation_has_as_many_values_as_a_body(cluster: Any) -> None:
     await started(cluster)
     part = {"type": "input_text", "text": "", "annotations": [[]] * 40_000}
@@ -268,6 +271,7 @@ async def test_parameters_of_paths(cluster: Any) -> None:
     assert (await cluster.http.get(f"/v1/responses/{made}/input_items?limit=1")).json()["has_more"] is False
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["", "/input_items"])
 async def test_answers_share_a_budget_of_bytes(cluster: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(client_bodies, "_MIN_BUDGET_BYTES", 1 << 20)

@@ -98,6 +98,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_there_is_no_done(cluster, 
     assert "".join(text if isinstance(text, str) else text.get("content", "") for text in texts) == "ab"
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("when", ["before the first token", "after it"])

@@ -44,6 +44,7 @@ async def test_a_prompt(quick):
     assert (await ask(quick, "/tokenize", prompt=""))["tokens"] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parse_special", [True, False])
 async def test_special_tokens_in_messages_are_text_where_the_router_says_so(cluster, parse_special):
     await cluster.start(prefill=0, decode=1, parse_special=parse_special)
@@ -74,6 +75,7 @@ async def test_messages_go_through_the_chat_template(quick):
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -128,6 +130,7 @@ async def test_but_a_key_is(cluster):
         assert response.status_code == 200
 
 
+@pytest.mark.slow
 async def test_texts_longer_than_the_model_takes_are_counted_but_not_any(cluster):
     quick = await cluster.start(prefill=0, decode=1, max_request_bytes=8 << 20)
     answer = await ask(quick, "/tokenize", prompt="x" * (MAX_MODEL_LEN + 1))

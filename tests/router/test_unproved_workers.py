@@ -82,6 +82,7 @@ async def test_a_worker_with_a_dtype_of_tomorrow_is_refused_by_name_and_breaks_n
     assert "KeyError" not in caplog.text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -114,6 +115,7 @@ async def test_an_identity_beyond_its_bounds_is_refused_by_name(cluster, caplog,
     assert warnings(caplog, why)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("skew_s", [-100, 100])
 async def test_a_worker_whose_clock_is_off_is_refused_with_both_times(cluster, caplog, skew_s):
     caplog.set_level(logging.WARNING)
@@ -128,6 +130,7 @@ async def test_a_worker_whose_clock_is_off_is_refused_with_both_times(cluster, c
     await cluster.live(decode=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("garbles_first", [True, False])
 async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warning(cluster, caplog, garbles_first):
     caplog.set_level(logging.WARNING)
@@ -149,6 +152,7 @@ async def test_a_watch_that_cannot_be_decoded_is_that_workers_fault_and_one_warn
     await cluster.live(decode=2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("role", "kind"), [("prefill", "prefill"), ("decode", "decode"), ("prefill", "embed")])
 async def test_a_stream_that_cannot_be_decoded_is_tried_elsewhere(cluster, caplog, role, kind):
     caplog.set_level(logging.WARNING)
@@ -215,6 +219,7 @@ async def test_a_call_that_reaches_another_life_is_tried_again_there_and_is_no_d
         assert await cluster.text() == said(5), "the prompt is not refused"
 
 
+@pytest.mark.slow
 async def test_a_worker_that_says_nothing_of_its_proof_is_given_up_and_tried_again(cluster, monkeypatch):
     monkeypatch.setattr(watched_address, "FIRST_MESSAGE_TIMEOUT_S", 0.3)
     mute = cluster.worker("decode")

@@ -152,6 +152,7 @@ async def reading(
     return [await reader.ask() for reader in readers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*GENERATIONS, EMBEDDINGS[0]])
 async def test_a_tenant_has_no_more_unread_answers_than_sequences(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -193,6 +194,8 @@ async def with_prompt_logprobs(worker: Any, call: Any) -> AsyncIterator[object]:
     yield decode_outputs(0, "a", "length")
 
 
+@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "TLS"])
 async def test_short_requests_with_large_answers_count_for_their_tenant(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, authority: Authority, *, has_tls: bool
@@ -258,6 +261,7 @@ async def test_a_client_that_reads_nothing_is_dropped_in_time(
         reader.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_gets_everything(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -270,6 +274,7 @@ async def test_a_client_that_reads_slowly_gets_everything(
     reader.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", [*GENERATIONS, *OTHERS, EMBEDDINGS[0]])
 async def test_all_unread_answers_share_one_budget(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -301,6 +306,7 @@ async def test_all_unread_answers_share_one_budget(
         reader.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", OTHERS)
 async def test_an_answer_without_room_is_refused(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -317,6 +323,7 @@ async def test_an_answer_without_room_is_refused(
         reader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS)
 async def test_what_waits_to_be_tokenized_is_bounded(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
@@ -356,6 +363,7 @@ with grpc.insecure_channel(address, options) as channel:
 """In a process of its own: a client holds what it has received."""
 
 
+@pytest.mark.slow
 async def test_over_grpc_the_memory_of_unread_answers_is_given_back(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -390,6 +398,7 @@ async def test_over_grpc_the_memory_of_unread_answers_is_given_back(
     assert await unread(num_calls) - before < num_calls * num_bytes // 4
 
 
+@pytest.mark.slow
 async def test_over_grpc_a_tenant_has_no_more_unread_answers_than_sequences(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ async def _start(cluster, **fields):
         worker.calls = deque(maxlen=16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("worst", worst_bodies.HTTP, ids=names(worst_bodies.HTTP))
 async def test_no_body_stops_the_event_loop(cluster, worst):
     assert len(worst.body) <= worst_bodies.LIMIT or worst.status == 413
@@ -107,9 +108,12 @@ OF_SESSIONS = {"token ids", "a text", "bad words", "no message"}
 
 
 def _in_every_run(worst: Worst) -> bool:
+    if (worst.path, worst.name) == ("Embed", "all inputs"):  # it takes some seconds
+        return False
     return worst.path != "Session" or worst.name.startswith("second turn") or worst.name in OF_SESSIONS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "worst",
     [pytest.param(worst, marks=() if _in_every_run(worst) else pytest.mark.slow) for worst in worst_bodies.GRPC],
@@ -148,6 +152,7 @@ with grpc.insecure_channel(address) as channel:
 """In a process of its own: a client holds such a message twice, as it is and as it is sent."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worst", worst_bodies.LARGE, ids=names(worst_bodies.LARGE))
 async def test_no_large_message_stops_the_event_loop(cluster, worst):
     """A router that takes large files takes no more of anything else."""
@@ -173,6 +178,7 @@ async def test_no_large_message_stops_the_event_loop(cluster, worst):
     assert watch.grown_bytes < MAX_GROWN_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worst", worst_bodies.LARGE_HTTP, ids=names(worst_bodies.LARGE_HTTP))
 async def test_no_large_body_stops_the_event_loop(cluster, worst):
     assert len(worst.body) <= worst_bodies.LARGE_LIMIT
@@ -182,6 +188,7 @@ async def test_no_large_body_stops_the_event_loop(cluster, worst):
     await _check_http(cluster, worst, len(worst.body))
 
 
+@pytest.mark.slow
 async def test_large_messages_leave_nothing_behind(cluster):
     """An error that its own frame keeps would keep the message, too, until the next full collection."""
     await cluster.start(enable_prompt_embeds=True)
@@ -199,6 +206,7 @@ async def test_large_messages_leave_nothing_behind(cluster):
     assert kept < 1.5 * len(worst.body)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_largest_conversation_goes_on_without_stopping_the_event_loop(cluster, stream):
     """Its messages are empty, so that its tokens are few."""
@@ -223,6 +231,7 @@ def long_folder(tmp_path_factory, model_folder):
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("worst", worst_bodies.TEXTS, ids=names(worst_bodies.TEXTS))
 async def test_no_text_stops_the_event_loop(cluster, long_folder, worst):
     assert len(worst.body) <= worst_bodies.LIMIT
@@ -248,6 +257,7 @@ NUM_DIMENSIONS = MAX_EMBEDDING_NUMBERS // NUM_INPUTS
 """Numbers of one embedding of this many inputs, at most."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 async def test_the_largest_embeddings_over_http(cluster, monkeypatch, encoding):
     await _start_large(cluster, monkeypatch)
@@ -270,6 +280,7 @@ with grpc.insecure_channel(sys.argv[1], options=[("grpc.max_receive_message_leng
 """In a process of its own: a client holds such an answer twice, as it comes and as it is read."""
 
 
+@pytest.mark.slow
 async def test_the_largest_embeddings_over_grpc(cluster, monkeypatch):
     await _start_large(cluster, monkeypatch)
     entry = inference_pb2.EmbedInput(text=inference_pb2.TextPrompt(text="a"))
@@ -350,6 +361,7 @@ PAGES = (
 """Each that takes no message, without those whose answer is the same for every deployment."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", PAGES)
 async def test_no_page_stops_the_event_loop(cluster, path, monkeypatch):
     """In a fleet of 500 workers, after as many placements and requests as are remembered, with the longest ids."""

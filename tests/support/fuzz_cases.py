@@ -20,13 +20,13 @@ import pytest
 from tests.support.loop_watch import LoopWatch
 from tests.support.process_memory import settled_bytes
 
-DEFAULT_S = 30.0
+DEFAULT_S = 10.0
 """All fuzz tests together in `make test`."""
 MOST_LATE_BYTES = 32 << 20
 """Growth of memory that is allowed in the second half of a run."""
 LONG_S = 120.0
 """In shorter runs its second half is part of the beginning."""
-MOST_S = 3.0
+MOST_S = 1.0
 """One of them, however few run."""
 _NUMBERS = (0, 1, -1, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63, 10**30, 0.5, -0.0, 1e308, 1e-320)
 _TEXTS = (

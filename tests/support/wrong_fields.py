@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,8 @@ _TEXTS = ("", LIE, LIE + "\n\x00", LIE * 1000, "../" + LIE)
 _BYTES = (b"", b"\x00", b"\xff" * 16, b"\xff" * 17, b"\x00" * 5000)
 NOT_UTF8 = b"\xff\xfe" + LIE.encode()
 _MAX_DEPTH = 4
+PARTS = range(4)
+"""Cases of a table are tested in turns, one of each field in one of these parts."""
 FEW = 5000
 """Entries of a list where one case of each field is tried."""
 
@@ -51,6 +54,11 @@ def one_of_each(cases: Iterable[Wrong]) -> Iterator[Wrong]:
         fields.setdefault(field if separator else "", []).append(case)
     for number, made in enumerate(fields.values()):
         yield made[number * 5 % len(made)]
+
+
+def part_of(cases: Iterable[Wrong], part: int) -> Iterator[Wrong]:
+    """Every case of so many as there are parts: `make test` runs the first part, and `make test-all` each one."""
+    return islice(cases, part, None, len(PARTS))
 
 
 def wrong_messages(message: Message, *, many: int = MANY) -> Iterator[Wrong]:

@@ -53,6 +53,8 @@ def test_the_number_of_samples_at_another_rate(rate: int, num_samples: int) -> N
     assert found.dtype == np.float32
 
 
+@pytest.mark.few(8)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rate", [4000, 16_000, 44_100, 192_000, *ODD_RATES])
 @pytest.mark.parametrize("num_bytes", [12, 16 << 20])
 @pytest.mark.parametrize(("kind", "bits", "channels"), [(1, 8, 1), (1, 8, 8), (1, 16, 1), (1, 24, 2), (3, 64, 1)])

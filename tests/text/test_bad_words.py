@@ -60,6 +60,7 @@ def drawn_word(tokenizer: Tokenizer, random: Random) -> str:
             return word
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exactly_the_tokens_that_would_complete_a_word_are_forbidden(
     vocabularies: dict[str, tuple[Tokenizer, TokenTexts]], family: str

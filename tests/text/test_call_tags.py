@@ -29,6 +29,7 @@ WRITTEN = {
 """Form -> the text around an object, and the key of its arguments."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", WRITTEN)
 @given(
     OTHER_KEYS,
@@ -58,6 +59,7 @@ def test_any_object_with_a_name_is_a_call_wherever_it_is_cut(
             assert parsed(list(text[:cut]), form=form) == (content, calls)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @given(TEXTS)
 @settings(max_examples=80, deadline=None)

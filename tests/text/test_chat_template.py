@@ -93,6 +93,7 @@ def test_a_template_among_additional_ones(tmp_path: Path, byte_level_backend: Ba
     assert folder_with(tmp_path, byte_level_backend, "old", jinja="new").apply_chat_template(HELLO) == "new"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("template", [None, [], [{"name": "rag", "template": "R"}]])
 def test_no_template_says_so(tmp_path: Path, byte_level_backend: Backend, template: object) -> None:
     tokenizer = folder_with(tmp_path, byte_level_backend, template)

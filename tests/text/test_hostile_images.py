@@ -85,6 +85,7 @@ METADATA: list[tuple[str, bytes, bytes]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("data", "plain"), [case[1:] for case in METADATA], ids=[case[0] for case in METADATA])
 def test_metadata_never_reaches_the_decoder(data: bytes, plain: bytes) -> None:
     with TracedMemory() as memory:
@@ -229,6 +230,7 @@ def test_a_long_url_is_decoded_in_pieces() -> None:
     assert image.grid_thw == (1, HEIGHT // 4, WIDTH // 4)
 
 
+@pytest.mark.slow
 def test_a_large_webp_file_is_decoded_in_a_process_of_its_own() -> None:
     """Pillow lets no other thread of its process run while it decodes WebP."""
     image = photo().resize((1700, 1300))

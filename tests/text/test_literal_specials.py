@@ -59,6 +59,7 @@ def test_today_they_count_wherever_they_stand(folder: Path) -> None:
     assert len(specials(tokenizer, token_ids)) == len(OF_TEMPLATE) + 3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "given",
     [
@@ -91,6 +92,7 @@ def test_the_text_is_that_of_before(literal: Tokenizer, folder: Path) -> None:
             assert token_ids == before
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", range(1, len("<|im_end|>")))
 def test_two_texts_do_not_make_one_together(tmp_path: Path, folder: Path, cut: int) -> None:
     (folder / "tokenizer_config.json").write_text(
@@ -125,6 +127,7 @@ def test_prompts_of_completions_are_taken_as_they_stand(literal: Tokenizer) -> N
     assert len(specials(literal, encoded.token_ids)) == 3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", ["<" * 1_000_000, "<|im_" * 200_000, "<|im_start|" * 90_000, "<s>" * 100_000])
 def test_looking_for_them_takes_linear_time(folder: Path, text: str) -> None:
     backend = Backend.from_file(str(folder / "tokenizer.json"))

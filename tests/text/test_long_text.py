@@ -78,6 +78,7 @@ KNOWN = {
 IN_PARTS = {name: long_text(made) for name, made in KNOWN.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KNOWN)
 @settings(max_examples=40)
 @given(data=st.data())
@@ -137,6 +138,8 @@ WORST = {
 }
 
 
+@pytest.mark.few(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("text", WORST.values(), ids=WORST)
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_what_is_too_long_ends_as_soon_as_that_is_known(tokenizer: Tokenizer, kind: str, text: str) -> None:

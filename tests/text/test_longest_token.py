@@ -48,6 +48,7 @@ def bounded(
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BOUNDED)
 @given(data=st.data())
 def test_what_fits_is_never_refused(bounded: dict[str, Tokenizer], name: str, data: st.DataObject) -> None:

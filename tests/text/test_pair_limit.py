@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("first", TEXTS)
 @pytest.mark.parametrize("second", TEXTS)

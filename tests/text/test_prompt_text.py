@@ -79,6 +79,7 @@ def of_client(tokenizer: Tokenizer, text: str, *, adds: bool = True) -> tuple[li
     return token_ids, PromptText.of_client(tokenizer, TextInput(text, adds), token_ids)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *CHANGING])
 @given(text=TEXT, adds=st.booleans())
 @example(text="😀😀😀😀😀😀 x", adds=True)
@@ -114,6 +115,7 @@ def test_each_token_begins_where_the_bytes_before_it_end(
         num_bytes += len(tokenizer.token_piece(token_id))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data(), hides=st.booleans())
 def test_tokens_of_a_prompt_have_the_offsets_of_an_output(

@@ -74,12 +74,13 @@ TOO_COSTLY = {
 
 
 AT_THE_LIMIT = {"loops", "join"}
-"""Under the product's own limit of processor time; the others have a quarter of it, which they take whole."""
+"""Under the product's own limit of processor time; the others have a sixteenth of it, which they take whole."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", TOO_COSTLY)
 def test_what_costs_too_much_is_a_clear_error_at_a_bounded_price(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    max_cpu_s = MAX_CPU_S if name in AT_THE_LIMIT else MAX_CPU_S / 4
+    max_cpu_s = MAX_CPU_S if name in AT_THE_LIMIT else MAX_CPU_S / 16
     monkeypatch.setattr(template_budget, "MAX_CPU_S", max_cpu_s)
     template = ChatTemplate(TOO_COSTLY[name], {}, "test")
     tracemalloc.start()
@@ -219,6 +220,7 @@ WRITTEN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_address_of_memory_is_text():
     budget = template_budget.BudgetedEnvironment()
     filters = {f"{{{{ {operand} | {name} }}}}" for name in budget.filters for operand in ("VALUE", "[VALUE]")}

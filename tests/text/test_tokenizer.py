@@ -51,6 +51,7 @@ def test_text_that_is_not_unicode_is_the_clients_fault(byte_level_tokenizer: Tok
         byte_level_tokenizer.decode([-1], skip_special_tokens=True)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("files", "eos"),
     [

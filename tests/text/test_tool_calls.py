@@ -215,6 +215,7 @@ FRAGMENTS = st.one_of(
 TEXTS = st.lists(FRAGMENTS, max_size=8).map("".join)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 @given(TEXTS, st.data())
 @settings(max_examples=100)
@@ -224,6 +225,7 @@ def test_where_the_text_is_cut_changes_nothing(form: str, text: str, data: st.Da
     assert parsed(pieces, form=form) == parsed([text], form=form) == parsed(list(text), form=form)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.text(min_size=1, max_size=5), st.dictionaries(st.text(max_size=4), st.floats() | st.text())))
 )
@@ -281,6 +283,8 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.few(1)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("piece_chars", [3, 1 << 20])
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_hostile_answers_cost_no_more_than_their_length(form: str, piece_chars: int) -> None:
@@ -302,6 +306,7 @@ def test_hostile_answers_cost_no_more_than_their_length(form: str, piece_chars: 
         assert any(seconds(repeated) < 6 * third for _ in range(3)), text
 
 
+@pytest.mark.slow
 def test_long_answers_cost_no_more_than_their_length() -> None:
     long = "x" * 500_000
     started = time.thread_time()

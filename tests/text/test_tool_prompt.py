@@ -99,6 +99,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ANSWERS)
 def test_every_call_that_was_returned_is_taken_in_a_history(form: str) -> None:
     """Wherever the answer was cut."""

@@ -127,6 +127,7 @@ class Crossing:
         monkeypatch.setattr(SourceTransfer, "settled", settled)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verified", [True, False])
 async def test_crossed_transfers_are_caught_by_verification_alone(
     make_pair: Any, monkeypatch: pytest.MonkeyPatch, verified: bool

@@ -111,6 +111,7 @@ async def test_i1_a_request_through_two_processes_has_the_tokens_of_one(pair: Pa
         assert all(worker.health().ok for worker in (pair.p, pair.d))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_i6_the_death_of_a_process_is_told_to_every_call(pair: Pair, role: Kind) -> None:
     victim, other = (pair.p, pair.d) if role == "prefill" else (pair.d, pair.p)

@@ -300,6 +300,7 @@ async def test_i2_i4_random_lives_leave_whole_texts_and_pools(client: EngineClie
     assert stats.num_blocks_free + stats.num_blocks_cached == stats.num_blocks_total
 
 
+@pytest.mark.few(1)
 async def test_an_idle_engine_ticks_on_and_meets_peers(client: EngineClient) -> None:
     client.meet("decode-1", 7, "127.0.0.1:9")
     before = client.tick
@@ -307,6 +308,7 @@ async def test_an_idle_engine_ticks_on_and_meets_peers(client: EngineClient) -> 
     assert client.tick_age_s < HANG_S
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_i6_a_failed_step_ends_every_request_and_says_so(
     tiny_checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str

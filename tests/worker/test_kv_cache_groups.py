@@ -79,6 +79,7 @@ async def test_i1_texts_and_longest_sequences_through_both_workers(make_pair: Ma
         assert again.num_landed == num_sent(length, length // BLOCK_SIZE)
 
 
+@pytest.mark.slow
 async def test_sources_that_share_a_prefix_end_in_the_smallest_pool(make_pair: MakePair, oracle: Oracle) -> None:
     """None of them is preempted once its blocks are wanted, and each needs blocks that others hold."""
     async with make_pair(decode={"num_blocks": 64}) as pair:

@@ -20,6 +20,7 @@ from tests.support.waiting import HANG_S, eventually
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("d_on_device", [False, True], ids=["d-host", "d-device"])
 @pytest.mark.parametrize("p_on_device", [False, True], ids=["p-host", "p-device"])
 @pytest.mark.parametrize("kind", ["local", "tcp"])
@@ -87,6 +88,7 @@ async def test_small_pools_on_both_sides_lose_no_request(make_pair: Any) -> None
     assert answers == [greedy_answer(prompt, 12) for prompt in prompts]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("kind", ["local", "tcp"])
 async def test_i7_calls_that_leave_at_any_moment_leave_no_block_behind(

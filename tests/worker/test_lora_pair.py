@@ -117,6 +117,7 @@ async def test_each_workers_own_content_never_becomes_a_transfer(pair: Pair, cap
     assert "the transfer is of another request: the digests differ" in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_digest_without_the_adapter_is_refused(pair: Pair) -> None:
     plain = generation_request(pair.p)
     for changes in ({"request_digest": plain.request_digest}, {"hash_root": plain.hash_root}):
@@ -124,6 +125,7 @@ async def test_a_digest_without_the_adapter_is_refused(pair: Pair) -> None:
         assert await decode_call(pair, request, prefill_here=True).code() == "digest_mismatch"
 
 
+@pytest.mark.slow
 async def test_a_text_ends_with_an_adapter_that_is_removed_meanwhile(
     base: Path, adapters: dict[str, str], tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ WORST = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("raw", WORST.values(), ids=WORST)
 async def test_no_message_stops_the_loop(pair: Pair, raw: bytes) -> None:
     await refusal(pair, STEP_STREAM, begun(b""))
@@ -169,6 +170,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "message", "field"), REFUSED.values(), ids=REFUSED)
 async def test_ids_and_counts_are_verified(pair: Pair, method: Any, message: Any, field: str) -> None:
     error = await refusal(pair, method, message)
@@ -191,6 +193,7 @@ async def test_the_ids_of_peers_are_verified_in_both_calls(pair: Pair) -> None:
     assert not pair.p.engine.transfer_counts.num_expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("field", ["connectors", "digest_algorithms"])
 async def test_the_names_of_an_open_are_counted(pair: Pair, field: str) -> None:
     opening = kv_source_pb2.Open(
@@ -283,6 +286,7 @@ async def test_a_resumed_sequence_does_not_take_the_name_of_another_that_parts(p
     assert await _read(decode_call(pair, resumed))
 
 
+@pytest.mark.slow
 async def test_a_turn_of_a_session_is_counted_before_it_is_read(pair: Pair) -> None:
     session = WorkerCall(pair.service(pair.d), "session", generation_request(pair.d))
     with LoopWatch() as watch:

@@ -87,6 +87,7 @@ async def test_a_source_that_publishes_nothing_ends_its_attempts(
         assert num_ended == 2
 
 
+@pytest.mark.slow
 async def test_a_source_that_publishes_slowly_is_waited_for(
     tiny_checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

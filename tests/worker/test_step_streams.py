@@ -140,6 +140,7 @@ async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
     router.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["call", "stream", "key"])
 async def test_cancelled_calls_leave_the_engine(pair: Pair, how: str) -> None:
     router, scheduler = Router(pair), door_of(pair.d).core.scheduler
@@ -191,6 +192,7 @@ TOO_MANY: dict[str, Any] = {
 LIMITS = dict.fromkeys(TOO_MANY, MAX_COMMANDS) | {"submissions": MAX_SUBMISSIONS}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("field", TOO_MANY)
 async def test_a_message_with_too_many_commands_ends_the_stream(pair: Pair, field: str) -> None:
     router = Router(pair)
@@ -346,6 +348,7 @@ def piece(number: int, num_bytes: int) -> prefill_pb2.PrefillEvent:
     )
 
 
+@pytest.mark.slow
 async def test_large_events_of_many_calls_stay_within_the_room_and_small_ones_pass() -> None:
     full: list[bool] = []
     outbox, num_calls, num_pieces = StepOutbox(lambda: full.append(True), max_unsent_bytes=4 << 20), 30, 4

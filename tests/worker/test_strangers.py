@@ -158,6 +158,7 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
     assert worker.engine.stats.num_computed_prompt_tokens == computed
 
 
+@pytest.mark.slow
 async def test_a_slow_handshake_says_nothing_about_the_key(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +233,7 @@ async def test_a_watched_hash_neither_reads_nor_poisons_what_it_names(pair: Pair
     assert await answer(pair, PROMPT) == (victim, 32), "the victim's blocks are as they were"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["prefill", "embed", "decode", "session"])
 async def test_a_digest_that_is_not_that_of_the_tokens_is_refused_by_every_call(pair: Pair, kind: Kind) -> None:
     worker = pair.p if kind in ("prefill", "embed") else pair.d
@@ -262,6 +264,7 @@ async def test_a_copied_transfer_id_opens_nothing_without_the_key(pair: Pair) ->
     call.cancel()
 
 
+@pytest.mark.slow
 async def test_a_large_message_without_a_proof_is_refused_before_it_is_received(pair: Pair) -> None:
     raw = step_stream_pb2.StepCommands(
         submissions=[step_stream_pb2.Submission(key=1, request=bytes(15_000_000))]
@@ -290,6 +293,7 @@ async def test_what_cannot_be_decoded_is_an_error_of_the_caller_and_one_warning(
     assert not any(word in caplog.text for word in FORBIDDEN_WORDS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("address", ["unix:/run/x", "dns:///a:1", "a b:1", "h:0", "h:70000", "h", "", "x" * 400 + ":1"])
 async def test_peers_are_host_and_port_alone(pair: Pair, address: str) -> None:
     meeting = worker_pb2.MeetRequest(worker_id="x", epoch=1, address=address)

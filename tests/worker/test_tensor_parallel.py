@@ -42,6 +42,7 @@ def ranks(size: int) -> dict[str, int]:
     return {"tensor_parallel_size": size}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2), (2, 1)])
 async def test_i1_greedy_texts_through_ranks_of_both_workers(
     prefill: int, decode: int, tiny_checkpoints: Callable[..., Path]

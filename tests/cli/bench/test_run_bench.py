@@ -14,6 +14,7 @@ from pdserve.common.errors import ConfigError
 NOBODY = "http://127.0.0.1:9"
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("options", "cause"),
     [

@@ -189,6 +189,7 @@ def test_reports_show_the_figures_and_escape_what_they_are_given() -> None:
     assert '"chunk_s": [' in as_json(summary, {}, RECORDS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="an environment without the extra bench")
 @pytest.mark.parametrize("records", [RECORDS, []])
 def test_plots_are_pictures(records: list[RequestRecord]) -> None:

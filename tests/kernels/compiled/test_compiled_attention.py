@@ -108,6 +108,7 @@ def name_of(launch: Launch) -> str:
     return JOINING if launch.arguments.get("JOIN") else str(launch.kernel.__name__)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "case", "name"),
     [

@@ -166,6 +166,8 @@ SELECTED = {
 """The part of `make compiled`: cases with all kernels."""
 
 
+@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("architecture", "case"),
     [

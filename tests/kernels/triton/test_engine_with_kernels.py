@@ -36,6 +36,7 @@ def answers(engine: Harness) -> list[Answer]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3_moe"))]
 )

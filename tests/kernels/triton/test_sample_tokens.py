@@ -62,16 +62,19 @@ def check(logits: NDArray[np.float32], asked: SamplingMetadata, **configs: Any) 
     np.testing.assert_array_equal(there, here)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["flat", "peaked", "steep", "equal", "two", "one", "masked"])
 def test_rows_of_every_kind(kind: str) -> None:
     check(rows_of(kind, len(SAMPLING_FIELDS), 500), mixed(500))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("vocab_size", [1, 17, 257])
 def test_small_vocabularies(vocab_size: int) -> None:
     check(rows_of("flat", len(SAMPLING_FIELDS), vocab_size), mixed(vocab_size))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [16, 1024])
 def test_ties_are_cut_by_their_ids(limit: int) -> None:
     """As logits in bfloat16 have them; among them both zeros, which are equal."""
@@ -80,12 +83,14 @@ def test_ties_are_cut_by_their_ids(limit: int) -> None:
     check(logits, mixed(500), sample_list=limit)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["flat", "masked"])
 @pytest.mark.parametrize("short", ["sample_hits", "sample_list"])
 def test_lists_that_are_too_short_change_nothing(kind: str, short: str) -> None:
     check(rows_of(kind, len(SAMPLING_FIELDS), 500), mixed(500), **{short: 16})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel has no function to take away")
 @pytest.mark.parametrize("kind", ["flat", "peaked", pytest.param("steep", marks=pytest.mark.slow)])
 def test_no_row_is_searched_whole_with_the_sizes_of_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +105,7 @@ def test_no_row_is_searched_whole_with_the_sizes_of_a_gpu(kind: str, monkeypatch
     check(torch.from_numpy(logits).bfloat16().float().numpy(), mixed(12_000, 100), **sizes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spread", "given", "vocab_size", "seed"),
     [
@@ -135,6 +141,7 @@ def test_tokens_near_the_border_of_top_p_are_decided_by_exact_masses(monkeypatch
     check(rows_of("flat", len(SAMPLING_FIELDS), 500), mixed(500), sample_list=512)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_the_lowest_logit_is_the_last_whose_y_is_not_too_low(scale: float) -> None:
     """Among logits that differ in the last place, above and below zero."""
@@ -183,6 +190,7 @@ def test_many_seeds(first: int) -> None:
     check(rows_of("peaked", len(SAMPLING_FIELDS), 2000), mixed(2000, first))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("programs", [1, 10_000])
 def test_the_number_of_parts_changes_nothing(programs: int) -> None:
     """One part per row, and a part per tile."""

@@ -153,6 +153,7 @@ def test_replayed_steps_give_the_answers_of_launched_ones(
     assert runtime.num_replays >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [("qwen3", {}), pytest.param("mistral", {"sliding_window": 24}, marks=pytest.mark.slow)],

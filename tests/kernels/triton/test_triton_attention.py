@@ -24,8 +24,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class TestTritonAttention(AttentionContract):
-    """`conftest.py` chooses the cases for which `make test` has time."""
-
     device = DEVICE
 
     def make_backend(self, kv_cache: Tensor) -> TritonAttentionBackend:
@@ -37,6 +35,7 @@ def check(heads: tuple[int, int, int], options: dict[str, Any] | None = None, **
     check_step(TritonAttentionBackend(case.kv_cache), case, make_spec(heads, **(options or {})))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 @pytest.mark.parametrize("window", [None, 70])
 def test_pages_of_a_tile_and_more(block_size: int, window: int | None) -> None:

@@ -192,6 +192,7 @@ async def test_a_transfer_that_ends_at_the_source_ends_at_the_receiver(rig: Any,
     await until(lambda: rig.tasks[0].done())
 
 
+@pytest.mark.slow
 async def test_a_busy_stream_is_alive_however_much_there_is_to_say(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
@@ -205,6 +206,7 @@ async def test_a_busy_stream_is_alive_however_much_there_is_to_say(rig: Any, unt
     assert rig.num_streams == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("comes_back", [True, False])
 async def test_a_stopped_engine_at_the_source_breaks_the_stream_and_fails_it_unless_it_comes_back(
     rig: Any, until: Any, comes_back: bool
@@ -237,6 +239,7 @@ async def test_an_alive_is_put_before_messages_that_wait_already(monkeypatch: py
     assert messages.qsize() == 3
 
 
+@pytest.mark.slow
 async def test_a_stopped_engine_at_the_receiver_ends_the_lease(rig: Any, until: Any) -> None:
     source = rig.expect()
     transfer = rig.receive()
@@ -264,6 +267,7 @@ async def test_a_source_that_dies_fails_the_receiver_after_the_grace(rig: Any, u
     rig.server = None
 
 
+@pytest.mark.slow
 async def test_every_break_has_a_grace_of_its_own(rig: Any, until: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = rig.expect()
     transfer = rig.receive(grace_s=1.2)
@@ -317,6 +321,7 @@ async def test_a_receiver_that_leaves_ends_the_lease_after_the_grace(rig: Any, u
     assert time.monotonic() - left >= GRACE_S - 0.1
 
 
+@pytest.mark.slow
 async def test_many_streams_that_leave_at_any_moment_leave_no_lease_behind(rig: Any, until: Any) -> None:
     made = []
     for number in range(40):

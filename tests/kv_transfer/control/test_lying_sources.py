@@ -18,7 +18,7 @@ from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, request_pb2
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.transfer_fakes import DIGEST, FakeConnector
-from tests.support.wrong_fields import FEW, Wrong, one_of_each, wrong_messages
+from tests.support.wrong_fields import FEW, PARTS, Wrong, one_of_each, part_of, wrong_messages
 
 from .conftest import HearingCauses
 
@@ -85,11 +85,15 @@ async def test_a_wrong_message_ends_its_transfer_alone(
     await deceive(rig, until, caplog, ((event, case) for case in cases(event)))
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("part", PARTS)
 async def test_one_wrong_value_of_each_field_ends_its_transfer_alone(
-    rig: Any, until: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    rig: Any, until: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
     monkeypatch.setattr(attach_client, "TICK_STALLED_S", 0.2)
-    await deceive(rig, until, caplog, ((event, case) for event in EVENTS for case in one_of_each(cases(event))))
+    await deceive(
+        rig, until, caplog, ((event, case) for event in EVENTS for case in part_of(one_of_each(cases(event)), part))
+    )
 
 
 async def deceive(rig: Any, until: Any, caplog: Any, lies: Iterable[tuple[str, Wrong]]) -> None:

@@ -117,6 +117,7 @@ async def test_a_broken_stream_has_the_grace_and_then_expires() -> None:
     assert await over(bench) is SourceState.EXPIRED
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("have", "repeated"), [(0, [2, 4]), (1, [2, 4]), (2, [4]), (3, [4]), (4, [])])
 async def test_a_reattach_within_the_grace_goes_on_from_what_has_landed(have: int, repeated: list[int]) -> None:
     bench = Bench()

@@ -99,6 +99,7 @@ class EndContract(LinkContract):
 
     # Everything at once.
 
+    @pytest.mark.few(3)
     @pytest.mark.parametrize("seed", range(12))
     def test_i13_any_order_of_events(self, make_setup: Callable[..., Setup], seed: int) -> None:
         rng = random.Random(seed)

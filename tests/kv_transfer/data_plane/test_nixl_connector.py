@@ -44,6 +44,7 @@ def test_an_agent_is_made_when_a_peer_is_met_and_not_at_the_first_read() -> None
     link.close()
 
 
+@pytest.mark.slow
 def test_a_read_that_hangs_takes_no_other_with_it() -> None:
     source_pool, pool = make_pool(seed=7), make_pool()
     link = NixlLink(source_pool, pool, read_stall_s=2.0)

@@ -62,6 +62,7 @@ def test_read_from_another_process(source: SourceProcess, receiver: NixlConnecto
     assert receiver.agent_counters["condemned"] == 0
 
 
+@pytest.mark.few(1)
 def test_i13_stopped_then_continued_source_changes_no_byte(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool, transports: str
 ) -> None:
@@ -86,6 +87,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     assert pool.view == source.pool.view
 
 
+@pytest.mark.few(1)
 def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
@@ -100,6 +102,7 @@ def test_i13_cancelled_read_of_a_stopped_source_ends_only_when_it_is_fenced(
     assert not any(pool.view)
 
 
+@pytest.mark.slow
 def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
     receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)
@@ -111,6 +114,7 @@ def test_killed_source_fails_the_read(source: SourceProcess, receiver: NixlConne
     assert start_read(receiver, source.metadata, source.token, blocks).wait_failed()
 
 
+@pytest.mark.slow
 def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
     source: SourceProcess, receiver: NixlConnector, pool: HostPool
 ) -> None:
@@ -134,6 +138,7 @@ def test_a_killed_source_is_given_up_and_its_next_life_is_read_from(
         next_life.close()
 
 
+@pytest.mark.few(1)
 def test_i8_blocks_that_the_source_uses_for_something_else_are_never_taken(
     source: SourceProcess, receiver: NixlConnector
 ) -> None:
@@ -164,6 +169,7 @@ LIES: list[tuple[dict[str, object], str]] = [
 ]
 
 
+@pytest.mark.few(1)
 def test_i9_what_a_lying_source_says_fails_the_read(source: SourceProcess, receiver: NixlConnector) -> None:
     address = NixlAddress.from_metadata(source.metadata)
     for changes, message in LIES:

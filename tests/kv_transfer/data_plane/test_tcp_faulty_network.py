@@ -50,6 +50,7 @@ def test_connections_that_are_refused_fail_the_read_and_are_tried_again_by_the_n
     _reads_everything(setup)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_bytes", [1, 3 * WINDOW_BLOCKS * BLOCK_BYTES + 1500, 100 * BLOCK_BYTES + 7])
 def test_i3_reset_in_the_middle_of_a_block(setup: Setup, num_bytes: int) -> None:
     faults_of(setup).reset_after(num_bytes)

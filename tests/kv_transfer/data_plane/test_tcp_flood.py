@@ -65,6 +65,7 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.few(1)
 def test_reads_go_on_beside_512_silent_connections(identity: TlsIdentity | None) -> None:
     with serving(tls=identity) as (source, transfer):
         receiver, pool = TcpConnector(small_settings(tls=identity)), make_pool()
@@ -91,6 +92,7 @@ def test_reads_go_on_beside_512_silent_connections(identity: TlsIdentity | None)
             sock.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sent", [b"", b"P", ReadRequest(1, bytes(16), 0, 1, BLOCK_BYTES).encode()])
 def test_newcomers_go_in_time_whatever_they_say(sent: bytes) -> None:
     with serving(first_request_s=0.5) as (source, _), connect(source) as sock:

@@ -68,6 +68,7 @@ def still_serves(source: TcpConnector, transfer: Transfer) -> bool:
 GOOD = ReadRequest(1, bytes(16), 0, 1, BLOCK_BYTES).encode()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "sent",
     [

@@ -68,6 +68,7 @@ def test_i13_stopped_then_continued_source_changes_no_byte(
     assert pool.view == source.pool.view
 
 
+@pytest.mark.slow
 def test_killed_source_fails_the_read(source: SourceProcess, receiver: TcpConnector, pool: HostPool) -> None:
     read = SignalOnLanding(source, signal.SIGKILL)
     receiver.read(ReadOrder(source.metadata, source.token, source.blocks), read)

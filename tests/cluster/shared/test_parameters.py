@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,15 +14,14 @@ from pdserve.engine.sampling.token_texts import BadTexts, TokenTexts
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
-from tests.support.cluster_processes import pd_cluster
 from tests.support.inference_client import InferenceClient
 from tests.support.logit_reference import processed
 from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.shared_cluster import SharedCluster
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--dtype=float32", "--num-blocks=256", "--max-num-batched-tokens=64")
 PROMPT = [3 + (place * place) % 290 for place in range(100)]
 MAX_TOKENS = 16
 NUM_TOP = 5
@@ -87,59 +84,54 @@ async def check_prompt(oracle: Oracle, http: httpx.AsyncClient) -> None:
     assert all(choice["text"][begin:].startswith(name) for begin, name in whole)
 
 
-async def test_i1_parameters_and_log_probabilities_through_p_and_d(
-    tiny_checkpoints: Callable[..., Path], tmp_path: Path
-) -> None:
-    model = tiny_checkpoints("llama")
-    oracle, tokenizer = Oracle(model), Tokenizer.from_folder(model)
-    with pd_cluster(tmp_path, model, both=FLAGS, router=("--local-prefill", "never")) as cluster:
-        async with InferenceClient(cluster.router.address) as client:
-            messages = await ask(client)
-            assert "kv_landed" in {moment.name for moment in messages[-1].moments}
-            plain = check(oracle, messages, {})
-            given: list[dict[str, Any]] = [
-                {"presence_penalty": -2.0},
-                {"frequency_penalty": -1.0},
-                {"repetition_penalty": 1.6},
-                {"logit_bias": {plain[0]: -100.0, plain[1]: -100.0}},
-                {"allowed_token_ids": sorted({*range(5, 200, 3)} - {plain[0]})},
-            ]
-            for params in given:
-                assert check(oracle, await ask(client, **params), params) != plain, params
-            word = next(
-                text
-                for token in plain
-                if (text := tokenizer.decode([token], skip_special_tokens=True)) and "\ufffd" not in text
-            )
-            texts = TokenTexts.from_folder(model, tokenizer.vocab_size)
-            assert texts is not None
-            bad = BadTexts(texts, (word.lstrip() or word,))
-            rules = {
-                "bad_words_token_ids": bad_words_token_ids(tokenizer, (word,)),
-                "forbidden_after": lambda output: bad.forbidden_after(np.array(output, np.int64)).tolist(),
-            }
-            answer = check(oracle, await ask(client, bad_words=[word]), rules)
-            assert (word.lstrip() or word) not in tokenizer.decode(answer, skip_special_tokens=True)
+async def test_i1_parameters_and_log_probabilities_through_p_and_d(shared: SharedCluster) -> None:
+    model, oracle, cluster = shared.model, shared.oracle, shared.processes
+    tokenizer = Tokenizer.from_folder(model)
+    async with InferenceClient(cluster.router.address) as client:
+        messages = await ask(client)
+        assert "kv_landed" in {moment.name for moment in messages[-1].moments}
+        plain = check(oracle, messages, {})
+        given: list[dict[str, Any]] = [
+            {"presence_penalty": -2.0},
+            {"frequency_penalty": -1.0},
+            {"repetition_penalty": 1.6},
+            {"logit_bias": {plain[0]: -100.0, plain[1]: -100.0}},
+            {"allowed_token_ids": sorted({*range(5, 200, 3)} - {plain[0]})},
+        ]
+        for params in given:
+            assert check(oracle, await ask(client, **params), params) != plain, params
+        word = next(
+            text
+            for token in plain
+            if (text := tokenizer.decode([token], skip_special_tokens=True)) and "\ufffd" not in text
+        )
+        texts = TokenTexts.from_folder(model, tokenizer.vocab_size)
+        assert texts is not None
+        bad = BadTexts(texts, (word.lstrip() or word,))
+        rules = {
+            "bad_words_token_ids": bad_words_token_ids(tokenizer, (word,)),
+            "forbidden_after": lambda output: bad.forbidden_after(np.array(output, np.int64)).tolist(),
+        }
+        answer = check(oracle, await ask(client, bad_words=[word]), rules)
+        assert (word.lstrip() or word) not in tokenizer.decode(answer, skip_special_tokens=True)
 
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await ask(client, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2)
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "leave no token for output position 0" in str(refused.value.details())
-        body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
-        async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=HANG_S) as http:
-            logprobs = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
-            assert [len(values) for values in logprobs.values()] == [MAX_TOKENS] * 4
-            assert sum(logprobs["token_logprobs"]) == pytest.approx(messages[-1].cumulative_logprob, abs=1e-3)
-            await check_prompt(oracle, http)
-        async with InferenceClient(cluster.router.address) as client:
-            messages = await ask(client, prompt_logprobs=NUM_TOP, n=2)
-            firsts = [message for message in messages if message.prompt_logprobs]
-            assert sorted(message.index for message in firsts) == [0, 1]
-            of_prompt = torch.log_softmax(oracle.logits(PROMPT), -1)
-            for place, entry in enumerate(firsts[0].prompt_logprobs):
-                assert entry.sampled.token_id == PROMPT[place + 1]
-                assert abs(entry.sampled.logprob - float(of_prompt[place, PROMPT[place + 1]])) < 1e-4
-                assert len(entry.top) == NUM_TOP
-            assert len(firsts[0].prompt_logprobs) == len(PROMPT) - 1
-        cluster.check_pools()
-        cluster.check_logs()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(client, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=2)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "leave no token for output position 0" in str(refused.value.details())
+    body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", trust_env=False, timeout=HANG_S) as http:
+        logprobs = (await http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+        assert [len(values) for values in logprobs.values()] == [MAX_TOKENS] * 4
+        assert sum(logprobs["token_logprobs"]) == pytest.approx(messages[-1].cumulative_logprob, abs=1e-3)
+        await check_prompt(oracle, http)
+    async with InferenceClient(cluster.router.address) as client:
+        messages = await ask(client, prompt_logprobs=NUM_TOP, n=2)
+        firsts = [message for message in messages if message.prompt_logprobs]
+        assert sorted(message.index for message in firsts) == [0, 1]
+        of_prompt = torch.log_softmax(oracle.logits(PROMPT), -1)
+        for place, entry in enumerate(firsts[0].prompt_logprobs):
+            assert entry.sampled.token_id == PROMPT[place + 1]
+            assert abs(entry.sampled.logprob - float(of_prompt[place, PROMPT[place + 1]])) < 1e-4
+            assert len(entry.top) == NUM_TOP
+        assert len(firsts[0].prompt_logprobs) == len(PROMPT) - 1

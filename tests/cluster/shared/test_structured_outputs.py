@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import openai
 import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.cluster_processes import pd_cluster
+from tests.support.shared_cluster import SharedCluster
 
 pytestmark = pytest.mark.process
 
-FLAGS = ("--dtype=float32", "--num-blocks=256")
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -37,34 +35,30 @@ def little_white_space(model: Path) -> dict[str, float]:
     return {str(token_id): -100.0 for token_id, text in texts.items() if text != text.strip() or text.isspace()}
 
 
-@pytest.mark.slow
-async def test_a_form_through_p_and_d(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
-    model = tiny_checkpoints("qwen3")
-    with pd_cluster(tmp_path, model, both=FLAGS, router=("--local-prefill", "never")) as cluster:
-        client = openai.AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="none", max_retries=0)
-        ask: Any = client.chat.completions.create
-        given = {"model": model.name, "messages": MESSAGES, "max_tokens": 200, "logit_bias": little_white_space(model)}
-        for seed in range(3):
-            form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
-            whole = await ask(**given, seed=seed, response_format=form)
-            assert whole.choices[0].finish_reason == "stop", whole
-            jsonschema.validate(json.loads(whole.choices[0].message.content), SCHEMA)
-            stream = await ask(**given, seed=seed, response_format=form, stream=True)
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            assert text == whole.choices[0].message.content
-        bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"$ref": "#/nowhere"}}}
-        with pytest.raises(openai.BadRequestError) as refused:
-            await ask(**given, response_format=bad)
-        assert refused.value.param == "response_format"
-        with pytest.raises(openai.BadRequestError, match="parenthesis is not closed") as refused:
-            await ask(**given, extra_body={"structured_outputs": {"regex": "(a"}})
-        assert refused.value.param == "structured_outputs"
-        chosen = await ask(**given, extra_body={"structured_outputs": {"choice": ["Lima", "Oslo"]}})
-        assert chosen.choices[0].message.content in ("Lima", "Oslo")
-        await check_tools(ask, given)
-        await client.close()
-        cluster.check_pools()
-        cluster.check_logs()
+async def test_a_form_through_p_and_d(shared: SharedCluster) -> None:
+    cluster, model = shared.processes, shared.model
+    client = openai.AsyncOpenAI(base_url=f"http://{cluster.router.http}/v1", api_key="none", max_retries=0)
+    ask: Any = client.chat.completions.create
+    given = {"model": model.name, "messages": MESSAGES, "max_tokens": 200, "logit_bias": little_white_space(model)}
+    for seed in range(3):
+        form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+        whole = await ask(**given, seed=seed, response_format=form)
+        assert whole.choices[0].finish_reason == "stop", whole
+        jsonschema.validate(json.loads(whole.choices[0].message.content), SCHEMA)
+        stream = await ask(**given, seed=seed, response_format=form, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == whole.choices[0].message.content
+    bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"$ref": "#/nowhere"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(**given, response_format=bad)
+    assert refused.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="parenthesis is not closed") as refused:
+        await ask(**given, extra_body={"structured_outputs": {"regex": "(a"}})
+    assert refused.value.param == "structured_outputs"
+    chosen = await ask(**given, extra_body={"structured_outputs": {"choice": ["Lima", "Oslo"]}})
+    assert chosen.choices[0].message.content in ("Lima", "Oslo")
+    await check_tools(ask, given)
+    await client.close()
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:

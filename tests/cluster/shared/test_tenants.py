@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from pdserve.models.model_folder import model_folder
-from tests.support.cluster_processes import Cluster, pd_cluster
+from tests.support.cluster_processes import Service
+from tests.support.shared_cluster import SharedCluster
 from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.process
@@ -20,32 +19,24 @@ SECRET = (
 )
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    keys = ",".join(KEYS.values())
-    with pd_cluster(
-        tmp_path_factory.mktemp("logs"),
-        model_folder("demo"),
-        both=("--num-blocks=200",),
-        router=(f"--api-keys={keys}",),
-    ) as cluster:
-        yield cluster
-        cluster.check_pools()
-        cluster.check_logs()
+@pytest.fixture
+def router(shared: SharedCluster) -> Service:
+    """One that knows the tenants."""
+    return shared.router("router-of-tenants", f"--api-keys={','.join(KEYS.values())}")
 
 
-def cached_tokens(cluster: Cluster, name: str, path: str, prompt: str, **fields: Any) -> int:
+def cached_tokens(router: Service, name: str, path: str, prompt: str, **fields: Any) -> int:
     headers = {"authorization": f"Bearer {KEYS[name]}"}
-    url = f"http://{cluster.router.http}{path}"
+    url = f"http://{router.http}{path}"
     answer = httpx.post(url, json={**fields, "prompt": prompt}, headers=headers, timeout=HANG_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.parametrize("salt", ["", "alice"])
-def test_cached_tokens_tell_nothing_of_another_tenants_prompt(cluster: Cluster, salt: str) -> None:
+def test_cached_tokens_tell_nothing_of_another_tenants_prompt(router: Service, salt: str) -> None:
     def asked(name: str, prompt: str, **fields: Any) -> int:
-        return cached_tokens(cluster, name, "/v1/completions", prompt, max_tokens=2, **fields)
+        return cached_tokens(router, name, "/v1/completions", prompt, max_tokens=2, **fields)
 
     salted = {"cache_salt": salt} if salt else {}
     prompt = f"{salt} {SECRET}"
