@@ -17,8 +17,8 @@ import torch
 from conditions import print_conditions
 from torch import Tensor
 
-from pdserve.kernels.huge_pages import request_huge_pages
-from pdserve.kernels.linear import PackedLinear
+from pdserve.kernels.cpu.huge_pages import request_huge_pages
+from pdserve.kernels.cpu.linear import PackedLinear
 
 SHAPES = [(1152, 896), (896, 896), (9728, 896), (896, 4864)] * 24 + [(32_000, 896)]
 """Outputs and inputs: queries, keys and values; output; gate and up; down; the output matrix."""

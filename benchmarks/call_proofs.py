@@ -18,7 +18,7 @@ from pdserve.common.block_hash import BlockHasher
 from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.net.service_channel import MEET, STEP_STREAM, ServiceChannel
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.request.wire.request_bytes import encode_request
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallSigner, CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY

@@ -35,7 +35,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.client.loaded_engine import LoadedEngine
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.runner.loaded_model import model_folder
+from pdserve.engine.runner.loading.loaded_model import model_folder
 from pdserve.engine.scheduler.kv_messages import NoTransfers
 from pdserve.engine.scheduler.scheduler import Scheduler
 from pdserve.engine.scheduler_output import ModelRunnerOutput

@@ -19,9 +19,9 @@ import torch
 from conditions import print_conditions
 from torch import Tensor
 
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.experts import LoopedExperts, route_top_k
-from pdserve.kernels.gated_activations import GatedActivation
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.experts import LoopedExperts, route_top_k
+from pdserve.kernels.layers.gated_activations import GatedActivation
 from pdserve.kernels.native.native_experts import NativeExperts
 from pdserve.kernels.native.native_library import load_library
 from pdserve.kernels.torch_layer_ops import TorchLayerOps

@@ -131,7 +131,7 @@ def make_vllm(folder: str) -> Generate:
 
 
 def make_without_native_experts(folder: str) -> Generate:
-    mock.patch("pdserve.kernels.experts.built_library", return_value=None).start()
+    mock.patch("pdserve.kernels.layers.experts.built_library", return_value=None).start()
     return make_pdserve(folder, "native")
 
 

@@ -33,7 +33,7 @@ class Floor:
 
     def __init__(self, model: Path) -> None:
         # imported here: the other side's environment imports this module, too
-        from pdserve.kernels.huge_pages import request_huge_pages
+        from pdserve.kernels.cpu.huge_pages import request_huge_pages
 
         request_huge_pages()
         config = json.loads((model / "config.json").read_text())

@@ -27,7 +27,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.client.loaded_engine import local_hasher
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.loaded_model import LoadedModel, load_model
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model
 from pdserve.models.model_folder import model_folder
 
 

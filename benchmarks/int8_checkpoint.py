@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from pdserve.kernels.int8_linear import Int8Matrix
+from pdserve.kernels.cpu.int8_linear import Int8Matrix
 
 _EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
 CONFIG = {

@@ -20,8 +20,8 @@ import torch
 from conditions import conditions, print_conditions
 from torch import Tensor
 
-from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix
+from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
 from pdserve.kernels.native.native_library import load_library
 
@@ -36,7 +36,7 @@ def make_layers(num_layers: int) -> dict[str, list[Layer]]:
     """Name -> all matrices in order."""
     library = load_library()
     # oneDNN then computes all rows
-    mock.patch("pdserve.kernels.int8_linear.built_library", return_value=None).start()
+    mock.patch("pdserve.kernels.cpu.int8_linear.built_library", return_value=None).start()
     found: dict[str, list[Layer]] = {"bfloat16": [], "oneDNN": [], **{level: [] for level in library.int8_levels}}
     for _ in range(num_layers):
         for shape in SHAPES:

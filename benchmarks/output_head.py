@@ -25,7 +25,7 @@ from conditions import print_conditions
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from pdserve.kernels.linear import make_linear, make_output_head
+from pdserve.kernels.cpu.linear import make_linear, make_output_head
 from pdserve.models.decoder import Decoder
 from pdserve.models.loading import load_decoder
 from tests.support.paged_run import PagedRun

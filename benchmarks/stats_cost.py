@@ -23,9 +23,9 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.client.loaded_engine import LoadedEngine
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.runner.device_runtime import ProcessorRuntime
-from pdserve.engine.runner.loaded_model import model_folder
-from pdserve.engine.runner.step_times import LayerTimes, StepTimes
+from pdserve.engine.runner.device.device_runtime import ProcessorRuntime
+from pdserve.engine.runner.device.step_times import LayerTimes, StepTimes
+from pdserve.engine.runner.loading.loaded_model import model_folder
 from pdserve.engine.stats.step_profile import StepProfile
 
 PROMPT_TOKENS = 64

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pdserve.common.errors import PdServeError
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.engine.request import Request
-from pdserve.engine.runner.loaded_model import model_folder
+from pdserve.engine.runner.loading.loaded_model import model_folder
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.structured_outputs.grammar import Grammar, GrammarJob

@@ -17,7 +17,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.loaded_model import LoadedModel, load_model
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

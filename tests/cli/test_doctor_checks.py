@@ -25,7 +25,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
-from pdserve.kernels.free_memory import free_memory
+from pdserve.kernels.cpu.free_memory import free_memory
 from pdserve.models.model_folder import model_folder
 from tests.support.tls_authority import Authority
 

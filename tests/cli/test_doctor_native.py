@@ -7,8 +7,8 @@ import torch
 
 from pdserve.cli.doctor.native_check import check_native
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.kernels import linear
-from pdserve.kernels.linear import products_by
+from pdserve.kernels.cpu import linear
+from pdserve.kernels.cpu.linear import products_by
 from pdserve.kernels.native.native_library import built_library
 
 

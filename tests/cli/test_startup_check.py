@@ -16,7 +16,7 @@ from pdserve.cli.up.cluster_plan import make_plan
 from pdserve.cli.up.startup_check import check_workers
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import PrefillSettings
-from pdserve.engine.runner.startup_check import StartupQuestion, startup_answer
+from pdserve.engine.runner.loading.startup_check import StartupQuestion, startup_answer
 from pdserve.models.model_folder import model_folder
 from tests.support.checkpoints import edit_json
 from tests.support.waiting import HANG_S

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pdserve.common.block_hash import BlockHasher
 from pdserve.common.errors import DigestMismatch, InvalidRequest, PdServeError, PeerError
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import decode_request, encode_request, num_entries
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.wire.request_bytes import decode_request, encode_request, num_entries
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.worker.request_reader import RequestReader
 from tests.support.request_strategies import TOKENS, pooling_params, sampling_params

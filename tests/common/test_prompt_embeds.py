@@ -14,7 +14,7 @@ from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.common.request.prompt_embeds import PromptEmbeds, from_safetensors
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.engine.prompt_embeds_values import verify_finite
-from pdserve.engine.runner.prompt_embeds_table import embeds_tensor
+from pdserve.engine.runner.inputs.prompt_embeds_table import embeds_tensor
 
 ROWS = torch.arange(24, dtype=torch.float32).view(6, 4) / 7
 

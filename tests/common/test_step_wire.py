@@ -14,7 +14,7 @@ from pdserve.common.errors import (
     PeerError,
     WorkerLost,
 )
-from pdserve.common.request.step_wire import (
+from pdserve.common.request.wire.step_wire import (
     StepEvent,
     StepTokens,
     columns_of,

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
-from pdserve.common.request.params_wire import pooling_from_wire, sampling_from_wire
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.wire import (
+from pdserve.common.request.wire.messages import (
     PIECE_BYTES,
     finish_reason_from_wire,
     finish_reason_to_wire,
@@ -27,6 +26,7 @@ from pdserve.common.request.wire import (
     moments_to_wire,
     prompt_logprobs_to_wire,
 )
+from pdserve.common.request.wire.params_wire import pooling_from_wire, sampling_from_wire
 from pdserve.v1 import kv_source_pb2, request_pb2
 from tests.support.kv_layouts import make_layout
 from tests.support.request_strategies import TOKENS, sampling_params

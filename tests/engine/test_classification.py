@@ -15,7 +15,7 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
-from pdserve.engine.runner.loaded_model import load_model, verify_classifier
+from pdserve.engine.runner.loading.loaded_model import load_model, verify_classifier
 from pdserve.models.read_config import read_config
 from tests.support.checkpoints import make_classifier
 from tests.support.engine_harness import Harness

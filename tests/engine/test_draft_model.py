@@ -17,7 +17,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel, ModelDrafter
-from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder

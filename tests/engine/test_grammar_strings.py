@@ -13,7 +13,7 @@ import xgrammar
 from pdserve.common.errors import ConfigError
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.engine.runner.loaded_model import string_chars
+from pdserve.engine.runner.loading.loaded_model import string_chars
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
 from pdserve.models.model_folder import model_folder
 from pdserve.router.requests.fields.tools import FunctionBody, ToolBody, tool_use

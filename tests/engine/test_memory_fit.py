@@ -8,10 +8,10 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.engine.runner.pool import memory_fit
 from pdserve.engine.runner.pool.memory_fit import allocating
-from pdserve.kernels.free_memory import FreeMemory
+from pdserve.kernels.cpu.free_memory import FreeMemory
 from pdserve.models.model_folder import model_folder
 from tests.support.settings_with import settings_with
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import DecodeSettings
+from pdserve.engine.runner.device.step_graphs import graph_shapes
 from pdserve.engine.runner.pool.pool_budget import GRAPH_BYTES, LargestSteps, PoolBudget
-from pdserve.engine.runner.step_graphs import graph_shapes
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.kv_cache import make_kv_cache

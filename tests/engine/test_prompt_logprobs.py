@@ -11,7 +11,7 @@ import torch
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.engine.runner.prompt_logprobs import SLICE
+from pdserve.engine.runner.results.prompt_logprobs import SLICE
 from tests.support.engine_harness import Answer, Harness
 from tests.support.engine_pair import Pair
 from tests.support.oracle import Oracle

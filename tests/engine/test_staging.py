@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.runner.block_table import BlockTable
-from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
-from pdserve.engine.runner.device_runtime import ProcessorRuntime, StepEvent
-from pdserve.engine.runner.staging_buffer import ReadbackBuffer, StagingBuffer
+from pdserve.engine.runner.device.device_runtime import ProcessorRuntime, StepEvent
+from pdserve.engine.runner.device.staging_buffer import ReadbackBuffer, StagingBuffer
+from pdserve.engine.runner.inputs.block_table import BlockTable
+from pdserve.engine.runner.inputs.device_batch import DeviceBlockTable, NewestTokens
 from tests.support.engine_harness import MakeEngine
 from tests.support.pretend_device import DEVICE, host_copy, pretended_device
 

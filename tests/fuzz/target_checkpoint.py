@@ -31,7 +31,7 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.models.config.config_fields import HARMLESS, READ
 from pdserve.models.config.family_fields import FAMILY_FIELDS
 from pdserve.text.tokenization.tokenizer import Tokenizer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.expert_stack import ExpertStack
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.gated_activations import ClampedSwiglu, Gate, geglu_tanh
+from pdserve.kernels.cpu.linear import swiglu
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import swiglu
+from pdserve.kernels.layers.expert_stack import ExpertStack
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, geglu_tanh
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 CLAMPED = ClampedSwiglu(1.7, 1.5)

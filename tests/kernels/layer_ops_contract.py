@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import KvPages
+from pdserve.kernels.cpu.linear import PlainLinear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import PlainLinear
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
-from pdserve.kernels.rotary import rotary_phases
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.layers.rotary import rotary_phases
 
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.lora.lora_linear import NO_ADAPTER, LoraLinear, LoraMatrices, LoraOps, LoraStack
 
 SIZES, MAX_LORAS, MAX_RANK = (16, 8, 9), 4, 6

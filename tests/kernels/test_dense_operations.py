@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pdserve.kernels.linear import (
+from pdserve.kernels.cpu.linear import (
     BlockedLinear,
     PackedLinear,
     PlainLinear,
@@ -16,9 +16,9 @@ from pdserve.kernels.linear import (
     onednn_multiplies,
     swiglu,
 )
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.layers.rotary import pair_neighbours, rotary_phases, rotate_heads
 from pdserve.kernels.native.native_library import built_library
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
-from pdserve.kernels.rotary import pair_neighbours, rotary_phases, rotate_heads
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -122,13 +122,13 @@ def test_large_float32_weights_are_packed_and_right() -> None:
 def test_weights_of_16_bits_are_widened_where_the_processor_multiplies_none(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.kernels.linear.onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr("pdserve.kernels.cpu.linear.onednn_multiplies", lambda dtype: False)
     has_blocks = dtype is torch.bfloat16 and built_library() is not None
     assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), BlockedLinear if has_blocks else WidenedLinear)
     # no pairs of inputs
     assert isinstance(make_linear(torch.ones(8, 7, dtype=dtype)), WidenedLinear)
     assert isinstance(make_linear(torch.ones(8, 0, dtype=dtype)), WidenedLinear)
-    monkeypatch.setattr("pdserve.kernels.linear.onednn_multiplies", lambda dtype: True)
+    monkeypatch.setattr("pdserve.kernels.cpu.linear.onednn_multiplies", lambda dtype: True)
     if dtype is torch.float16 or HAS_BFLOAT16:
         kind = PackedLinear if dtype is torch.bfloat16 else PlainLinear
         assert isinstance(make_linear(torch.ones(8, 8, dtype=dtype)), kind)
@@ -150,7 +150,7 @@ def test_onednn_is_asked_only_where_the_cpu_multiplies_bfloat16(
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
-    monkeypatch.setattr("pdserve.kernels.linear.has_amx", lambda: tiles)
+    monkeypatch.setattr("pdserve.kernels.cpu.linear.has_amx", lambda: tiles)
     assert onednn_multiplies(torch.bfloat16) is expected
     if not expected:
         kind = BlockedLinear if built_library() is not None else WidenedLinear
@@ -166,9 +166,9 @@ def test_an_output_head_returns_float32_whatever_multiplies(
 ) -> None:
     if multiplies and dtype is torch.bfloat16 and not HAS_BFLOAT16:
         pytest.skip("oneDNN has no bfloat16 here")
-    monkeypatch.setattr("pdserve.kernels.linear.onednn_multiplies", lambda dtype: multiplies)
+    monkeypatch.setattr("pdserve.kernels.cpu.linear.onednn_multiplies", lambda dtype: multiplies)
     if not has_library:
-        monkeypatch.setattr("pdserve.kernels.linear.built_library", lambda: None)
+        monkeypatch.setattr("pdserve.kernels.cpu.linear.built_library", lambda: None)
     generator = torch.Generator().manual_seed(0)
     weight, x, bias = (
         torch.randint(-64, 65, shape, generator=generator).to(dtype) for shape in ((130, width), (70, width), (130,))

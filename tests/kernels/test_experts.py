@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels import experts as module
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.experts import GroupedExperts, LoopedExperts, make_experts, route_top_k
-from pdserve.kernels.linear import swiglu
+from pdserve.kernels.cpu.linear import swiglu
+from pdserve.kernels.layers import experts as module
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.experts import GroupedExperts, LoopedExperts, make_experts, route_top_k
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from tests.kernels.grouped_experts_contract import GroupedExpertsContract
 from tests.support.pretend_device import pretended_device

@@ -10,7 +10,7 @@ import pytest
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ALLOCATE = """
-from pdserve.kernels.huge_pages import request_huge_pages
+from pdserve.kernels.cpu.huge_pages import request_huge_pages
 request_huge_pages()
 import torch
 large = torch.ones(64 << 20, dtype=torch.uint8)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import int8_linear
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.experts import GroupedExperts, make_experts
-from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.cpu import int8_linear
+from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
+from pdserve.kernels.cpu.linear import make_linear
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.experts import GroupedExperts, make_experts
 from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_library import NativeLibrary
 from pdserve.kernels.torch_layer_ops import TorchLayerOps

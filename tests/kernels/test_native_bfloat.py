@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import linear
-from pdserve.kernels.linear import BlockedLinear, PackedLinear, WidenedLinear, onednn_multiplies
+from pdserve.kernels.cpu import linear
+from pdserve.kernels.cpu.linear import BlockedLinear, PackedLinear, WidenedLinear, onednn_multiplies
 from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, TILES_LEVEL, NativeBfloatRows, in_blocks, packed_inputs
 from pdserve.kernels.native.native_library import NativeLibrary
 from tests.support.torch_threads import num_threads

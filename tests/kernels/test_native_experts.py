@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import experts as module
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.experts import LoopedExperts, make_experts, route_top_k
-from pdserve.kernels.gated_activations import ClampedSwiglu, Gate, GatedActivation, geglu_tanh
-from pdserve.kernels.int8_linear import Int8Matrix, tensors
-from pdserve.kernels.linear import swiglu
+from pdserve.kernels.cpu.int8_linear import Int8Matrix, tensors
+from pdserve.kernels.cpu.linear import swiglu
+from pdserve.kernels.layers import experts as module
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.experts import LoopedExperts, make_experts, route_top_k
+from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, GatedActivation, geglu_tanh
 from pdserve.kernels.native import native_experts
 from pdserve.kernels.native.native_experts import NativeExperts
 from pdserve.kernels.native.native_library import NativeLibrary

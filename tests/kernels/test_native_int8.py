@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import int8_linear
-from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, has_fast_int8, quantize_rows
+from pdserve.kernels.cpu import int8_linear
+from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, has_fast_int8, quantize_rows
 from pdserve.kernels.native import native_int8
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
 from pdserve.kernels.native.native_library import NativeLibrary

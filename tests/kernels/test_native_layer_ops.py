@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.linear import PlainLinear
+from pdserve.kernels.cpu.linear import PlainLinear
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.layers.rotary import rotary_phases
 from pdserve.kernels.native.native_layer_ops import NativeLayerOps
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, NativeLibraryError, load_library
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
-from pdserve.kernels.rotary import rotary_phases
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from tests.kernels.layer_ops_contract import EPS, LayerOpsContract
 from tests.support.torch_threads import num_threads

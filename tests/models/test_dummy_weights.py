@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.llm import LLM, SamplingParams
 from pdserve.models.loading import LoadProgress, load_decoder

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear import BlockedLinear, PackedLinear
+from pdserve.kernels.cpu.linear import BlockedLinear, PackedLinear
 from pdserve.kernels.native import native_fused_layers
 from pdserve.kernels.native.build_library import BuildError, build
 from pdserve.kernels.native.native_attention import NativeAttentionBackend

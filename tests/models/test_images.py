@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pdserve.common.errors import ConfigError, InvalidRequest, UnsupportedModel
 from pdserve.common.image_processor_config import ImageProcessorConfig
-from pdserve.engine.runner.mrope_positions import prompt_positions
+from pdserve.engine.runner.inputs.mrope_positions import prompt_positions
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from pdserve.text.images.image_processor import ImageProcessor

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.loaded_model import load_model
+from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.llm import LLM, SamplingParams
 from pdserve.models.loading import load_decoder

@@ -18,8 +18,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.loaded_model import load_model
-from pdserve.kernels.rotary import rotary_phases
+from pdserve.engine.runner.loading.loaded_model import load_model
+from pdserve.kernels.layers.rotary import rotary_phases
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.loading import load_decoder

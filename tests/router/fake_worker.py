@@ -20,8 +20,8 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import decode_request
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.request.wire.messages import layout_to_wire
+from pdserve.common.request.wire.request_bytes import decode_request
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.common.request.wire import MAX_MOMENTS
+from pdserve.common.request.wire.messages import MAX_MOMENTS
 from pdserve.v1 import decode_pb2, request_pb2
 from tests.router.fake_worker import decode_outputs, decode_well, prefill_well, said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.common.request.wire import prompt_logprobs_to_wire
+from pdserve.common.request.wire.messages import prompt_logprobs_to_wire
 from pdserve.v1 import decode_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs, tokens
 from tests.router.test_sessions import ask, turn

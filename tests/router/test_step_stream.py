@@ -12,7 +12,7 @@ import pytest
 from pdserve.common.errors import Draining, WrongWorker
 from pdserve.common.net.rpc import make_channel
 from pdserve.common.net.service_channel import ServiceChannel
-from pdserve.common.request.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, StepEvent, StepTokens, step_outputs
+from pdserve.common.request.wire.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, StepEvent, StepTokens, step_outputs
 from pdserve.router.attempts import worker_calls
 from pdserve.router.workers import announced_identity
 from pdserve.router.workers.call_failure import CallFailed

@@ -20,7 +20,7 @@ import pytest
 
 from pdserve.common.net import body_budget
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.common.request.wire import prompt_logprobs_to_wire
+from pdserve.common.request.wire.messages import prompt_logprobs_to_wire
 from pdserve.router.bodies import client_bodies
 from pdserve.router.http_front.answer_parts import PART_BYTES
 from pdserve.router.requests import generation

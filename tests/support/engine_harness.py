@@ -27,7 +27,7 @@ from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorP
 from pdserve.engine.kv_cache.block_pool import PinnedBlocks
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
-from pdserve.engine.runner.host_blocks import make_host_caches
+from pdserve.engine.runner.pool.host_blocks import make_host_caches
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens

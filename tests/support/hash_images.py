@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, PlaceholderRange
-from pdserve.engine.runner.mrope_positions import prompt_positions
+from pdserve.engine.runner.inputs.mrope_positions import prompt_positions
 from pdserve.models.model_inputs import ModelInputs
 from tests.support.hash_model import HashModel, logits_of
 

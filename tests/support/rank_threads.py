@@ -14,9 +14,9 @@ from torch import Tensor
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.rank_messages import ToRank, decode_to_rank, encode
-from pdserve.engine.runner.host_blocks import HostBlocks, make_host_caches
-from pdserve.engine.runner.make_model_runner import make_model_runner
+from pdserve.engine.runner.loading.make_model_runner import make_model_runner
 from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.runner.pool.host_blocks import HostBlocks, make_host_caches
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder

@@ -14,8 +14,8 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, readable
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import encode_request
-from pdserve.common.request.step_wire import columns_of, end_from_wire
+from pdserve.common.request.wire.request_bytes import encode_request
+from pdserve.common.request.wire.step_wire import columns_of, end_from_wire
 from pdserve.v1 import decode_pb2, prefill_pb2, request_pb2, step_stream_pb2
 from tests.support.waiting import HANG_S
 

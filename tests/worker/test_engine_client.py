@@ -23,7 +23,7 @@ from pdserve.common.errors import (
     WorkerLost,
 )
 from pdserve.common.request.engine_types import EngineCoreOutput, FinishReason, LogprobsLists
-from pdserve.common.request.wire import outputs_to_wire
+from pdserve.common.request.wire.messages import outputs_to_wire
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto

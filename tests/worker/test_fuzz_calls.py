@@ -26,9 +26,9 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY, bind, make_server
 from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.wire.request_bytes import encode_request
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.security.peer_message import max_request_bytes
@@ -332,7 +332,7 @@ class Hostile:
         return list(await asyncio.gather(*calls))
 
     def _open(self, transfer_id: bytes, request_digest: bytes) -> kv_source_pb2.Open:
-        from pdserve.common.request.wire import layout_to_wire
+        from pdserve.common.request.wire.messages import layout_to_wire
 
         p = self.pair.p
         return kv_source_pb2.Open(

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from pdserve.common.errors import PdServeError
-from pdserve.common.request.params_wire import sampling_from_wire
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.wire.params_wire import sampling_from_wire
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import request_pb2
 from pdserve.worker.worker import Worker

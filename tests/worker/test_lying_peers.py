@@ -19,9 +19,9 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.request.wire.messages import layout_to_wire
+from pdserve.common.request.wire.request_bytes import encode_request
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.common.telemetry.logging_setup import is_news

@@ -20,9 +20,9 @@ from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.step_wire import end_from_wire
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.request.wire.messages import layout_to_wire
+from pdserve.common.request.wire.step_wire import end_from_wire
 from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import Worker

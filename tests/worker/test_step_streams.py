@@ -15,7 +15,7 @@ from pdserve.common.errors import InvalidRequest, PeerError
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import STEP_STREAM
 from pdserve.common.request.sampling_params import SamplingParams
-from pdserve.common.request.step_wire import (
+from pdserve.common.request.wire.step_wire import (
     MAX_COMMANDS,
     MAX_EVENTS,
     MAX_SUBMISSIONS,

@@ -22,8 +22,8 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.common.net.service_channel import ATTACH, MEET, STEP_STREAM, Method
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
-from pdserve.common.request.request_bytes import encode_request
 from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.request.wire.request_bytes import encode_request
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge

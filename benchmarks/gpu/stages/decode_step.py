@@ -16,7 +16,7 @@ from gpu.bench import NOT_MEASURED, Bench, folder_of
 from gpu.engine import LLAMA_8B, TINY, Engine, load_shape, write_shape
 from pdserve.common.settings.worker_settings import GPU_STEP_TOKENS
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 
 CONTEXT = 1024

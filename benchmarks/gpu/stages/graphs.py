@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpu.bench import Bench, Skipped, folder_of
 from gpu.engine import TINY, Engine, has_graphs, load_shape, write_shape
-from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.runner.loading.loaded_model import LoadedModel
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,

@@ -17,11 +17,11 @@ from torch import Tensor
 from gpu.attention_inputs import Shape, random_cache
 from gpu.bench import Bench
 from pdserve.kernels.layer_ops import LayerOps, SampleTokens
+from pdserve.kernels.layers.rms_norm import RmsNorm
+from pdserve.kernels.layers.rotary import rotary_phases
 from pdserve.kernels.lora.lora_linear import LoraMatrices, LoraStack
 from pdserve.kernels.lora.make_lora_ops import make_lora_ops
 from pdserve.kernels.make_layer_ops import make_layer_ops
-from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.kernels.rotary import rotary_phases
 from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 
 

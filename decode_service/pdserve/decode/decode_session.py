@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 
 from pdserve.common import timeline
 from pdserve.common.errors import DeadlineExceeded, Draining, InternalError, InvalidRequest, Overloaded
-from pdserve.common.request.decode_wire import admitted_event, output_events
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest, StreamingUpdate
+from pdserve.common.request.wire.decode_wire import admitted_event, output_events
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.tasks.first_done import first_of
 from pdserve.decode.decode_moments import LOCAL_MOMENTS

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from pdserve.common import timeline
 from pdserve.common.errors import InternalError, NeedsPrefill, PdServeError
-from pdserve.common.request.decode_wire import (
+from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
+from pdserve.common.request.wire.decode_wire import (
     admitted_event,
     landed_event,
     needs_prefill_event,
@@ -16,7 +17,6 @@ from pdserve.common.request.decode_wire import (
     prefilling_locally_event,
     receiving_event,
 )
-from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve.decode.decode_moments import LOCAL_MOMENTS, REMOTE_MOMENTS
 from pdserve.engine.output_stream import engine_error
 from pdserve.kv_transfer.control.receiver_transfer import SourceRef

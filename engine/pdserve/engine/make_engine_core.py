@@ -15,8 +15,8 @@ from pdserve.engine.heartbeat import Heartbeat
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
-from pdserve.engine.runner.host_blocks import HostBlocks, make_host_caches
-from pdserve.engine.runner.make_model_runner import make_model_runner
+from pdserve.engine.runner.loading.make_model_runner import make_model_runner
+from pdserve.engine.runner.pool.host_blocks import HostBlocks, make_host_caches
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.scheduler.kv_messages import KvOutbox

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.expert_stack import ExpertStack
-from pdserve.kernels.fused_layers import FusedLayers, LayerParts
-from pdserve.kernels.linear import Linear
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.cpu.linear import Linear
+from pdserve.kernels.layers.expert_stack import ExpertStack
+from pdserve.kernels.layers.fused_layers import FusedLayers, LayerParts
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PackedRows
 
 Block = tuple[int, int]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.expert_stack import ExpertStack, grouped_products
-from pdserve.kernels.fused_layers import FusedLayers, LayerParts
+from pdserve.kernels.cpu.linear import Linear, swiglu
 from pdserve.kernels.layer_ops import Block, SampleTokens, check_digested, check_pairs
-from pdserve.kernels.linear import Linear, swiglu
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
-from pdserve.kernels.rotary import rotate_heads
+from pdserve.kernels.layers.expert_stack import ExpertStack, grouped_products
+from pdserve.kernels.layers.fused_layers import FusedLayers, LayerParts
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.layers.rotary import rotate_heads
 
 
 class TorchLayerOps:

@@ -20,7 +20,7 @@ from pdserve.llm.pooling_output import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pdserve.llm.prompts import (
+from pdserve.llm.requests.prompts import (
     ChatKwargs,
     Conversation,
     EmbedsPrompt,
@@ -29,8 +29,8 @@ from pdserve.llm.prompts import (
     TokenizationKwargs,
     TokensPrompt,
 )
-from pdserve.llm.request_output_collector import RequestOutputCollector
-from pdserve.llm.streaming_session import StreamingInput
+from pdserve.llm.requests.request_output_collector import RequestOutputCollector
+from pdserve.llm.requests.streaming_session import StreamingInput
 from pdserve.text.beam_search import BeamSearchParams
 from pdserve.text.outputs.request_output import CompletionOutput, RequestMetadata, RequestOutput
 

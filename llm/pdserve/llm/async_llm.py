@@ -19,9 +19,9 @@ from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
 from pdserve.llm.pooling_output import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
-from pdserve.llm.prompts import (
+from pdserve.llm.requests.local_request import LocalPooling, LocalRequest, ValidRequest
+from pdserve.llm.requests.prompts import (
     ChatKwargs,
     Conversation,
     PromptType,
@@ -31,10 +31,10 @@ from pdserve.llm.prompts import (
     as_prompt,
     one_of_both,
 )
-from pdserve.llm.request_factory import RequestFactory
-from pdserve.llm.request_output_collector import RequestOutputCollector
-from pdserve.llm.request_streams import RequestStreams
-from pdserve.llm.streaming_session import StreamingInput, StreamingSession, first_input
+from pdserve.llm.requests.request_factory import RequestFactory
+from pdserve.llm.requests.request_output_collector import RequestOutputCollector
+from pdserve.llm.requests.request_streams import RequestStreams
+from pdserve.llm.requests.streaming_session import StreamingInput, StreamingSession, first_input
 from pdserve.text.outputs.request_output import RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 

@@ -13,14 +13,14 @@ from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.beam_search import BeamSearchOutput, BeamSearchSequence, BeamStep
-from pdserve.llm.checked_fields import checked
 from pdserve.llm.engine_options import EngineOptions
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.local_request import ValidRequest
 from pdserve.llm.pooling_calls import PoolingCalls
 from pdserve.llm.progress import MakeBar, Progress
-from pdserve.llm.prompt_lists import many_prompts, one_for_each, validated
-from pdserve.llm.prompts import (
+from pdserve.llm.requests.checked_fields import checked
+from pdserve.llm.requests.local_request import ValidRequest
+from pdserve.llm.requests.prompt_lists import many_prompts, one_for_each, validated
+from pdserve.llm.requests.prompts import (
     ChatKwargs,
     Conversation,
     PromptType,

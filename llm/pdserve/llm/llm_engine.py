@@ -16,10 +16,10 @@ from pdserve.engine.output_stream import engine_error
 from pdserve.engine.stats.stat_logger import StatLoggerFactory
 from pdserve.llm.engine_options import EngineArgs, EngineOptions
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import LocalPooling, LocalRequest
 from pdserve.llm.pooling_output import PoolingOutput, PoolingRequestOutput
-from pdserve.llm.prompts import PromptType, TokenizationKwargs, as_prompt, one_of_both
-from pdserve.llm.request_factory import RequestFactory
+from pdserve.llm.requests.local_request import LocalPooling, LocalRequest
+from pdserve.llm.requests.prompts import PromptType, TokenizationKwargs, as_prompt, one_of_both
+from pdserve.llm.requests.request_factory import RequestFactory
 from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput
 from pdserve.text.tokenization.tokenizer import Tokenizer
 

@@ -10,12 +10,12 @@ from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.client.loaded_engine import LoadedEngine, local_hasher
 from pdserve.engine.client.process_client import ProcessClient
-from pdserve.engine.runner.loaded_model import model_folder
+from pdserve.engine.runner.loading.loaded_model import model_folder
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.stats.stat_logger import StatLoggerFactory, load_stat_loggers
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.llm.engine_options import EngineOptions, max_logprobs, worker_settings
-from pdserve.llm.logits_callables import CallerLogitsProcessors
+from pdserve.llm.requests.logits_callables import CallerLogitsProcessors
 from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer

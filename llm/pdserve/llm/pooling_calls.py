@@ -12,7 +12,6 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.pooling_params import PoolingParams, PoolingTask
 from pdserve.llm.llm_engine import LLMEngine
-from pdserve.llm.local_request import LocalPooling, ValidRequest
 from pdserve.llm.pooling_output import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -22,9 +21,10 @@ from pdserve.llm.pooling_output import (
     ScoringRequestOutput,
 )
 from pdserve.llm.progress import MakeBar, Progress
-from pdserve.llm.prompt_lists import many_prompts, one_for_each, validated
-from pdserve.llm.prompts import PromptType, PromptWithSalt, TokenizationKwargs, as_prompt
-from pdserve.llm.request_factory import RequestFactory
+from pdserve.llm.requests.local_request import LocalPooling, ValidRequest
+from pdserve.llm.requests.prompt_lists import many_prompts, one_for_each, validated
+from pdserve.llm.requests.prompts import PromptType, PromptWithSalt, TokenizationKwargs, as_prompt
+from pdserve.llm.requests.request_factory import RequestFactory
 from pdserve.text.prompt import PairInput
 from pdserve.text.scored_pairs import cosine_similarity, paired
 

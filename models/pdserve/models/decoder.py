@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.fused_layers import FusedLayers
+from pdserve.kernels.cpu.linear import OutputHead
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import OutputHead
-from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.kernels.rotary import mrope_phases, rotary_phases
+from pdserve.kernels.layers.fused_layers import FusedLayers
+from pdserve.kernels.layers.rms_norm import RmsNorm
+from pdserve.kernels.layers.rotary import mrope_phases, rotary_phases
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.dtypes import TORCH_DTYPES

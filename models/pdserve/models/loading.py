@@ -11,8 +11,8 @@ import torch
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.image_processor_config import ImageProcessorConfig
-from pdserve.kernels.linear import make_output_head
-from pdserve.kernels.parallel_linear import ParallelLMHead, VocabParallelEmbedding
+from pdserve.kernels.cpu.linear import make_output_head
+from pdserve.kernels.layers.parallel_linear import ParallelLMHead, VocabParallelEmbedding
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder, embedding_table, scaled_embedding
 from pdserve.models.dtypes import TORCH_DTYPES

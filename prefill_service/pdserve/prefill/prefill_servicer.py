@@ -26,7 +26,7 @@ from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreRequest
-from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.request.wire.messages import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.source_transfers import TRANSFER_ID_BYTES

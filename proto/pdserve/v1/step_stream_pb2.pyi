@@ -71,7 +71,7 @@ class Submission(google.protobuf.message.Message):
     key: builtins.int
     """from 1, chosen by the router; rises in a stream"""
     request: builtins.bytes
-    """msgpack: common/request/request_bytes.py; one that cannot be decoded ends this call only"""
+    """msgpack: common/request/wire/request_bytes.py; one that cannot be decoded ends this call only"""
     attempt: builtins.int
     """number of the placement, from 0; engines name sequences `request_id.attempt.index`"""
     @property

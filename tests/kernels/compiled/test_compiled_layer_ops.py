@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.expert_stack import ExpertStack
-from pdserve.kernels.gated_activations import GatedActivation
+from pdserve.kernels.layers.expert_stack import ExpertStack
+from pdserve.kernels.layers.gated_activations import GatedActivation
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.lora.lora_linear import LoraStack
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PARAMETERS, PackedRows, SamplingStages
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests

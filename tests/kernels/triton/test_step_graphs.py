@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from triton.runtime.jit import JITFunction
 
-from pdserve.engine.runner.device_runtime import ProcessorRuntime
-from pdserve.engine.runner.step_graphs import graph_shapes
-from pdserve.engine.runner.step_inputs import StepShape
+from pdserve.engine.runner.device.device_runtime import ProcessorRuntime
+from pdserve.engine.runner.device.step_graphs import graph_shapes
+from pdserve.engine.runner.inputs.step_inputs import StepShape
 from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
 from tests.support.lora_adapters import make_adapter
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.linear import PlainLinear
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.cpu.linear import PlainLinear
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.triton.launch_configs import TABLE, architecture, launch_configs
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from tests.kernels.layer_ops_contract import EPS, LayerOpsContract, Slots, close

@@ -15,7 +15,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.engine.client.engine_process import run_engine_process
-from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 

@@ -14,7 +14,7 @@ from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.client.loaded_engine import LoadedEngine
 from pdserve.engine.client.process_client import ProcessClient
 from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
-from pdserve.engine.runner.loaded_model import LoadProgress, load_model
+from pdserve.engine.runner.loading.loaded_model import LoadProgress, load_model
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 

@@ -12,7 +12,7 @@ from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import hashed_spans, images_extras
-from pdserve.common.request.request_bytes import decode_request
+from pdserve.common.request.wire.request_bytes import decode_request
 
 
 def sequence_stem(request_id: str, attempt: int) -> str:

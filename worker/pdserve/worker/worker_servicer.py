@@ -14,7 +14,7 @@ from pdserve.common.kv_events import KvCacheEvents
 from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.request.wire.messages import layout_to_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchAnswer
 from pdserve.common.tasks.first_done import first_done

@@ -12,7 +12,7 @@ from pdserve.cli.not_reached import NotReached
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.net.rpc import failed_to_shake_hands, from_rpc_error
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.wire import finish_reason_from_wire, moments_from_wire
+from pdserve.common.request.wire.messages import finish_reason_from_wire, moments_from_wire
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.timeline import Timeline
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.doctor.finding import Finding, failed, ok
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.cuda_devices import CudaView, rank_devices
+from pdserve.engine.runner.device.cuda_devices import CudaView, rank_devices
 
 LOOK_S = 50.0
 _NEEDED = "install a torch with CUDA and the driver it needs (`nvidia-smi` shows it), or set device=cpu"
@@ -20,7 +20,7 @@ class NoView(Exception):
 def look_at_gpus(settings: WorkerSettings) -> CudaView:
     """Ask torch in a child process: a driver may hang, and a CUDA context would take memory of this process. Raises: NoView."""
     try:
-        with child("pdserve.engine.runner.cuda_devices", *rank_devices(settings), timeout_s=LOOK_S) as probe:
+        with child("pdserve.engine.runner.device.cuda_devices", *rank_devices(settings), timeout_s=LOOK_S) as probe:
             return probe.answer(CudaView)
     except ChildBroke as error:
         raise NoView(f"torch cannot be examined: {error}") from error

@@ -9,8 +9,8 @@ from pdserve.cli.doctor.finding import Finding, failed, ok, warning
 from pdserve.cli.doctor.gpu_check import NoView, look_at_gpus
 from pdserve.common.errors import PdServeError
 from pdserve.common.settings.worker_settings import WorkerSettings
-from pdserve.engine.runner.cuda_devices import Gpu, gpu_index, rank_devices
-from pdserve.kernels.free_memory import free_memory
+from pdserve.engine.runner.device.cuda_devices import Gpu, gpu_index, rank_devices
+from pdserve.kernels.cpu.free_memory import free_memory
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9

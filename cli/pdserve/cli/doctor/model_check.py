@@ -55,7 +55,7 @@ def _text_side(tokenizer: Tokenizer) -> Iterator[Finding]:
 
 def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     # torch takes seconds to import, and the check for a router does not need it
-    from pdserve.engine.runner.loaded_model import verify_model
+    from pdserve.engine.runner.loading.loaded_model import verify_model
     from pdserve.engine.runner.pool.memory_needs import weight_bytes
 
     try:

@@ -14,7 +14,7 @@ def check_native(settings: WorkerSettings) -> Iterator[Finding]:
     """Load the library and make a product, as a worker does."""
     yield from _library(settings)
     if settings.device == "cpu":
-        from pdserve.kernels.linear import products_by
+        from pdserve.kernels.cpu.linear import products_by
         from pdserve.models.dtypes import TORCH_DTYPES
 
         # `auto` is the checkpoint's, which nearly always is bfloat16

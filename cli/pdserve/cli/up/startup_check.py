@@ -9,7 +9,7 @@ import msgspec
 from pdserve.cli.doctor.child_process import ChildBroke, child
 from pdserve.cli.up.cluster_plan import ClusterPlan
 from pdserve.common.errors import ConfigError
-from pdserve.engine.runner.startup_check import StartupAnswer, StartupQuestion
+from pdserve.engine.runner.loading.startup_check import StartupAnswer, StartupQuestion
 from pdserve.models.model_folder import BUNDLED
 
 CHECK_S = 60.0
@@ -31,7 +31,7 @@ def check_workers(plan: ClusterPlan, folder: Path) -> None:
         return
     settings = {role: msgspec.Raw(msgspec.json.encode(worker.settings)) for role, worker in asked.items()}
     try:
-        with child("pdserve.engine.runner.startup_check", timeout_s=CHECK_S) as check:
+        with child("pdserve.engine.runner.loading.startup_check", timeout_s=CHECK_S) as check:
             check.send(StartupQuestion(str(folder), settings))
             problems = check.answer(StartupAnswer).problems
     except (ChildBroke, TimeoutError):

@@ -48,7 +48,7 @@ from pdserve.engine.client.messages import (
 from pdserve.engine.client.process_client import STACKS_SIGNAL
 from pdserve.engine.engine_thread import ENGINE_FAILED, in_event_loop
 from pdserve.engine.request_messages import decode_request, encode, output_messages
-from pdserve.engine.runner.loaded_model import LoadedModel, LoadProgress, load_model
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, LoadProgress, load_model
 from pdserve.engine.scheduler_output import RequestFailure
 
 log = logging.getLogger(__name__)

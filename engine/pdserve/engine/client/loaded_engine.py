@@ -14,7 +14,7 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.make_engine_core import make_engine_core
-from pdserve.engine.runner.loaded_model import LoadedModel, load_model
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_model
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.scheduler.kv_messages import KvOutbox
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.common.device_event import DeviceEvent
-from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 

@@ -15,8 +15,8 @@ from pdserve.engine.ranks.rank_messages import (
     ToRank,
     WarmUp,
 )
-from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.model_runner import ModelRunner, PendingOutput
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler_output import GrammarOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
 

@@ -25,10 +25,10 @@ from pdserve.common.processes.child_life import end_after, end_with_parent, leav
 from pdserve.engine.executor.rank_loop import RankLoop
 from pdserve.engine.ranks.process_rank_group import ProcessRankGroup
 from pdserve.engine.ranks.rank_messages import RankFailed, StartRank, ToRank, decode_to_rank, encode
-from pdserve.engine.runner.cuda_devices import rank_devices
-from pdserve.engine.runner.host_blocks import HostBlocks
-from pdserve.engine.runner.loaded_model import LoadedModel, load_rank
-from pdserve.engine.runner.make_model_runner import make_model_runner
+from pdserve.engine.runner.device.cuda_devices import rank_devices
+from pdserve.engine.runner.loading.loaded_model import LoadedModel, load_rank
+from pdserve.engine.runner.loading.make_model_runner import make_model_runner
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler_output import RequestFailure
 
 log = logging.getLogger(__name__)

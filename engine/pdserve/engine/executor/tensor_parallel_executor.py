@@ -25,8 +25,8 @@ from pdserve.engine.ranks.rank_messages import (
     WarmUp,
     without_sampling,
 )
-from pdserve.engine.runner.host_blocks import HostBlocks
 from pdserve.engine.runner.model_runner import ModelRunner
+from pdserve.engine.runner.pool.host_blocks import HostBlocks
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from pdserve.kernels.rank_group import RankGroup
 

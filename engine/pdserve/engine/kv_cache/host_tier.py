@@ -16,7 +16,7 @@ class TierCorrupt(RuntimeError):
 
 
 class HostTier:
-    """Hash -> slot of a block in host memory; the bytes are the executor's (`engine/runner/host_blocks.py`)."""
+    """Hash -> slot of a block in host memory; the bytes are the executor's (`engine/runner/pool/host_blocks.py`)."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

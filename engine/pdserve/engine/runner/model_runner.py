@@ -18,17 +18,17 @@ from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.lora.lora_runner import LoraRunner
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.device_runtime import DeviceRuntime, make_runtime
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, make_runtime
+from pdserve.engine.runner.device.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
+from pdserve.engine.runner.device.step_graphs import StepGraphs, can_capture
+from pdserve.engine.runner.device.step_times import LayerTimes, StepTimes
 from pdserve.engine.runner.drafts.drafted_runs import read_runs, without_late_masks
 from pdserve.engine.runner.drafts.drafting import Drafting
 from pdserve.engine.runner.encoders.encoder_runner import EncoderRunner
-from pdserve.engine.runner.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
-from pdserve.engine.runner.input_batch import InputBatch
-from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
-from pdserve.engine.runner.staging_buffer import PendingArrays, ReadbackBuffer, StagingBuffer
-from pdserve.engine.runner.step_graphs import StepGraphs, can_capture
-from pdserve.engine.runner.step_inputs import StepInputBuilder, attention_plans
-from pdserve.engine.runner.step_times import LayerTimes, StepTimes
+from pdserve.engine.runner.inputs.input_batch import InputBatch
+from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
+from pdserve.engine.runner.inputs.step_inputs import StepInputBuilder, attention_plans
+from pdserve.engine.runner.results.finite_values import are_finite, finite_rows, is_finite_vector, not_finite
 from pdserve.engine.sampling.grammar_mask import GrammarMask
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.placed_arrays import PlacedArrays

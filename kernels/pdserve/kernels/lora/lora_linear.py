@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.cpu.linear import Linear
 
 NO_ADAPTER = -1
 """Slot of a row without an adapter."""

@@ -2,5 +2,5 @@
 where a compiler is.
 
 Nothing here is needed: without the compiled library, `pdserve.kernels.attention.torch_attention`,
-`pdserve.kernels.lora.torch_lora`, `pdserve.kernels.int8_linear` and `pdserve.kernels.experts` compute the same.
+`pdserve.kernels.lora.torch_lora`, `pdserve.kernels.cpu.int8_linear` and `pdserve.kernels.layers.experts` compute the same.
 """

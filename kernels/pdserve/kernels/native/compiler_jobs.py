@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pdserve.kernels.free_memory import free_memory
+from pdserve.kernels.cpu.free_memory import free_memory
 
 BYTES_PER_JOB = 600 << 20
 """Memory of the compiler of the largest source, and of its optimizer."""

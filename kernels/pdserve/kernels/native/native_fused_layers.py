@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
-from pdserve.kernels.fused_layers import LayerParts
-from pdserve.kernels.linear import BlockedLinear, Linear, PackedLinear
+from pdserve.kernels.cpu.linear import BlockedLinear, Linear, PackedLinear
+from pdserve.kernels.layers.fused_layers import LayerParts
 from pdserve.kernels.native.native_attention import CHANGED, NativeAttentionPlan
 from pdserve.kernels.native.native_bfloat import CHANNELS, NativeBfloatRows
 from pdserve.kernels.native.native_library import (

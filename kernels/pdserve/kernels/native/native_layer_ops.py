@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.fused_layers import FusedLayers, LayerParts
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.cpu.linear import Linear
+from pdserve.kernels.layers.fused_layers import FusedLayers, LayerParts
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.native.native_fused_layers import NativeFusedLayers, can_fuse
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, LayerCall, NativeLibrary
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 
 _NORM, _GATE, _ROTATE = range(3)

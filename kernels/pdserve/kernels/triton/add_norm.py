@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.triton.launch_configs import LaunchConfigs
 
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.expert_stack import ExpertStack, by_expert
-from pdserve.kernels.gated_activations import GatedActivation
+from pdserve.kernels.layers.expert_stack import ExpertStack, by_expert
+from pdserve.kernels.layers.gated_activations import GatedActivation
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 
 FEWEST_ROWS = 16

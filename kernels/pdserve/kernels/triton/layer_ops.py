@@ -9,12 +9,12 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.expert_stack import ExpertStack, grouped_products
-from pdserve.kernels.fused_layers import FusedLayers, LayerParts
-from pdserve.kernels.gated_activations import GatedActivation
+from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layer_ops import Block
-from pdserve.kernels.linear import Linear
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.layers.expert_stack import ExpertStack, grouped_products
+from pdserve.kernels.layers.fused_layers import FusedLayers, LayerParts
+from pdserve.kernels.layers.gated_activations import GatedActivation
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 from pdserve.kernels.sampled_rows import PackedRows
 from pdserve.kernels.triton.add_norm import add_norm
 from pdserve.kernels.triton.block_digests import block_digests, secret_words

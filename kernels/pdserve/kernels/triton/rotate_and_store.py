@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.rms_norm import HeadNorm
+from pdserve.kernels.layers.rms_norm import HeadNorm
 from pdserve.kernels.triton.launch_configs import LaunchConfigs
 
 

@@ -30,7 +30,7 @@ from pdserve.common.net.rpc import from_rpc_error, hides_status
 from pdserve.common.net.service_channel import ATTACH, ServiceChannel, readable
 from pdserve.common.rate_limited_log import RateLimitedLog
 from pdserve.common.request.sampling_params import MOST_SEQUENCES
-from pdserve.common.request.wire import layout_to_wire
+from pdserve.common.request.wire.messages import layout_to_wire
 from pdserve.kv_transfer.control.attach_servicer import (
     MAX_CAUSE_CHARS,
     TICK_STALLED_S,

@@ -15,7 +15,7 @@ from pdserve.common.errors import InvalidRequest, LayoutMismatch, PdServeError, 
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.method_handler import Context
 from pdserve.common.rate_limited_log import RateLimitedLog
-from pdserve.common.request.wire import layout_from_wire
+from pdserve.common.request.wire.messages import layout_from_wire
 from pdserve.common.security.role_guard import CallerRoles
 from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.connector import BlockConnector

@@ -12,8 +12,8 @@ import torch
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.common.kv_layout import SCALE_BYTES, KvLayout
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.rms_norm import RmsNorm
-from pdserve.kernels.rotary import HeadOrder
+from pdserve.kernels.layers.rms_norm import RmsNorm
+from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters

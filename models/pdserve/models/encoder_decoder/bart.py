@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.layer_norm import LayerNorm
-from pdserve.kernels.linear import Linear, make_output_head
+from pdserve.kernels.cpu.linear import Linear, make_output_head
+from pdserve.kernels.layers.layer_norm import LayerNorm
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer

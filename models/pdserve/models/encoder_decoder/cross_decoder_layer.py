@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.cpu.linear import Linear
 from pdserve.models.encoder_decoder.residual_norm import ResidualNorm
 from pdserve.models.encoder_decoder_step import DecoderTokens, EncoderTokens
 

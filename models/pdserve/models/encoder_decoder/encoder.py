@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.cpu.linear import Linear
 from pdserve.models.encoder_decoder.residual_norm import Norm, ResidualNorm
 from pdserve.models.encoder_decoder_step import EncoderTokens
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.linear import OutputHead
+from pdserve.kernels.cpu.linear import OutputHead
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer
 from pdserve.models.encoder_decoder.encoder import Encoder

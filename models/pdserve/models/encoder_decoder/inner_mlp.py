@@ -9,7 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.cpu.linear import Linear
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

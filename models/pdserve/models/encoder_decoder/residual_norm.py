@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.layer_norm import LayerNorm
-from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.kernels.layers.layer_norm import LayerNorm
+from pdserve.kernels.layers.rms_norm import RmsNorm
 
 Norm = LayerNorm | RmsNorm
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.linear import make_output_head
+from pdserve.kernels.cpu.linear import make_output_head
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.cross_decoder_layer import CrossDecoderLayer

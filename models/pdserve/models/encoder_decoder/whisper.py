@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.common.audio_processor_config import FILE
 from pdserve.common.errors import UnsupportedModel
-from pdserve.kernels.linear import Linear, make_linear, make_output_head
+from pdserve.kernels.cpu.linear import Linear, make_linear, make_output_head
 from pdserve.models.config.family_fields import words
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.encoder_decoder.audio_features import AudioFeatures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.kernels.gated_activations import ClampedSwiglu
+from pdserve.kernels.layers.gated_activations import ClampedSwiglu
 from pdserve.models.config.expert_counts import EXPERT_FIELDS, read_experts
 from pdserve.models.config.family_fields import words
 from pdserve.models.config.model_config import ModelConfig, ModelFamily

@@ -8,9 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
-from pdserve.kernels.fused_layers import LayerParts
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.kernels.layers.fused_layers import LayerParts
+from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.gated_activations import Gate, geglu_tanh
+from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import Linear
-from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.kernels.layers.gated_activations import Gate, geglu_tanh
+from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
 GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tanh}

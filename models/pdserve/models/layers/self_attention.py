@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.int8_linear import Int8Matrix, Matrix
+from pdserve.kernels.cpu.int8_linear import Int8Matrix, Matrix
+from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import Linear, make_linear
-from pdserve.kernels.rms_norm import HeadNorm, ProjectionNorm
-from pdserve.kernels.rotary import HeadOrder
+from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm
+from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.experts import Experts, make_experts, route_top_k
+from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import Linear, make_linear
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.experts import Experts, make_experts, route_top_k
+from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.rank_group import RankGroup
-from pdserve.kernels.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.experts import make_experts
-from pdserve.kernels.gated_activations import ClampedSwiglu
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.cpu.linear import make_linear
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.experts import make_experts
+from pdserve.kernels.layers.gated_activations import ClampedSwiglu
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.mxfp4 import BLOCK_SIZE, unpacked
 from pdserve.models.weights.rank_shard import Part

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.linear import Linear
+from pdserve.kernels.cpu.linear import Linear
+from pdserve.kernels.layers.parallel_linear import RowParallelLinear
+from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.kernels.lora.lora_linear import LoraLinear, LoraMatrices, LoraOps, LoraStack
 from pdserve.kernels.lora.make_lora_ops import make_lora_ops
 from pdserve.kernels.make_layer_ops import LayerOpsError
-from pdserve.kernels.parallel_linear import RowParallelLinear
-from pdserve.kernels.rotary import HeadOrder
 from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES

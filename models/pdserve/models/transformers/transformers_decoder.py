@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.linear import make_output_head
+from pdserve.kernels.cpu.linear import make_output_head
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.model_inputs import ModelInputs

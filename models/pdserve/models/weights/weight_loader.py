@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.kernels.int8_linear import Int8Matrix, Matrix, stack_rows
-from pdserve.kernels.linear import Linear, make_linear
-from pdserve.kernels.parallel_linear import RowParallelLinear
-from pdserve.kernels.rms_norm import RmsNorm
+from pdserve.kernels.cpu.int8_linear import Int8Matrix, Matrix, stack_rows
+from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.layers.parallel_linear import RowParallelLinear
+from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.weights.checkpoint import FLOATS, WeightSource
 from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 from pdserve.models.weights.stored_quantization import StoredQuantization

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from pdserve.common.errors import PeerError
 from pdserve.common.request.engine_types import FinishReason, LogprobsLists
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire import finish_reason_from_wire, logprobs_from_wire, moments_from_wire
+from pdserve.common.request.wire.messages import finish_reason_from_wire, logprobs_from_wire, moments_from_wire
 from pdserve.common.security.peer_message import parsed
 from pdserve.router.attempts.worker_errors import believed
 from pdserve.router.workers.call_failure import CallFailed

@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.common.errors import PeerError
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.wire import moments_from_wire
+from pdserve.common.request.wire.messages import moments_from_wire
 from pdserve.router.attempts.call_events import CallReader, Moments, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import WorkerCall

@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.multimodal import without_pixels
-from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.request.wire.request_bytes import encode_request
 
 
 class OutgoingRequest:

@@ -28,7 +28,7 @@ from pdserve.common.errors import (
     WorkerLost,
 )
 from pdserve.common.request.generation_request import GenerationRequest
-from pdserve.common.request.request_bytes import encode_request
+from pdserve.common.request.wire.request_bytes import encode_request
 from pdserve.router.workers.call_failure import CallFailed
 
 MAX_TEXT_CHARS = 2000

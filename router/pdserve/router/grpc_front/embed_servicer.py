@@ -13,9 +13,9 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.method_handler import Context
 from pdserve.common.net.rpc import metadata_of
 from pdserve.common.request.generation_request import verify_client_request_id
-from pdserve.common.request.params_wire import pooling_from_wire
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.trace_headers import valid_trace_headers
+from pdserve.common.request.wire.params_wire import pooling_from_wire
 from pdserve.common.timeline import Timeline
 from pdserve.router.grpc_front.whole_answer import room_for, write_whole
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS

@@ -20,8 +20,8 @@ from pdserve.common.method_handler import Context
 from pdserve.common.net.health_probe import LIVE_SERVICE, READY_SERVICES
 from pdserve.common.net.public_server import make_public_server
 from pdserve.common.net.rpc import abort_with, metadata_values
-from pdserve.common.request.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.request.sampling_params import RequestOutputKind
+from pdserve.common.request.wire.params_wire import sampling_from_wire, verify_entries
 from pdserve.common.tasks.first_done import first_of
 from pdserve.router.grpc_front.audio_prompt import AUDIO_FIELD, audio_prompt
 from pdserve.router.grpc_front.embed_servicer import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
 from pdserve.common.request.engine_types import FinishReason
-from pdserve.common.request.wire import finish_reason_to_wire
+from pdserve.common.request.wire.messages import finish_reason_to_wire
 from pdserve.router.grpc_front.embed_servicer import moment_messages, usage_message
 from pdserve.router.requests.answer_reader import AnswerReader
 from pdserve.router.requests.generation import Generation

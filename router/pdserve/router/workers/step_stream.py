@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError, PeerError, WorkerLost
 from pdserve.common.net.service_channel import STEP_STREAM, ServiceChannel, warn_of
-from pdserve.common.request.step_wire import (
+from pdserve.common.request.wire.step_wire import (
     MAX_COMMANDS,
     MAX_SUBMISSIONS,
     Columns,

@@ -15,7 +15,7 @@ from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.net.service_channel import MEET, ServiceChannel, decoder, readable
 from pdserve.common.request.generation_request import LORA_FINGERPRINT
 from pdserve.common.request.known_adapters import MAX_ADAPTERS, KnownAdapters, read_known_adapters
-from pdserve.common.request.wire import layout_from_wire
+from pdserve.common.request.wire.messages import layout_from_wire
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole

@@ -14,7 +14,7 @@ import msgspec
 from pdserve.common.kv_events import WorkerKey
 from pdserve.common.net.service_channel import ServiceChannel
 from pdserve.common.request.known_adapters import NO_ADAPTERS, KnownAdapters
-from pdserve.common.request.step_wire import max_bulk_bytes
+from pdserve.common.request.wire.step_wire import max_bulk_bytes
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.router.workers.step_stream import StepStream
 

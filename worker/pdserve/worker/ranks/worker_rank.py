@@ -17,7 +17,7 @@ from pdserve.common.processes.shared_interpreter import share_interpreter
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.engine.executor.rank_process import main
 from pdserve.engine.ranks.rank_messages import StartRank
-from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.kv_transfer.make_connectors import make_connectors, serve_pool
 from pdserve.worker.ranks.rank_server import RankServer
 

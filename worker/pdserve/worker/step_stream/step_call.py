@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from pdserve.common.errors import InternalError, PdServeError
-from pdserve.common.request.step_wire import StepEvent, StepTokens, end_event
+from pdserve.common.request.wire.step_wire import StepEvent, StepTokens, end_event
 from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, StepOutbox
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.common.errors import PdServeError, PeerError
-from pdserve.common.request.step_wire import MAX_EVENTS, StepEvent, StepTokens, merged
+from pdserve.common.request.wire.step_wire import MAX_EVENTS, StepEvent, StepTokens, merged
 
 MAX_UNSENT_BYTES = 64 << 20
 """Bytes that a router may leave unread before its stream ends; its calls are then made elsewhere. Large events that wait for `room`

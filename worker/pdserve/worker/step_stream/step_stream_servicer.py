@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 from pdserve.common.errors import InternalError, InvalidRequest, PdServeError
 from pdserve.common.method_handler import Context
-from pdserve.common.request.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, step_outputs
+from pdserve.common.request.wire.step_wire import MAX_COMMANDS, MAX_SUBMISSIONS, step_outputs
 from pdserve.v1 import step_stream_pb2, step_stream_pb2_grpc
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.step_stream.step_outbox import StepOutbox

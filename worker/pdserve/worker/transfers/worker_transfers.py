@@ -20,7 +20,7 @@ from pdserve.common.security.tls import TlsIdentity
 from pdserve.common.settings.worker_settings import PrefillSettings, WorkerSettings
 from pdserve.common.tasks.background_task import background_task
 from pdserve.engine.client.engine_side import EngineSide
-from pdserve.engine.runner.loaded_model import LoadedModel
+from pdserve.engine.runner.loading.loaded_model import LoadedModel
 from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.scheduler_output import RequestFailure
 from pdserve.kv_transfer.connector_set import ConnectorSet

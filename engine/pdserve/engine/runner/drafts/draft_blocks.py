@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pdserve.engine.arrays import IntArray
-from pdserve.engine.runner.block_table import BlockTable
+from pdserve.engine.runner.inputs.block_table import BlockTable
 
 
 class DraftBlocks:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.common.request.engine_types import LogprobsLists
-from pdserve.engine.runner.finite_values import not_finite
-from pdserve.engine.runner.input_batch import InputBatch
-from pdserve.engine.runner.sampled_inputs import SampledPlan
+from pdserve.engine.runner.inputs.input_batch import InputBatch
+from pdserve.engine.runner.inputs.sampled_inputs import SampledPlan
+from pdserve.engine.runner.results.finite_values import not_finite
 from pdserve.engine.sampling.sampler import SamplerOutput
 from pdserve.engine.scheduler_output import NO_TOKEN, GrammarOutput, ModelRunnerOutput, RequestFailure
 from pdserve.engine.speculation.confirmed_runs import NO_DRAFT, confirmed_lengths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.scheduler_output import ModelRunnerOutput
 from pdserve.engine.speculation.drafter import Drafter, DraftRows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.drafts.draft_blocks import DraftBlocks
-from pdserve.engine.runner.step_inputs import attention_plans
+from pdserve.engine.runner.inputs.step_inputs import attention_plans
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.speculation.drafter import DraftRows

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.runner.block_table import BlockTable
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.runner.inputs.block_table import BlockTable
+from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.make_attention import make_attention, make_cross_attention
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig

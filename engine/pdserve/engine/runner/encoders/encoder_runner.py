@@ -15,7 +15,7 @@ from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.runner.decoder_model import DecoderModel
 from pdserve.engine.runner.encoders.encoder_decoder_inputs import EncoderDecoderInputs
-from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.models.model_inputs import ModelInputs
 

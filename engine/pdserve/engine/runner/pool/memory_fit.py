@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.free_memory import free_memory, memory_limit
+from pdserve.kernels.cpu.free_memory import free_memory, memory_limit
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.request.sampling_params import MAX_LOGPROBS
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.step_graphs import graph_shapes
+from pdserve.engine.runner.device.step_graphs import graph_shapes
 from pdserve.engine.sampling.logprobs import LogprobsRows
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear import Linear, OutputHead
+from pdserve.kernels.cpu.linear import Linear, OutputHead
 from pdserve.kernels.rank_group import RankGroup
 
 

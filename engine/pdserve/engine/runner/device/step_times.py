@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pdserve.common.request.engine_types import ModelRunnerStats
-from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, StepEvent
 
 
 class LayerTimes:

@@ -22,10 +22,10 @@ from torch import Tensor
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.lora.lora_runner import LoraRunner
-from pdserve.engine.runner.block_table import NO_SLOT
 from pdserve.engine.runner.decoder_model import DecoderModel
-from pdserve.engine.runner.device_runtime import DeviceRuntime
-from pdserve.engine.runner.step_inputs import StepInputs, StepShape, attention_plans
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime
+from pdserve.engine.runner.inputs.block_table import NO_SLOT
+from pdserve.engine.runner.inputs.step_inputs import StepInputs, StepShape, attention_plans
 from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec

@@ -1,6 +1,6 @@
 """The devices of a worker's ranks, and whether they are here.
 
-`python -m pdserve.engine.runner.cuda_devices DEVICE ...` prints the GPUs that torch finds, a `CudaView` as one JSON line.
+`python -m pdserve.engine.runner.device.cuda_devices DEVICE ...` prints the GPUs that torch finds, a `CudaView` as one JSON line.
 A process of its own: a driver may hang, and the first look makes a CUDA context of hundreds of MiB.
 """
 

@@ -12,8 +12,8 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics
-from pdserve.llm.logits_callables import LogitsCallable
 from pdserve.llm.pooling_output import PoolingOutput, PoolingRequestOutput
+from pdserve.llm.requests.logits_callables import LogitsCallable
 from pdserve.text.best_of import best
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.outputs.request_output import CompletionOutput, RequestOutput

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.gated_activations import Gate
-from pdserve.kernels.int8_linear import tensors
+from pdserve.kernels.cpu.int8_linear import tensors
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.gated_activations import Gate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m pdserve.engine.runner.startup_check`: reads a `StartupQuestion` from standard input, prints a `StartupAnswer`.
+"""`python -m pdserve.engine.runner.loading.startup_check`: reads a `StartupQuestion` from standard input, prints a `StartupAnswer`.
 
 A process of its own: torch takes seconds to import, and a driver may hang.
 """
@@ -36,7 +36,7 @@ class StartupAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def startup_answer(question: StartupQuestion) -> StartupAnswer:
     """Check each role's device and model, without reading weights."""
     # may print, so it is imported after standard output was redirected
-    from pdserve.engine.runner.loaded_model import verify_worker
+    from pdserve.engine.runner.loading.loaded_model import verify_worker
 
     problems: dict[str, str] = {}
     for role, settings in question.workers.items():

@@ -21,12 +21,12 @@ from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.engine.lora.lora_runner import LoraRunner, ModelLoraRunner
 from pdserve.engine.ranks.rank_processes import RankProcesses
-from pdserve.engine.runner.cuda_devices import rank_devices, verify_device
+from pdserve.engine.runner.device.cuda_devices import rank_devices, verify_device
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
 from pdserve.engine.runner.drafts.model_drafter import DraftModel
 from pdserve.engine.runner.encoders.encoder_decoder_settings import encoder_decoder_prompts, verify_encoder_decoder
 from pdserve.engine.runner.encoders.image_encoder import encoder_bytes, image_encoder
-from pdserve.engine.runner.host_blocks import make_host_caches
+from pdserve.engine.runner.pool.host_blocks import make_host_caches
 from pdserve.engine.runner.pool.memory_fit import allocating
 from pdserve.engine.runner.pool.memory_needs import adapter_bytes
 from pdserve.engine.runner.pool.pool_budget import CudaMemory, DeviceMemory, LargestSteps, PoolBudget
@@ -35,7 +35,7 @@ from pdserve.engine.sampling.token_texts import TokenTexts
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
-from pdserve.kernels.huge_pages import request_huge_pages
+from pdserve.kernels.cpu.huge_pages import request_huge_pages
 from pdserve.kernels.make_layer_ops import LayerOpsError, make_layer_ops
 from pdserve.kernels.rank_group import RankGroup
 from pdserve.models.config.model_config import ModelConfig

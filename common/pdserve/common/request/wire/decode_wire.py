@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pdserve.common.request.engine_types import EngineCoreOutput
-from pdserve.common.request.wire import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
+from pdserve.common.request.wire.messages import moments_to_wire, outputs_to_wire, prompt_logprobs_to_wire
 from pdserve.v1 import decode_pb2, prefill_pb2
 
 

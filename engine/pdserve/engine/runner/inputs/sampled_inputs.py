@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
-from pdserve.engine.runner.input_batch import InputBatch
+from pdserve.engine.runner.inputs.input_batch import InputBatch
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.sampler import SamplingMetadata
 from pdserve.engine.speculation.confirmed_runs import NO_DRAFT

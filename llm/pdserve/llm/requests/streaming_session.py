@@ -19,9 +19,9 @@ from pdserve.common.request.engine_types import EngineCoreOutput, StreamingUpdat
 from pdserve.common.request.sampling_params import RequestOutputKind, SamplingParams
 from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.output_stream import OutputStream, failed_output
-from pdserve.llm.local_request import LocalRequest, ValidRequest
-from pdserve.llm.prompts import PromptType
-from pdserve.llm.request_factory import RequestFactory
+from pdserve.llm.requests.local_request import LocalRequest, ValidRequest
+from pdserve.llm.requests.prompts import PromptType
+from pdserve.llm.requests.request_factory import RequestFactory
 from pdserve.text.outputs.request_output import RequestOutput
 
 MAX_QUEUED_TURNS = 64

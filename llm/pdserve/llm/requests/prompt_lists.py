@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.llm.local_request import ValidRequest
-from pdserve.llm.prompts import is_one_prompt, named
+from pdserve.llm.requests.local_request import ValidRequest
+from pdserve.llm.requests.prompts import is_one_prompt, named
 
 P = TypeVar("P", bound=msgspec.Struct | int)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
-from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent, make_runtime
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, StepEvent, make_runtime
 from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.models.kv_cache import make_host_memory
 

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.kernels.expert_stack import ExpertStack, by_expert, by_token
-from pdserve.kernels.expert_weights import ExpertWeights
-from pdserve.kernels.gated_activations import Gate, GatedActivation
-from pdserve.kernels.int8_linear import Int8Matrix, has_amx
+from pdserve.kernels.cpu.int8_linear import Int8Matrix, has_amx
+from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.layer_ops import LayerOps
-from pdserve.kernels.linear import make_linear
+from pdserve.kernels.layers.expert_stack import ExpertStack, by_expert, by_token
+from pdserve.kernels.layers.expert_weights import ExpertWeights
+from pdserve.kernels.layers.gated_activations import Gate, GatedActivation
 from pdserve.kernels.native.native_experts import NativeExperts
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, built_library
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pdserve.kernels.int8_linear import Matrix
+from pdserve.kernels.cpu.int8_linear import Matrix
 
 
 class ExpertWeights(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.runner.device_runtime import DeviceRuntime, StepEvent
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, StepEvent
 
 _ALIGNMENT = 16
 _BUFFERS = 2

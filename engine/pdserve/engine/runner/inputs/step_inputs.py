@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.runner.block_table import NO_SLOT, BlockTable
-from pdserve.engine.runner.device_batch import DeviceBlockTable, NewestTokens
-from pdserve.engine.runner.input_batch import InputBatch
-from pdserve.engine.runner.sampled_inputs import SampledInputs, SampledPlan
-from pdserve.engine.runner.staging_buffer import StagingBuffer
+from pdserve.engine.runner.device.staging_buffer import StagingBuffer
+from pdserve.engine.runner.inputs.block_table import NO_SLOT, BlockTable
+from pdserve.engine.runner.inputs.device_batch import DeviceBlockTable, NewestTokens
+from pdserve.engine.runner.inputs.input_batch import InputBatch
+from pdserve.engine.runner.inputs.sampled_inputs import SampledInputs, SampledPlan
 from pdserve.kernels.attention.attention_backend import AttentionBackend, AttentionPlan
 from pdserve.kernels.attention.attention_batch import AttentionBatch, PlanArray, StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.linear import Linear
-from pdserve.kernels.rms_norm import HeadNorm, RmsNorm
+from pdserve.kernels.cpu.linear import Linear
+from pdserve.kernels.layers.rms_norm import HeadNorm, RmsNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
 from pdserve.engine.arrays import IntArray
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.runner.block_table import BlockTable
-from pdserve.engine.runner.mrope_positions import MropePositions
-from pdserve.engine.runner.pooler import Pooler
-from pdserve.engine.runner.prompt_embeds_table import PromptEmbedsTable
-from pdserve.engine.runner.prompt_logprobs import PromptLogprobsTable
+from pdserve.engine.runner.inputs.block_table import BlockTable
+from pdserve.engine.runner.inputs.mrope_positions import MropePositions
+from pdserve.engine.runner.inputs.prompt_embeds_table import PromptEmbedsTable
+from pdserve.engine.runner.results.pooler import Pooler
+from pdserve.engine.runner.results.prompt_logprobs import PromptLogprobsTable
 from pdserve.engine.sampling.logits_plugin_stage import PluginTable
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.engine.sampling.logprobs import LogprobsRows

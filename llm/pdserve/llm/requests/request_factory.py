@@ -19,12 +19,12 @@ from pdserve.common.request.sampling_params import NamedLogitsProcessor, Samplin
 from pdserve.common.telemetry.request_metrics import RequestMetrics, monotonic_s, unix_s
 from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.llm.beam_search import BeamStep
-from pdserve.llm.checked_fields import checked, converted, field_types
 from pdserve.llm.local_engine import LocalEngine
-from pdserve.llm.local_request import LocalPooling, LocalRequest, ValidRequest
-from pdserve.llm.logits_callables import LogitsCallable
-from pdserve.llm.lora_fields import lora_fields
-from pdserve.llm.prompts import PromptWithSalt
+from pdserve.llm.requests.checked_fields import checked, converted, field_types
+from pdserve.llm.requests.local_request import LocalPooling, LocalRequest, ValidRequest
+from pdserve.llm.requests.logits_callables import LogitsCallable
+from pdserve.llm.requests.lora_fields import lora_fields
+from pdserve.llm.requests.prompts import PromptWithSalt
 from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import for_engines
 from pdserve.text.outputs.output_processor import OutputProcessor

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
+from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
 from pdserve.kernels.native.native_bfloat import (
     CHANNELS,
     PAIRS_LEVEL,

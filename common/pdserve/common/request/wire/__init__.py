@@ -1,0 +1,1 @@
+"""Forms of requests and outputs on the wire; received values are validated here."""

@@ -1,0 +1,1 @@
+"""The device of a runner: events, memory, staged copies and captured graphs."""

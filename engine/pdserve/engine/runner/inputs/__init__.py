@@ -1,0 +1,1 @@
+"""Input of a step: the running sequences as arrays, and the rows that one step reads."""

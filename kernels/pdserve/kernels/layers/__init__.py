@@ -1,0 +1,1 @@
+"""Layers of a decoder made of matrix products and of `LayerOps`."""

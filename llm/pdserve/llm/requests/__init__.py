@@ -1,0 +1,1 @@
+"""Requests of the Python API: from a caller's prompts and parameters to the engine, and their outputs back."""
