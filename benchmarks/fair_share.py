@@ -22,7 +22,7 @@ from paced_worker import STEP_S, TOKEN_S
 
 from pdserve.common.errors import Overloaded
 from pdserve.router.admission.admission import Admission
-from pdserve.router.admission.place import Capacity, Cost, Limits, Place
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place
 from pdserve.router.tenants.client import Client
 
 NUM_QUIET, NUM_PLACES, STEP_TOKENS, GREEDY_AT_ONCE = 9, 64, 512, 160
@@ -60,7 +60,7 @@ class World:
         self._decoding: list[Asked] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.door = Admission(
-            Limits(max_queued_requests=1024, queue_timeout_s=1e9),
+            AdmissionLimits(max_queued_requests=1024, queue_timeout_s=1e9),
             lambda: Capacity(
                 num_requests=NUM_PLACES,
                 waiting_tokens=sum(asked.left for asked in self._prompts),

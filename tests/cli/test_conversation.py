@@ -12,7 +12,7 @@ from rich.console import Console
 from pdserve.cli import main as command_line
 from pdserve.cli.clients import conversation
 from pdserve.cli.clients.conversation import WIDE, summary, timeline_table
-from pdserve.cli.clients.grpc_client import Delta, Turn
+from pdserve.cli.clients.grpc_client import ClientMessage, Delta
 from pdserve.common.timeline import ARRIVED, FINISHED, FIRST_TOKEN, PHASES, Timeline
 from tests.support.reserved_port import reserved_port
 
@@ -33,7 +33,7 @@ class Client:
     """Answers each question with its number."""
 
     def __init__(self) -> None:
-        self.asked: list[list[Turn]] = []
+        self.asked: list[list[ClientMessage]] = []
 
     async def __aenter__(self) -> Client:
         return self
@@ -41,7 +41,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def chat(self, turns: Sequence[Turn], **sampling: Any) -> AsyncIterator[Delta]:
+    async def chat(self, turns: Sequence[ClientMessage], **sampling: Any) -> AsyncIterator[Delta]:
         self.asked.append(list(turns))
         yield Delta("answer ", None)
         yield Delta(str(len(self.asked)), None)
@@ -59,15 +59,15 @@ async def test_each_turn_carries_those_before_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Console, "input", typed)
     client: Any = Client()
     await conversation.converse(lambda: client, None, "be brief", {}, show_timeline=False)
-    system = Turn("system", "be brief")
-    first = [system, Turn("user", "one")]
-    assert client.asked == [first, [*first, Turn("assistant", "answer 1"), Turn("user", "two")]]
+    system = ClientMessage("system", "be brief")
+    first = [system, ClientMessage("user", "one")]
+    assert client.asked == [first, [*first, ClientMessage("assistant", "answer 1"), ClientMessage("user", "two")]]
 
 
 async def test_one_message_is_one_question() -> None:
     client: Any = Client()
     await conversation.converse(lambda: client, "one", None, {}, show_timeline=False)
-    assert client.asked == [[Turn("user", "one")]]
+    assert client.asked == [[ClientMessage("user", "one")]]
 
 
 async def test_the_timeline_follows_the_answer() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pdserve.cli.clients.grpc_client import Turn
+from pdserve.cli.clients.grpc_client import ClientMessage
 from pdserve.cli.clients.openai_client import OpenAIClient
 from pdserve.cli.up.cluster import Addresses
 from pdserve.cli.up.greeting import Greeting
@@ -67,7 +67,7 @@ def stream_of(*events: dict[str, Any]) -> bytes:
 async def test_a_picture_goes_as_a_part_and_the_answer_streams() -> None:
     with answering(200, stream_of(*words("A red", " circle."))) as (address, got):
         async with OpenAIClient(f"http://{address}/v1", "a-key") as client:
-            turns = [Turn("system", "Be brief."), Turn("user", "What?", PICTURE)]
+            turns = [ClientMessage("system", "Be brief."), ClientMessage("user", "What?", PICTURE)]
             deltas = [delta async for delta in client.chat(turns, temperature=0.0, max_tokens=None)]
     [(path, headers, body)] = got
     assert path == "/v1/chat/completions"
@@ -97,14 +97,14 @@ async def test_errors_are_those_of_the_router(status: int, body: bytes, error: t
     with answering(status, body) as (address, _):
         async with OpenAIClient(f"http://{address}/v1") as client:
             with pytest.raises(error) as raised:
-                [delta async for delta in client.chat([Turn("user", "What?")])]
+                [delta async for delta in client.chat([ClientMessage("user", "What?")])]
     assert type(raised.value) is error
 
 
 async def test_without_a_server_the_error_names_its_address() -> None:
     async with OpenAIClient("http://127.0.0.1:9/v1") as client:
         with pytest.raises(WorkerLost, match=r"no answer from http://127\.0\.0\.1:9/v1: "):
-            [delta async for delta in client.chat([Turn("user", "What?")])]
+            [delta async for delta in client.chat([ClientMessage("user", "What?")])]
 
 
 async def test_up_asks_about_a_picture_over_http() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.clients.grpc_client import GrpcClient, Turn
+from pdserve.cli.clients.grpc_client import ClientMessage, GrpcClient
 from pdserve.cli.clients.picture_file import data_url
 from pdserve.cli.main import main
 from pdserve.common.errors import ConfigError
@@ -39,7 +39,9 @@ async def test_a_turn_with_a_picture_has_parts(monkeypatch: pytest.MonkeyPatch) 
     sent: list[inference_pb2.GenerateRequest] = []
     async with GrpcClient("127.0.0.1:9") as client:
         monkeypatch.setattr(client, "_generate", lambda request, sampling: sent.append(request))
-        client.chat([Turn("system", "Be brief."), Turn("user", "What?", "data:image/png;base64,AAAA")])
+        client.chat(
+            [ClientMessage("system", "Be brief."), ClientMessage("user", "What?", "data:image/png;base64,AAAA")]
+        )
     system, user = sent[0].chat.messages
     assert (system.content, list(system.parts)) == ("Be brief.", [])
     assert [part.WhichOneof("part") for part in user.parts] == ["image_url", "text"]

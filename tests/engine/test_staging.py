@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.runner.device.device_runtime import ProcessorRuntime, StepEvent
+from pdserve.engine.runner.device.device_runtime import ProcessorRuntime, TimedEvent
 from pdserve.engine.runner.device.staging_buffer import ReadbackBuffer, StagingBuffer
 from pdserve.engine.runner.inputs.block_table import BlockTable
 from pdserve.engine.runner.inputs.device_batch import DeviceBlockTable, NewestTokens
@@ -38,7 +38,7 @@ class LateEvent:
     def synchronize(self) -> None:
         self.log.append(f"await {self.name}")
 
-    def seconds_since(self, earlier: StepEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         return 0.0
 
 

@@ -314,7 +314,7 @@ def test_the_process_ends_with_its_client_in_the_middle_of_a_request(folder: Pat
     with ours, theirs:
         process = start_forked(theirs.fileno(), ENGINE_PROGRAM)
         theirs.close()
-        send_frame(ours, encode(messages.Load.of(str(folder), SETTINGS, DEVELOPMENT_KEY.secret)))
+        send_frame(ours, encode(messages.LoadModel.of(str(folder), SETTINGS, DEVELOPMENT_KEY.secret)))
         asked = request("open", [5, 6], max_tokens=200)
         while not isinstance(next_message(ours), messages.Loaded):
             pass

@@ -8,7 +8,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
 from pdserve.router.placement.placement import Candidate
-from pdserve.router.workers.worker import Worker, WorkerLoad
+from pdserve.router.workers.worker import RemoteWorker, WorkerLoad
 from tests.router.fake_worker import LAYOUT
 
 
@@ -23,7 +23,7 @@ def worker(
     data_parallel_rank: int | None = None,
     adapters: dict[str, str] | None = None,
     **load: Any,
-) -> Worker:
+) -> RemoteWorker:
     """A live worker that reported this load. limit: its `max_local_prefill_tokens`."""
     identity = WorkerIdentity(
         worker_id=name,
@@ -41,12 +41,12 @@ def worker(
         sampler_version=sampler_version,
         data_parallel_rank=data_parallel_rank,
     )
-    made = Worker(identity, None, WorkerLoad(**load), adapters or {})  # type: ignore[arg-type]  # nothing is sent
+    made = RemoteWorker(identity, None, WorkerLoad(**load), adapters or {})  # type: ignore[arg-type]  # nothing is sent
     made.report(made.load)
     return made
 
 
-def seen(it: Worker, num_tokens: int = 100, overlap: int = 0, confirmed: int | None = None) -> Candidate:
+def seen(it: RemoteWorker, num_tokens: int = 100, overlap: int = 0, confirmed: int | None = None) -> Candidate:
     """As a prompt of `num_tokens` sees it. overlap: blocks of it that the worker has; confirmed: as it reported."""
     reported = overlap if confirmed is None else confirmed
     return Candidate(worker=it, num_tokens=num_tokens, overlap_blocks=overlap, confirmed_blocks=reported)

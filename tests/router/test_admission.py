@@ -11,7 +11,7 @@ import pytest
 from pdserve.common.errors import Draining, InvalidRequest, Overloaded, WorkerLost
 from pdserve.common.settings.api_key_file import UNLIMITED, KeyLimits
 from pdserve.router.admission.admission import MAX_OVERTAKES, Admission
-from pdserve.router.admission.place import Capacity, Cost, Limits, Place
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place
 from pdserve.router.tenants.client import ANYBODY
 from pdserve.router.tenants.client import Client as Caller
 from tests.support.waiting import HANG_S
@@ -82,7 +82,7 @@ class Client:
 def admission(running=2, queued=2, *, blocks=None, sessions=0, tenants=1, clock=None, **limits):
     capacity = Capacity(num_requests=running, num_blocks=blocks, num_sessions=sessions)
     return Admission(
-        Limits(max_queued_requests=queued, **limits),
+        AdmissionLimits(max_queued_requests=queued, **limits),
         lambda: capacity,
         num_tenants=lambda: tenants,
         clock=clock or Clock(),
@@ -165,7 +165,7 @@ async def test_who_leaves_the_queue_lets_the_next_pass():
 
 async def test_more_capacity_is_used_when_it_comes():
     capacity = [1]
-    door = Admission(Limits(max_queued_requests=9), lambda: Capacity(num_requests=capacity[0]))
+    door = Admission(AdmissionLimits(max_queued_requests=9), lambda: Capacity(num_requests=capacity[0]))
     clients = [Client(door) for _ in range(3)]
     await turns()
     assert door.num_running == 1
@@ -178,7 +178,7 @@ async def test_more_capacity_is_used_when_it_comes():
 
 
 async def test_without_any_capacity_one_may_still_try():
-    door = Admission(Limits(max_queued_requests=9), lambda: Capacity(num_requests=0))
+    door = Admission(AdmissionLimits(max_queued_requests=9), lambda: Capacity(num_requests=0))
     only = Client(door)
     await asyncio.wait_for(only.placed.wait(), HANG_S)
     await only.finish()
@@ -276,7 +276,7 @@ async def test_who_would_wait_longer_than_the_queue_allows_is_refused_at_the_doo
 
 async def test_while_every_worker_is_away_nobody_is_refused_by_a_guess():
     clock, capacity = Clock(), Capacity(num_requests=4)
-    door = Admission(Limits(max_queued_requests=9, queue_timeout_s=30.0), lambda: capacity, clock=clock)
+    door = Admission(AdmissionLimits(max_queued_requests=9, queue_timeout_s=30.0), lambda: capacity, clock=clock)
     first = Client(door)
     await turns()
     clock.now_s += 20.0

@@ -26,7 +26,7 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import backoff_s
-from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalMove, moved
+from pdserve.router.attempts.attempt_state import EDGES, AttemptState, IllegalTransition, moved
 from pdserve.router.attempts.call_events import Admitted
 from pdserve.router.placement.placement import Placement
 from tests.router import candidates
@@ -583,5 +583,5 @@ def test_only_legal_edges(start):
         if end in EDGES[start]:
             assert moved(start, end) is end
         else:
-            with pytest.raises(IllegalMove, match=f"from {start.value} to {end.value}"):
+            with pytest.raises(IllegalTransition, match=f"from {start.value} to {end.value}"):
                 moved(start, end)

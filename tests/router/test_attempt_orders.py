@@ -17,7 +17,7 @@ from pdserve.router.attempts import attempt as attempt_module
 from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.attempt_state import EDGES, AttemptState
-from pdserve.router.attempts.call_events import Admitted, Computed, Ended, Landed, Outputs
+from pdserve.router.attempts.call_events import Admitted, Computed, Ended, LandedEvent, Outputs
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.text.outputs.output_processor import PositionGap
@@ -27,7 +27,13 @@ from tests.support.waiting import HANG_S
 DIGEST = b"d" * 16
 END = object()
 PREFILL = [Admitted({}), Computed(1, DIGEST, [Outputs(0, 0, [10])], {}), Ended(True, "", {}), END]
-DECODE = [Admitted({}), Landed(1, 1, "local", {}), Outputs(0, 1, [11]), Outputs(0, 2, [12], FinishReason.LENGTH), END]
+DECODE = [
+    Admitted({}),
+    LandedEvent(1, 1, "local", {}),
+    Outputs(0, 1, [11]),
+    Outputs(0, 2, [12], FinishReason.LENGTH),
+    END,
+]
 
 
 class FedCall:

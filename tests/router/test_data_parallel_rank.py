@@ -11,7 +11,7 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.placement.placement import POLICIES, Rules, choose
+from pdserve.router.placement.placement import POLICIES, PlacementRules, choose
 from pdserve.router.workers.announced_identity import verify_identity
 from pdserve.v1 import inference_pb2
 from tests.router.candidates import seen, worker
@@ -144,7 +144,7 @@ async def test_a_sessions_first_turn_alone_may_name_a_rank(cluster):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_rank_comes_after_readiness_and_sampler(policy):
     def chosen(**rules: Any) -> str:
-        found = choose(candidates, WorkerRole.DECODE, Rules(policy=policy, data_parallel_rank=1, **rules))
+        found = choose(candidates, WorkerRole.DECODE, PlacementRules(policy=policy, data_parallel_rank=1, **rules))
         assert found is not None
         return found.worker.identity.worker_id
 
@@ -153,8 +153,8 @@ def test_the_rank_comes_after_readiness_and_sampler(policy):
     assert chosen(sampler_version=3) == "b"
     assert chosen(blamed={("c", 1)}) != "c"
     # a preference for decode workers changes nothing for prefill
-    assert choose(candidates, WorkerRole.PREFILL, Rules(policy=policy)) is choose(
-        candidates, WorkerRole.PREFILL, Rules(policy=policy, data_parallel_rank=1)
+    assert choose(candidates, WorkerRole.PREFILL, PlacementRules(policy=policy)) is choose(
+        candidates, WorkerRole.PREFILL, PlacementRules(policy=policy, data_parallel_rank=1)
     )
 
 

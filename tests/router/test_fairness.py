@@ -14,7 +14,7 @@ from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.settings.api_key_file import KeyLimits
 from pdserve.router.admission.admission import MAX_OVERTAKES, PLACES_PER_FREE, Admission
 from pdserve.router.admission.fair_queue import FairQueue
-from pdserve.router.admission.place import Capacity, Cost, Limits, Place
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place
 from pdserve.router.tenants.client import Client
 from pdserve.router.tenants.tenant_account import TokenBucket
 
@@ -30,7 +30,7 @@ class Fleet:
         self.now_s = 0.0
         capacity = Capacity(num_requests=places)
         self.door = Admission(
-            Limits(max_queued_requests=queued, queue_timeout_s=1e9, **limits),
+            AdmissionLimits(max_queued_requests=queued, queue_timeout_s=1e9, **limits),
             lambda: capacity,
             num_tenants=lambda: tenants,
             clock=lambda: self.now_s,
@@ -249,7 +249,7 @@ async def test_random_histories_lose_no_place_and_no_token(seed):
 async def test_prompts_wait_here_and_not_at_workers_that_are_behind():
     waiting, tenants = [0], [2]
     door = Admission(
-        Limits(max_queued_requests=99),
+        AdmissionLimits(max_queued_requests=99),
         # less than 50 ms of prefill are less than 50 tokens
         lambda: Capacity(num_requests=99, waiting_tokens=waiting[0], prefill_tokens_per_s=1000.0),
         num_tenants=lambda: tenants[0],

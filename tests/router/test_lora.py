@@ -10,7 +10,7 @@ import pytest
 from pdserve.common.block_hash import BlockHasher, request_extras
 from pdserve.common.errors import AdapterUnavailable, WorkerLost
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
-from pdserve.router.placement.placement import LORA_LOAD_BLOCKS, Candidate, Rules, place
+from pdserve.router.placement.placement import LORA_LOAD_BLOCKS, Candidate, PlacementRules, place
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.candidates import worker
 from tests.router.fake_worker import LAYOUT, decode_outputs, play, said
@@ -284,7 +284,7 @@ def test_a_worker_with_the_adapter_loaded_costs_less():
                 Candidate(worker=loaded, num_tokens=10),
                 Candidate(worker=idle, num_tokens=10, loads_adapter=True),
             ]
-            placed = place(5, prefill=[], decode=candidates, rules=Rules(policy=policy))
+            placed = place(5, prefill=[], decode=candidates, rules=PlacementRules(policy=policy))
             assert placed is not None
             assert placed.decode is chosen
 

@@ -15,7 +15,7 @@ from pdserve.router.placement.placement import (
     POLICIES,
     Placement,
     PlacementHint,
-    Rules,
+    PlacementRules,
     choose,
     compatible_prefill_workers,
     estimate,
@@ -81,7 +81,10 @@ def test_place(prefill, decode, options, expected):
     options = {"max_tokens": 8, **options}
     max_tokens = options.pop("max_tokens")
     placed = place(
-        max_tokens, prefill=[seen(w) for w in prefill], decode=[seen(w) for w in decode], rules=Rules(**options)
+        max_tokens,
+        prefill=[seen(w) for w in prefill],
+        decode=[seen(w) for w in decode],
+        rules=PlacementRules(**options),
     )
     assert ids(placed) == expected
 
@@ -92,7 +95,7 @@ def test_place(prefill, decode, options, expected):
 def test_a_cached_block_outweighs_eight_that_are_held():
     has_it = seen(worker("a", blocks_in_use=47), 100, overlap=6)
     has_nothing = seen(worker("b"), 100)
-    rules = {name: Rules(policy=name) for name in POLICIES}
+    rules = {name: PlacementRules(policy=name) for name in POLICIES}
     pool = [has_nothing, has_it]
     assert choose(pool, WorkerRole.DECODE, rules["kv_aware"]) is has_it
     assert choose(pool, WorkerRole.DECODE, rules["least_loaded"]) is has_nothing
@@ -103,7 +106,7 @@ def test_a_cached_block_outweighs_eight_that_are_held():
 def test_round_robin_goes_by_the_turns_of_the_role_whatever_the_order():
     pool = [seen(worker(name, blocks_in_use=load)) for name, load in (("c", 0), ("a", 9), ("b", 5))]
     chosen = [
-        choose(pool, WorkerRole.PREFILL, Rules(policy="round_robin", turns={WorkerRole.PREFILL: turn}))
+        choose(pool, WorkerRole.PREFILL, PlacementRules(policy="round_robin", turns={WorkerRole.PREFILL: turn}))
         for turn in range(5)
     ]
     assert [each.worker.identity.worker_id for each in chosen if each is not None] == ["a", "b", "c", "a", "b"]
@@ -113,7 +116,7 @@ def test_equal_workers_take_turns():
     pool = [worker(f"w{i}") for i in range(3)]
     order = []
     for _ in range(6):
-        found = choose([seen(it) for it in pool], WorkerRole.DECODE, Rules())
+        found = choose([seen(it) for it in pool], WorkerRole.DECODE, PlacementRules())
         assert found is not None
         chosen = found.worker
         chosen.reserve(LoadEstimate(calls=1)).end()
@@ -165,7 +168,7 @@ def pools(draw, role, most=5):
 def situations(draw):
     prefill, decode = draw(pools("prefill")), draw(pools("decode"))
     keys = [candidate.worker.key for candidate in (*prefill, *decode)]
-    rules = Rules(
+    rules = PlacementRules(
         policy=draw(st.sampled_from(list(POLICIES))),
         local_prefill=draw(st.sampled_from(["never", "auto", "always"])),
         hint=draw(st.sampled_from(list(PlacementHint))),
@@ -212,26 +215,26 @@ def test_whatever_the_situation_a_placement_is_sound(situation):
 def test_a_blamed_worker_is_chosen_only_when_there_is_no_other(pool, data, policy):
     keys = [candidate.worker.key for candidate in pool]
     blamed = data.draw(st.sets(st.sampled_from(keys))) if keys else set()
-    chosen = choose(pool, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed))
+    chosen = choose(pool, WorkerRole.DECODE, PlacementRules(policy=policy, blamed=blamed))
     if not pool:
         assert chosen is None
         return
     assert chosen is not None
     if chosen.worker.key in blamed:
         assert blamed == set(keys)
-        assert choose(pool, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed), strict=True) is None
+        assert choose(pool, WorkerRole.DECODE, PlacementRules(policy=policy, blamed=blamed), strict=True) is None
 
 
 @given(pools("decode"), st.data(), st.sampled_from(list(POLICIES)), st.sampled_from([1, 2]))
 def test_a_worker_with_the_same_sampler_goes_first_and_is_never_needed(pool, data, policy, version):
     keys = [candidate.worker.key for candidate in pool]
     blamed = data.draw(st.sets(st.sampled_from(keys))) if keys else set()
-    rules = Rules(policy=policy, blamed=blamed, sampler_version=version)
+    rules = PlacementRules(policy=policy, blamed=blamed, sampler_version=version)
     chosen = choose(pool, WorkerRole.DECODE, rules)
     assert (chosen is None) == (not pool)
     left = [candidate for candidate in pool if candidate.worker.key not in blamed] or pool
     alike = [candidate for candidate in left if candidate.worker.identity.sampler_version == version]
-    assert chosen is choose(alike or left, WorkerRole.DECODE, Rules(policy=policy, blamed=blamed))
+    assert chosen is choose(alike or left, WorkerRole.DECODE, PlacementRules(policy=policy, blamed=blamed))
 
 
 def test_a_placement_names_the_samplers_of_its_workers():
@@ -244,12 +247,12 @@ def test_a_placement_names_the_samplers_of_its_workers():
 
 @given(pools("decode").filter(bool), st.integers(0, 20))
 def test_more_overlap_never_makes_kv_aware_turn_away(pool, more):
-    chosen = choose(pool, WorkerRole.DECODE, Rules())
+    chosen = choose(pool, WorkerRole.DECODE, PlacementRules())
     assert chosen is not None
     better = msgspec.structs.replace(chosen, overlap_blocks=min(20, chosen.overlap_blocks + more))
-    again = choose([better if it is chosen else it for it in pool], WorkerRole.DECODE, Rules())
+    again = choose([better if it is chosen else it for it in pool], WorkerRole.DECODE, PlacementRules())
     assert again is better
-    least = choose(pool, WorkerRole.DECODE, Rules(policy="least_loaded"))
+    least = choose(pool, WorkerRole.DECODE, PlacementRules(policy="least_loaded"))
     assert least is not None
     assert least.load_blocks == min(it.load_blocks for it in pool)
 
@@ -257,7 +260,7 @@ def test_more_overlap_never_makes_kv_aware_turn_away(pool, more):
 @given(pools("decode").filter(bool))
 def test_the_same_situation_gives_the_same_choice(pool):
     for policy in POLICIES:
-        rules = Rules(policy=policy, turns={WorkerRole.DECODE: 3})
+        rules = PlacementRules(policy=policy, turns={WorkerRole.DECODE: 3})
         assert choose(pool, WorkerRole.DECODE, rules) is choose(list(pool), WorkerRole.DECODE, rules)
 
 
@@ -299,14 +302,16 @@ FAST, SLOW = 1e9, TOKEN_BYTES * 500
     ],
 )
 def test_local_or_remote(decode, source, bytes_per_s, kind):
-    placed = place(8, prefill=[source], decode=[decode], rules=Rules(bytes_per_s=bytes_per_s))
+    placed = place(8, prefill=[source], decode=[decode], rules=PlacementRules(bytes_per_s=bytes_per_s))
     assert placed is not None
     assert placed.kind == kind
     assert placed.estimates is not None
     limit = placed.estimates.limit_tokens
     assert limit is not None
     assert placed.local_prefill_tokens == limit >= 16
-    never = place(8, prefill=[source], decode=[decode], rules=Rules(bytes_per_s=bytes_per_s, local_prefill="never"))
+    never = place(
+        8, prefill=[source], decode=[decode], rules=PlacementRules(bytes_per_s=bytes_per_s, local_prefill="never")
+    )
     assert never is not None
     assert (never.kind, never.local_prefill_tokens) == ("remote", None)
 

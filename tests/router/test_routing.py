@@ -14,7 +14,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.api_key_file import key_hash
 from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.placement.placement import Placement, PlacementHint, Rules, place
+from pdserve.router.placement.placement import Placement, PlacementHint, PlacementRules, place
 from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, RoutingLog, views
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from tests.router.candidates import seen, worker
@@ -138,7 +138,7 @@ def decision(**changes):
         "policy": "kv_aware",
         "hint": PlacementHint.ANY,
         "num_tokens": 100,
-        "placement": place(8, prefill=[prefill], decode=[decode], rules=Rules()),
+        "placement": place(8, prefill=[prefill], decode=[decode], rules=PlacementRules()),
         "candidates": views(WorkerRole.PREFILL, [prefill]) + views(WorkerRole.DECODE, [decode]),
         "left_out": (LeftOut(role="decode", worker="x", why="draining"),),
     }

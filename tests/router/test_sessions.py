@@ -15,7 +15,7 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY, make_channel
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.router.attempts.worker_calls import SessionCall
-from pdserve.router.requests.session import StreamingSession
+from pdserve.router.requests.session import ClientSession
 from pdserve.router.workers.step_stream import StepStream
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router import candidates
@@ -220,7 +220,7 @@ async def test_i6_a_workers_death_ends_a_turn_that_never_reached_it():
         worker = candidates.worker("d")
         worker.channel = signed(make_channel(f"127.0.0.1:{mute.getsockname()[1]}"), worker.key)
         worker.bulk_stream = StepStream(worker.channel, "d")
-        session = StreamingSession()
+        session = ClientSession()
         request = GenerationRequest(
             request_id="r",
             prompt_token_ids=[1],

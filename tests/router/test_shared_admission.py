@@ -25,7 +25,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.child_admission import ChildAdmission, largest
-from pdserve.router.admission.place import Capacity, Cost, Limits
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost
 from pdserve.router.admission.shared_admission import SharedAdmission
 from pdserve.router.process_link import Handler, ProcessLink
 from pdserve.router.responses.response_store import MemoryResponseStore, StoredResponse
@@ -84,7 +84,7 @@ async def group():
     capacity = Capacity(num_requests=2, num_sessions=4)
     now = SimpleNamespace(s=0.0)
     admission = Admission(
-        Limits(max_queued_requests=8),
+        AdmissionLimits(max_queued_requests=8),
         lambda: largest([each.child.capacity for each in processes if each.child.capacity is not None]),
         clock=lambda: now.s,
     )

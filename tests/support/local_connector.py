@@ -12,7 +12,7 @@ from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.pull.block_reader import BlockReader, ReadSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
-from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrants, Refusal
+from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrants, ReadRefusal
 from pdserve.kv_transfer.totals import Totals
 
 _IDLE_CLOSE_S = 60.0
@@ -171,7 +171,7 @@ class _LocalWire:
     def fetch(self, token: bytes, blocks: Sequence[BlockToRead]) -> Iterator[int]:
         """As `Connection.fetch`."""
         sending = self._begin(token, blocks)
-        if isinstance(sending, Refusal):
+        if isinstance(sending, ReadRefusal):
             raise TransferFailed(
                 f"{self._address} refused to send blocks {blocks[0].index} to {blocks[-1].index}: {sending.explanation}"
             )
@@ -197,15 +197,15 @@ class _LocalWire:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _begin(self, token: bytes, blocks: Sequence[BlockToRead]) -> InFlightSend | Refusal:
+    def _begin(self, token: bytes, blocks: Sequence[BlockToRead]) -> InFlightSend | ReadRefusal:
         sending = self._source.grants.begin(token, blocks[0].index, len(blocks), self.interrupt)
         if (
-            isinstance(sending, Refusal)
+            isinstance(sending, ReadRefusal)
             or self._source.pool.block_bytes == self._pool.block_bytes * sending.grant.parts
         ):
             return sending
         self._source.grants.end(sending)
-        return Refusal.WRONG_BLOCK_BYTES
+        return ReadRefusal.WRONG_BLOCK_BYTES
 
     def _wait_for_block(self, index: int) -> int:
         """Wait until the source serves one more block; returns a mask of the bits to change in its first byte."""

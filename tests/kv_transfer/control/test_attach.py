@@ -229,7 +229,7 @@ async def test_a_stopped_engine_at_the_source_breaks_the_stream_and_fails_it_unl
 
 async def test_an_alive_is_put_before_messages_that_wait_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach_servicer, "ALIVE_EVERY_S", 0.05)
-    heartbeat, messages = attach_servicer.Heartbeat(lambda: "alive"), asyncio.Queue[str]()
+    heartbeat, messages = attach_servicer.AliveMessages(lambda: "alive"), asyncio.Queue[str]()
     heard: list[str] = []
     while heard.count("alive") < 3:
         messages.put_nowait("more")

@@ -15,16 +15,14 @@ from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
+from pdserve.kv_transfer.pull.peer_connections import PeerConnections, PeerLimits
 from pdserve.kv_transfer.totals import Totals
 from tests.support.waiting import HANG_S, wait_until
 
 from .recorded_read import RecordedRead, make_pool
 
 POOL = make_pool(seed=3)
-LIMITS = ConnectionLimits(
-    max_readers=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=16, idle_close_s=60.0
-)
+LIMITS = PeerLimits(max_readers=2, window_blocks=8, longest_window_blocks=8, in_flight_blocks=16, idle_close_s=60.0)
 
 
 class ScriptedWire:

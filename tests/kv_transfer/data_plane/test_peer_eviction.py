@@ -17,7 +17,7 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.pull.connection import Connection
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits
+from pdserve.kv_transfer.pull.peer_connections import PeerLimits
 from tests.support.waiting import HANG_S
 
 from .recorded_read import RecordedRead, Transfer, make_pool, start_read
@@ -82,7 +82,7 @@ class Reader:
     def __init__(self, max_resting: int | None) -> None:
         self.world, self.pool = World(), make_pool()
         self.events = EventThread("test-events")
-        limits = ConnectionLimits(
+        limits = PeerLimits(
             max_readers=1, window_blocks=8, longest_window_blocks=8, in_flight_blocks=8, idle_close_s=600.0
         )
         self.reader = BlockReader[str](

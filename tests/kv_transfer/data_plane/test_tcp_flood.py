@@ -14,7 +14,7 @@ import pytest
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
-from pdserve.kv_transfer.pull.read_grants import Refusal
+from pdserve.kv_transfer.pull.read_grants import ReadRefusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
@@ -50,7 +50,7 @@ def connect(source: TcpConnector, local_host: str = "127.0.0.1") -> socket.socke
     return socket.create_connection((address.host, address.port), HANG_S, (local_host, 0))
 
 
-def ask(sock: socket.socket, token: bytes, index: int = 0) -> Refusal | bytes:
+def ask(sock: socket.socket, token: bytes, index: int = 0) -> ReadRefusal | bytes:
     """The block, or why not."""
     request = ReadRequest(1, token, index, 1, BLOCK_BYTES)
     sock.sendall(request.encode())
@@ -152,12 +152,12 @@ def test_a_token_serves_the_peer_that_reads_first_and_no_other() -> None:
         with connect(source) as first, connect(source) as second:
             assert ask(first, transfer.token) == ask(second, transfer.token) == bytes(transfer.pool.block(0))
         with connect(source, "127.0.0.2") as thief:
-            assert ask(thief, transfer.token) is Refusal.OTHER_READER
-            assert ask(thief, transfer.token, 5) is Refusal.OTHER_READER
+            assert ask(thief, transfer.token) is ReadRefusal.OTHER_READER
+            assert ask(thief, transfer.token, 5) is ReadRefusal.OTHER_READER
         with connect(source) as again:
             assert ask(again, transfer.token, 5) == bytes(transfer.pool.block(5))
             assert transfer.close().wait(HANG_S)
-            assert ask(again, transfer.token, 5) is Refusal.UNKNOWN_TOKEN
+            assert ask(again, transfer.token, 5) is ReadRefusal.UNKNOWN_TOKEN
 
 
 def test_under_tls_a_token_is_bound_to_the_names_in_the_certificate(authority: Authority) -> None:

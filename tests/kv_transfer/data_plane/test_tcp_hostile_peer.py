@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.kv_transfer.connector import ReadOutcome
-from pdserve.kv_transfer.pull.read_grants import Refusal
+from pdserve.kv_transfer.pull.read_grants import ReadRefusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
@@ -122,10 +122,10 @@ def test_garbage_is_warned_of_once_a_peer(
 def test_i8_refusals_send_no_block(source: TcpConnector, transfer: Transfer) -> None:
     # 64 blocks are the most that this source sends at once.
     requests = {
-        Refusal.UNKNOWN_TOKEN: ReadRequest(1, secrets.token_bytes(16), 0, 1, BLOCK_BYTES),
-        Refusal.UNPUBLISHED: ReadRequest(2, transfer.token, NUM_BLOCKS - 1, 2, BLOCK_BYTES),
-        Refusal.TOO_MANY: ReadRequest(3, transfer.token, 0, 65, BLOCK_BYTES),
-        Refusal.WRONG_BLOCK_BYTES: ReadRequest(4, transfer.token, 0, 1, BLOCK_BYTES + 1),
+        ReadRefusal.UNKNOWN_TOKEN: ReadRequest(1, secrets.token_bytes(16), 0, 1, BLOCK_BYTES),
+        ReadRefusal.UNPUBLISHED: ReadRequest(2, transfer.token, NUM_BLOCKS - 1, 2, BLOCK_BYTES),
+        ReadRefusal.TOO_MANY: ReadRequest(3, transfer.token, 0, 65, BLOCK_BYTES),
+        ReadRefusal.WRONG_BLOCK_BYTES: ReadRequest(4, transfer.token, 0, 1, BLOCK_BYTES + 1),
     }
     with connect(source) as sock:
         for refusal, request in requests.items():
@@ -141,7 +141,7 @@ def test_i8_refusals_send_no_block(source: TcpConnector, transfer: Transfer) -> 
 def test_i8_wrong_block_size_tells_nothing_without_a_token(source: TcpConnector) -> None:
     with connect(source) as sock:
         answer = ask(sock, ReadRequest(1, secrets.token_bytes(16), 0, 1, 17))
-    assert answer.refusal is Refusal.UNKNOWN_TOKEN
+    assert answer.refusal is ReadRefusal.UNKNOWN_TOKEN
 
 
 def read_one(sock: socket.socket, transfer: Transfer) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from pdserve.kv_transfer.pull.read_grants import Refusal
+from pdserve.kv_transfer.pull.read_grants import ReadRefusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from tests.support.waiting import HANG_S
@@ -96,7 +96,7 @@ def test_honest_source_for_comparison(receiver: TcpConnector, hostile: Callable[
         pytest.param(altered_answer(count=0xFFFF_FFFF), id="a vast number of blocks"),
         pytest.param(altered_answer(block_bytes=lambda a: a.block_bytes * 2), id="larger blocks"),
         pytest.param(altered_answer(block_bytes=0xFFFF_FFFF_FFFF_FFFF), id="vast blocks"),
-        pytest.param(altered_answer(refusal=Refusal.UNKNOWN_TOKEN), id="a refusal with blocks"),
+        pytest.param(altered_answer(refusal=ReadRefusal.UNKNOWN_TOKEN), id="a refusal with blocks"),
     ],
 )
 def test_i9_wrong_header_fails_the_read(

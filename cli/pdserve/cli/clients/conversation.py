@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.clients.grpc_client import Delta, GrpcClient, Turn
+from pdserve.cli.clients.grpc_client import ClientMessage, Delta, GrpcClient
 from pdserve.common import timeline
 from pdserve.common.timeline import Timeline
 
@@ -43,11 +43,11 @@ async def converse(
 ) -> None:
     """One question, or a conversation until end of input. image_url: of the first message. Raises: PdServeError."""
     console = Console()
-    turns = [Turn("system", system)] if system else []
+    turns = [ClientMessage("system", system)] if system else []
     async with connect() as client:
         if message is not None:
             await show_answer(
-                console, client.chat([*turns, Turn("user", message, image_url)], **sampling), show_timeline
+                console, client.chat([*turns, ClientMessage("user", message, image_url)], **sampling), show_timeline
             )
             return
         while True:
@@ -56,10 +56,12 @@ async def converse(
             except EOFError:
                 return
             if asked.strip():
-                turns.append(Turn("user", asked, image_url))
+                turns.append(ClientMessage("user", asked, image_url))
                 image_url = None
                 turns.append(
-                    Turn("assistant", await show_answer(console, client.chat(turns, **sampling), show_timeline))
+                    ClientMessage(
+                        "assistant", await show_answer(console, client.chat(turns, **sampling), show_timeline)
+                    )
                 )
 
 

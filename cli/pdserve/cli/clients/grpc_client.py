@@ -22,7 +22,7 @@ _NO_CONNECTION = re.compile("failed to connect to all addresses|.*(DNS resolutio
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ClientMessage:
     """One message of a chat."""
 
     role: str
@@ -58,7 +58,7 @@ class GrpcClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._channel.close()
 
-    def chat(self, turns: Sequence[Turn], **sampling: float | int | None) -> AsyncIterator[Delta]:
+    def chat(self, turns: Sequence[ClientMessage], **sampling: float | int | None) -> AsyncIterator[Delta]:
         """Continue a conversation. sampling: fields of `SamplingParams`; None is absent."""
         prompt = inference_pb2.ChatPrompt(messages=map(_message, turns))
         return self._generate(inference_pb2.GenerateRequest(chat=prompt, stream=True), sampling)
@@ -90,7 +90,7 @@ class GrpcClient:
             raise received from error
 
 
-def _message(turn: Turn) -> inference_pb2.ChatMessage:
+def _message(turn: ClientMessage) -> inference_pb2.ChatMessage:
     if turn.image_url is None:
         return inference_pb2.ChatMessage(role=turn.role, content=turn.content)
     parts = [inference_pb2.ContentPart(image_url=turn.image_url), inference_pb2.ContentPart(text=turn.content)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.cli.clients.grpc_client import Delta, Turn
+from pdserve.cli.clients.grpc_client import ClientMessage, Delta
 from pdserve.common.errors import PdServeError, PeerError, WorkerLost, from_code
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.timeline import Timeline
@@ -33,7 +33,7 @@ class OpenAIClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._client.aclose()
 
-    async def chat(self, turns: Sequence[Turn], **sampling: float | int | None) -> AsyncIterator[Delta]:
+    async def chat(self, turns: Sequence[ClientMessage], **sampling: float | int | None) -> AsyncIterator[Delta]:
         """Continue a conversation. sampling: fields of the request; None is absent. Raises: PdServeError of the answer."""
         body = {name: value for name, value in sampling.items() if value is not None} | {
             "messages": [_message(turn) for turn in turns], "stream": True, "stream_options": {"include_usage": True},
@@ -51,7 +51,7 @@ class OpenAIClient:
             raise PeerError(f"the answer of {self._url} cannot be read: {error}") from error
 
 
-def _message(turn: Turn) -> dict[str, Any]:
+def _message(turn: ClientMessage) -> dict[str, Any]:
     if turn.image_url is None:
         return {"role": turn.role, "content": turn.content}
     parts = [{"type": "image_url", "image_url": {"url": turn.image_url}}, {"type": "text", "text": turn.content}]

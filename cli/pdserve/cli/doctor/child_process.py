@@ -24,7 +24,7 @@ class ChildBroke(Exception):
     """The child ended without a result, or gave none in time; the text says how."""
 
 
-class Child:
+class RunningChild:
     """A running child process, made by `child`."""
 
     def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
@@ -61,7 +61,9 @@ class Child:
 
 
 @contextlib.contextmanager
-def child(module: str, *arguments: str, timeout_s: float, environ: Mapping[str, str] | None = None) -> Iterator[Child]:
+def child(
+    module: str, *arguments: str, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> Iterator[RunningChild]:
     """Run `python -m module arguments`; kill it when the block or its time ends. environ: added to this process's environment."""
     with (
         tempfile.TemporaryFile() as errors,  # not a pipe: a library that logs much would fill it and block
@@ -70,7 +72,7 @@ def child(module: str, *arguments: str, timeout_s: float, environ: Mapping[str, 
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **(environ or {})},
         ) as process,
     ):  # fmt: skip
-        started = Child(process, errors)
+        started = RunningChild(process, errors)
         timer = threading.Timer(timeout_s, started.expire)
         timer.daemon = True
         timer.start()

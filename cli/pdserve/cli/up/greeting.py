@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 
 from pdserve.cli.clients.conversation import show_answer
-from pdserve.cli.clients.grpc_client import GrpcClient, Turn
+from pdserve.cli.clients.grpc_client import ClientMessage, GrpcClient
 from pdserve.cli.clients.openai_client import OpenAIClient
 from pdserve.cli.up.cluster import Addresses
 from pdserve.common.address.host_address import loopback_of
@@ -65,7 +65,7 @@ class Greeting:
                 await show_answer(self._console, completing.generate(self._question, **sampling), True)
             return
         async with self._client(addresses) as client:
-            turn = Turn("user", self._question, self._image_url)
+            turn = ClientMessage("user", self._question, self._image_url)
             await show_answer(self._console, client.chat([turn], **sampling), True)
 
     def _client(self, addresses: Addresses) -> GrpcClient | OpenAIClient:

@@ -18,7 +18,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Connections of one IPv4 address, or of one /64 of IPv6."""
 
 
-class Place:
+class ConnectionPlace:
     """One accepted connection."""
 
     __slots__ = ("end", "gate", "is_open", "network")
@@ -56,15 +56,15 @@ class ConnectionGate:
         self.limits = limits
         self.num_refused = 0
         """Connections that found no place, or lost it to a newcomer; counted up."""
-        self._places: dict[Place, None] = {}
+        self._places: dict[ConnectionPlace, None] = {}
         self._by_network: collections.Counter[str] = collections.Counter()
-        self._waiting: dict[Place, None] = {}
-        self._waiting_of: collections.defaultdict[str, dict[Place, None]] = collections.defaultdict(dict)
+        self._waiting: dict[ConnectionPlace, None] = {}
+        self._waiting_of: collections.defaultdict[str, dict[ConnectionPlace, None]] = collections.defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def enter(self, host: str) -> Place | None:
+    def enter(self, host: str) -> ConnectionPlace | None:
         """A place for a connection from this address; None if it is full and no connection can be closed."""
         network = network_of(host)
         if self._by_network[network] >= self.limits.per_address:
@@ -75,7 +75,7 @@ class ConnectionGate:
             self.num_refused += 1
             self._tidy(network)
             return None
-        place = Place(self, network)
+        place = ConnectionPlace(self, network)
         self._places[place] = None
         self._by_network[network] += 1
         place.waits()
@@ -85,18 +85,18 @@ class ConnectionGate:
         """Close the connection that has waited for longest, for the descriptor that it has."""
         self._close_first(self._waiting)
 
-    def _close_first(self, waiting: dict[Place, None]) -> None:
+    def _close_first(self, waiting: dict[ConnectionPlace, None]) -> None:
         if (place := next(iter(waiting), None)) is None:
             return
         self.num_refused += 1
         self._leave(place)
         place.end()
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: ConnectionPlace) -> None:
         self._waiting.pop(place, None)
         self._waiting_of[place.network].pop(place, None)
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, place: ConnectionPlace) -> None:
         if place not in self._places:
             return
         del self._places[place]

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from pdserve.common.net.chunk_writer import ChunkWriter
-from pdserve.common.net.connection_gate import Place
+from pdserve.common.net.connection_gate import ConnectionPlace
 
 HEADER_TIMEOUT_S = 10.0
 """Within which a header must be complete, from the connection's or the request's first byte on."""
@@ -72,7 +72,7 @@ class GuardedConnection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        place: Place,
+        place: ConnectionPlace,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._own_app, self.app = self.app, self._answer

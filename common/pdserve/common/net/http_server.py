@@ -13,7 +13,7 @@ import uvicorn
 
 from pdserve.common.address.host_address import host_and_port
 from pdserve.common.errors import ConfigError
-from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits, Place
+from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits, ConnectionPlace
 from pdserve.common.net.http_connection import HEADER_TIMEOUT_S, GuardedConnection
 from pdserve.common.security.tls import ServerTls
 
@@ -116,7 +116,7 @@ class HttpServer(uvicorn.Server):
                 continue
             self._connect(accepted, place)
 
-    def _connect(self, accepted: socket.socket, place: Place) -> None:
+    def _connect(self, accepted: socket.socket, place: ConnectionPlace) -> None:
         """Begin to read, after a handshake with TLS, which may take as long as a header."""
 
         def make_protocol() -> GuardedConnection:

@@ -40,9 +40,9 @@ from pdserve.engine.client.messages import (
     EngineFailed,
     EngineState,
     FromEngine,
-    Load,
     Loaded,
     LoadedBytes,
+    LoadModel,
     decode_to_engine,
 )
 from pdserve.engine.client.process_client import STACKS_SIGNAL
@@ -113,7 +113,7 @@ class EngineProcess:
                 self._add(message)
             case CloseEngine():
                 self._close.set()
-            case Load():
+            case LoadModel():
                 raise PeerError("a second model was to be loaded")
             case _:
                 self._side.handle(message)
@@ -175,8 +175,8 @@ def run_engine_process(make_transfers: MakeTransfers | None = None, rank_program
             if payload is None:
                 return 0
             load = decode_to_engine(payload)
-            if not isinstance(load, Load):
-                raise PeerError("the first message is not Load")
+            if not isinstance(load, LoadModel):
+                raise PeerError("the first message is not LoadModel")
             settings = load.decoded_settings()
             if settings.section:
                 configure_logging(f"{settings.section} engine", settings.log_level, settings.log_format)

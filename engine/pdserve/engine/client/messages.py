@@ -1,6 +1,6 @@
 """Messages between an `EngineCoreClient` and its engine. All are values, so the engine may be in another process.
 
-client -> engine   to a process `Load`, first; `StartEngine`; then `AddRequest`, `ReleaseRequest`, `CallUtility` and commands;
+client -> engine   to a process `LoadModel`, first; `StartEngine`; then `AddRequest`, `ReleaseRequest`, `CallUtility` and commands;
                    `CloseEngine`, last
 engine -> client   of a process `LoadedBytes`, then `Loaded`; `EngineStarted`; then `EngineCoreOutputs`, `TransferEvent`,
 `Released`, `UtilityOutput`, of a process `EngineState`; `EngineFailed`, last
@@ -25,7 +25,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduler_output import RequestFailure
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Load the model of a folder."""
 
     folder: str
@@ -35,7 +35,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
     deployment_key: bytes
 
     @classmethod
-    def of(cls, folder: str, settings: WorkerSettings, deployment_key: bytes) -> Load:
+    def of(cls, folder: str, settings: WorkerSettings, deployment_key: bytes) -> LoadModel:
         return cls(folder, settings.section, msgspec.Raw(msgspec.msgpack.encode(settings)), deployment_key)
 
     def decoded_settings(self) -> WorkerSettings:
@@ -217,7 +217,7 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToEngine = (
-    Load
+    LoadModel
     | StartEngine
     | AddRequest
     | ReleaseRequest

@@ -32,9 +32,9 @@ from pdserve.engine.client.messages import (
     CloseEngine,
     EngineState,
     FromEngine,
-    Load,
     Loaded,
     LoadedBytes,
+    LoadModel,
     ToEngine,
     UtilityOutput,
     decode_from_engine,
@@ -105,7 +105,7 @@ class ProcessClient(EngineCoreClient):
             lambda descriptor: start_program(descriptor, program), partial(_call, receive), partial(_call, end), loop
         )
         self._close_child = weakref.finalize(self, self._child.close, LAST_STEP_S)
-        self._send(Load.of(str(folder), settings, deployment_key.secret))
+        self._send(LoadModel.of(str(folder), settings, deployment_key.secret))
 
     @classmethod
     def load(cls, folder: Path, settings: WorkerSettings) -> Self:

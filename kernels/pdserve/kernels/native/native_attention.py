@@ -17,7 +17,7 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import KvPages, check_spec
 from pdserve.kernels.attention.score_terms import ScoreTerms
 from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
-from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeCall, NativeLibrary, PrefillCall
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeArguments, NativeLibrary, PrefillArguments
 
 _MAX_HEAD_DIM = 512
 CHANGED = "block_tables changed after the plan: a block number is outside the cache"
@@ -54,27 +54,27 @@ class NativeAttentionBackend(TorchAttentionBackend):
             return TorchAttentionPlan(self._step_plan(batch), pages, spec)
         return NativeAttentionPlan(self._step_plan(batch), pages, spec, self)
 
-    def attend_decodes(self, call: DecodeCall) -> None:
+    def attend_decodes(self, call: DecodeArguments) -> None:
         """Write `call.out`."""
         self.give_room(call)
         if self._native_library.paged_decode(byref(call), self._level):
             raise ValueError(CHANGED)
 
-    def give_room(self, call: DecodeCall) -> None:
+    def give_room(self, call: DecodeArguments) -> None:
         """Set `call.partials`, since the room may have grown for another plan of the step."""
         call.partials = self._partials.data_ptr()
 
-    def attend_chunks(self, call: PrefillCall) -> None:
+    def attend_chunks(self, call: PrefillArguments) -> None:
         """Write the rows of `call.out` that belong to its chunks."""
         self.give_rooms(call)
         if self._native_library.paged_prefill(byref(call), self._level):
             raise ValueError(CHANGED)
 
-    def give_rooms(self, call: PrefillCall) -> None:
+    def give_rooms(self, call: PrefillArguments) -> None:
         """Set `call.rooms`, for the same reason."""
         call.rooms = self._rooms.data_ptr()
 
-    def prepare_decode(self, call: DecodeCall, partial_size: int) -> None:
+    def prepare_decode(self, call: DecodeArguments, partial_size: int) -> None:
         """Fill `call.piece_starts`, and give the call room for its pieces, shared by all plans.
 
         partial_size: numbers of one piece. Raises: ValueError for a block number outside the cache.
@@ -86,7 +86,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
             self._partials = torch.empty(num_pieces * partial_size * 3 // 2)
         call.parallel = self._native_library.parallel
 
-    def prepare_prefill(self, call: PrefillCall, first: int) -> None:
+    def prepare_prefill(self, call: PrefillArguments, first: int) -> None:
         """Fill `call.task_starts`, and give each of its threads a room, shared by all plans.
 
         first: the sequence of the first chunk. Raises: ValueError for a block number outside the cache.
@@ -100,7 +100,7 @@ class NativeAttentionBackend(TorchAttentionBackend):
         call.parallel = self._native_library.parallel
 
 
-def _outside(sequence: int, call: DecodeCall | PrefillCall) -> ValueError:
+def _outside(sequence: int, call: DecodeArguments | PrefillArguments) -> ValueError:
     return ValueError(
         f"block_tables of sequence {sequence} names a block outside the cache of {call.num_blocks} blocks"
     )
@@ -121,7 +121,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
     def _plan_decodes(self, step: StepPlan) -> None:
         size = self._num_decodes
         self._piece_starts = torch.empty(size + 1, dtype=torch.int64)
-        self._decode_call = call = DecodeCall(
+        self._decode_call = call = DecodeArguments(
             block_tables=self._tables.data_ptr(), table_stride=self._tables.stride(0), table_width=self._tables.shape[1],
             seq_lens=self._lens.data_ptr(), num_seqs=size, piece_starts=self._piece_starts.data_ptr(),
         )  # fmt: skip
@@ -131,13 +131,13 @@ class NativeAttentionPlan(TorchAttentionPlan):
 
     def _plan_chunks(self, step: StepPlan) -> None:
         first, size = self._num_decodes, len(self._lens) - self._num_decodes
-        self._prefill_call: PrefillCall | None = None
+        self._prefill_call: PrefillArguments | None = None
         if not size:
             return
         self._query_starts = step.batch.query_start_loc_cpu.contiguous()
         self._task_starts = torch.empty(size + 1, dtype=torch.int64)
         tables = self._tables[first:]
-        self._prefill_call = call = PrefillCall(
+        self._prefill_call = call = PrefillArguments(
             block_tables=tables.data_ptr(), table_stride=tables.stride(0), table_width=tables.shape[1],
             query_starts=self._query_starts[first:].data_ptr(), seq_lens=self._lens[first:].data_ptr(), num_chunks=size,
             is_causal=self._spec.causal, task_starts=self._task_starts.data_ptr(),
@@ -145,7 +145,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
         self._fill(call)
         self._backend.prepare_prefill(call, first)
 
-    def calls(self) -> tuple[DecodeCall, PrefillCall | None]:
+    def calls(self) -> tuple[DecodeArguments, PrefillArguments | None]:
         """Return the calls for decode rows, which come first and may be none, and for chunks, without layer, queries and output.
 
         Valid until the next plan.
@@ -155,7 +155,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
             self._backend.give_rooms(self._prefill_call)
         return self._decode_call, self._prefill_call
 
-    def _fill(self, call: DecodeCall | PrefillCall) -> None:
+    def _fill(self, call: DecodeArguments | PrefillArguments) -> None:
         """Set what is the same for decode rows and chunks."""
         pages, spec = self._pages, self._spec
         call.kv_cache, call.dtype = pages.kv_cache.data_ptr(), NATIVE_DTYPES[pages.kv_cache.dtype]
@@ -182,7 +182,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
         self._backend.attend_chunks(call)
         del held
 
-    def _set_rows(self, call: DecodeCall | PrefillCall, layer: int, queries: Tensor, out: Tensor) -> Tensor:
+    def _set_rows(self, call: DecodeArguments | PrefillArguments, layer: int, queries: Tensor, out: Tensor) -> Tensor:
         """Set the layer, queries `[n, Hkv, G, D]` and out, contiguous; the result is to be held until the call has ended."""
         if not 0 <= layer < self._pages.num_layers:
             raise IndexError(f"layer {layer} of {self._pages.num_layers}")

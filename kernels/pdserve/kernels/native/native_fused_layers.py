@@ -19,12 +19,12 @@ from pdserve.kernels.native.native_attention import CHANGED, NativeAttentionPlan
 from pdserve.kernels.native.native_bfloat import CHANNELS, NativeBfloatRows
 from pdserve.kernels.native.native_library import (
     NATIVE_DTYPES,
-    DecodeCall,
+    DecodeArguments,
     FusedCall,
     FusedLayer,
     FusedNorm,
     NativeLibrary,
-    PrefillCall,
+    PrefillArguments,
 )
 
 _KINDS = (PackedLinear, BlockedLinear)
@@ -99,9 +99,9 @@ class NativeFusedLayers:
         decodes, chunks = zip(*(plan.calls() for plan in found), strict=True)
         call = FusedCall.from_buffer_copy(self._constants)
         call.num_rows, call.num_threads = num_rows, torch.get_num_threads()
-        call.decodes = (POINTER(DecodeCall) * len(found))(*map(pointer, decodes))
-        of_chunks = (POINTER(PrefillCall)() if chunk is None else pointer(chunk) for chunk in chunks)
-        call.chunks = (POINTER(PrefillCall) * len(found))(*of_chunks)
+        call.decodes = (POINTER(DecodeArguments) * len(found))(*map(pointer, decodes))
+        of_chunks = (POINTER(PrefillArguments)() if chunk is None else pointer(chunk) for chunk in chunks)
+        call.chunks = (POINTER(PrefillArguments) * len(found))(*of_chunks)
         call.slots, call.phases = _addresses(slots), _addresses(angles)
         call.residual, call.x = residual.data_ptr(), out.data_ptr()
         call.qkv, call.attended, call.gate_up, call.inner, call.chosen = (room.data_ptr() for room in self._rooms)

@@ -22,8 +22,8 @@ class NativeLibraryError(Exception):
     """The library is not built, or cannot be loaded."""
 
 
-class DecodeCall(ctypes.Structure):
-    """`DecodeCall` of `paged_decode.h`, field by field."""
+class DecodeArguments(ctypes.Structure):
+    """`DecodeArguments` of `paged_decode.h`, field by field."""
 
     _fields_ = (
         ("kv_cache", c_void_p), ("num_blocks", c_int64), ("num_kv_heads", c_int64), ("num_layers", c_int64),
@@ -35,8 +35,8 @@ class DecodeCall(ctypes.Structure):
     )  # fmt: skip
 
 
-class PrefillCall(ctypes.Structure):
-    """`PrefillCall` of `paged_prefill.h`, field by field."""
+class PrefillArguments(ctypes.Structure):
+    """`PrefillArguments` of `paged_prefill.h`, field by field."""
 
     _fields_ = (
         ("kv_cache", c_void_p), ("num_blocks", c_int64), ("num_kv_heads", c_int64), ("num_layers", c_int64),
@@ -141,8 +141,9 @@ class FusedCall(ctypes.Structure):
 
     _fields_ = (
         ("layers", POINTER(FusedLayer)), ("num_layers", c_int64), ("num_rows", c_int64), ("hidden_size", c_int64),
-        ("decodes", POINTER(POINTER(DecodeCall))), ("chunks", POINTER(POINTER(PrefillCall))), ("slots", POINTER(c_void_p)),
-        ("phases", POINTER(c_void_p)), ("residual", c_void_p), ("x", c_void_p), ("output_rows", c_void_p),
+        ("decodes", POINTER(POINTER(DecodeArguments))), ("chunks", POINTER(POINTER(PrefillArguments))),
+        ("slots", POINTER(c_void_p)), ("phases", POINTER(c_void_p)), ("residual", c_void_p), ("x", c_void_p),
+        ("output_rows", c_void_p),
         ("num_outputs", c_int64), ("qkv", c_void_p), ("attended", c_void_p), ("gate_up", c_void_p), ("inner", c_void_p),
         ("chosen", c_void_p), ("sums", c_void_p), ("num_threads", c_int64), ("parallel", c_void_p), ("barrier", c_void_p),
     )  # fmt: skip
@@ -169,8 +170,8 @@ class NativeLibrary:
             self.apply_experts = library.pdserve_apply_experts
             level_names = library.pdserve_level_name, library.pdserve_int8_level_name
             sizes = {
-                DecodeCall: library.pdserve_call_size,
-                PrefillCall: library.pdserve_prefill_call_size,
+                DecodeArguments: library.pdserve_call_size,
+                PrefillArguments: library.pdserve_prefill_call_size,
                 LoraCall: library.pdserve_lora_call_size,
                 LayerCall: library.pdserve_layer_call_size,
                 Int8Call: library.pdserve_int8_call_size,
@@ -181,10 +182,10 @@ class NativeLibrary:
             }
         except (OSError, AttributeError) as error:
             raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
-        self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeCall)], c_int64
-        self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeCall), c_int64], c_int64
-        self.plan_prefill.argtypes, self.plan_prefill.restype = [POINTER(PrefillCall)], c_int64
-        self.paged_prefill.argtypes, self.paged_prefill.restype = [POINTER(PrefillCall), c_int64], c_int64
+        self.plan_decode.argtypes, self.plan_decode.restype = [POINTER(DecodeArguments)], c_int64
+        self.paged_decode.argtypes, self.paged_decode.restype = [POINTER(DecodeArguments), c_int64], c_int64
+        self.plan_prefill.argtypes, self.plan_prefill.restype = [POINTER(PrefillArguments)], c_int64
+        self.paged_prefill.argtypes, self.paged_prefill.restype = [POINTER(PrefillArguments), c_int64], c_int64
         self.prefill_room.argtypes, self.prefill_room.restype = [c_int64], c_int64
         self.add_lora.argtypes, self.add_lora.restype = [POINTER(LoraCall), c_int64], None
         self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None

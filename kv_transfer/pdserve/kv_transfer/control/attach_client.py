@@ -34,7 +34,7 @@ from pdserve.common.request.wire.messages import layout_to_wire
 from pdserve.kv_transfer.control.attach_servicer import (
     MAX_CAUSE_CHARS,
     TICK_STALLED_S,
-    Heartbeat,
+    AliveMessages,
     TickWatch,
     answer_parts,
 )
@@ -99,7 +99,7 @@ class _Requests:
         self._messages.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[_Message]:
-        heartbeat = Heartbeat[_Message | None](self._alive)
+        heartbeat = AliveMessages[_Message | None](self._alive)
         while (message := await heartbeat.next(self._messages)) is not None:
             yield message
 

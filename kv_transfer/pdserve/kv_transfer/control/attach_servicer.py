@@ -43,7 +43,7 @@ MAX_CAUSE_CHARS = 2000
 Message = TypeVar("Message")
 
 
-class Heartbeat(Generic[Message]):
+class AliveMessages(Generic[Message]):
     """Inserts an `Alive` between other messages whenever one is due, so that frequent messages do not delay it."""
 
     def __init__(self, make_alive: Callable[[], Message]) -> None:
@@ -195,7 +195,7 @@ class AttachServicer(kv_source_pb2_grpc.KvSourceServiceServicer):
             yield _failed_event(error)
             return
         reader = asyncio.create_task(self._read(incoming, transfer, stream), name="attach reader")
-        heartbeat = Heartbeat[kv_source_pb2.AttachEvent | None](lambda: self._alive(transfer))
+        heartbeat = AliveMessages[kv_source_pb2.AttachEvent | None](lambda: self._alive(transfer))
         try:
             yield self._accepted(transfer, connector)
             while True:

@@ -12,7 +12,7 @@ from pdserve.kv_transfer.connector import BlockRead, BlockToRead, ReadListener, 
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import PoolMemory
 from pdserve.kv_transfer.pull.connection import Connection
-from pdserve.kv_transfer.pull.peer_connections import ConnectionLimits, PeerConnections
+from pdserve.kv_transfer.pull.peer_connections import PeerConnections, PeerLimits
 from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES
 from pdserve.kv_transfer.totals import Totals
 
@@ -46,9 +46,9 @@ class ReadSettings:
         if min(self.connect_timeout_s, self.read_stall_s) <= 0:
             raise ConfigError("connect_timeout_s and read_stall_s must be above 0")
 
-    def limits(self, block_bytes: int, max_readers: int) -> ConnectionLimits:
+    def limits(self, block_bytes: int, max_readers: int) -> PeerLimits:
         """The limits for one peer in whole blocks, at least one block each."""
-        return ConnectionLimits(
+        return PeerLimits(
             max_readers=max_readers,
             window_blocks=max(1, self.request_bytes // block_bytes),
             longest_window_blocks=max(1, self.longest_request_bytes // block_bytes),
@@ -71,7 +71,7 @@ class BlockReader(Generic[Address]):
     _name: str
     """Prefix of the reader threads' names."""
     _pool: PoolMemory
-    _limits: ConnectionLimits
+    _limits: PeerLimits
     """For whole blocks."""
     _events: EventThread
     _connect: Callable[[Address, int], Connection]

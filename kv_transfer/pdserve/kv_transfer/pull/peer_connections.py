@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionLimits:
+class PeerLimits:
     """Limits for one peer."""
 
     max_readers: int
@@ -39,7 +39,7 @@ class ConnectionLimits:
     idle_close_s: float
     """Seconds without work after which a reader closes its connection and ends."""
 
-    def for_parts(self, parts: int) -> ConnectionLimits:
+    def for_parts(self, parts: int) -> PeerLimits:
         """The same bytes in parts of blocks."""
         return replace(
             self,
@@ -59,7 +59,7 @@ class PeerConnections:
         self,
         peer: str,
         pool: PoolMemory,
-        limits: ConnectionLimits,
+        limits: PeerLimits,
         counters: Totals,
         connect: Callable[[], Connection],
         call_soon: Callable[[Callable[[], None]], None],

@@ -14,7 +14,7 @@ from pdserve.kv_transfer.event_thread import EventThread
 TOKEN_BYTES = 16
 
 
-class Refusal(enum.Enum):
+class ReadRefusal(enum.Enum):
     """Reasons why a source refuses a read. The numbers are sent to the peer; 0 is reserved for 'granted'."""
 
     UNKNOWN_TOKEN = 1
@@ -29,11 +29,11 @@ class Refusal(enum.Enum):
 
 
 _EXPLANATIONS = {
-    Refusal.UNKNOWN_TOKEN: "its token is unknown or no longer granted",
-    Refusal.UNPUBLISHED: "it asked for a block that is not published",
-    Refusal.TOO_MANY: "it asked for too many blocks at once",
-    Refusal.WRONG_BLOCK_BYTES: "its blocks have another size",
-    Refusal.OTHER_READER: "another peer has read with this token before",
+    ReadRefusal.UNKNOWN_TOKEN: "its token is unknown or no longer granted",
+    ReadRefusal.UNPUBLISHED: "it asked for a block that is not published",
+    ReadRefusal.TOO_MANY: "it asked for too many blocks at once",
+    ReadRefusal.WRONG_BLOCK_BYTES: "its blocks have another size",
+    ReadRefusal.OTHER_READER: "another peer has read with this token before",
 }
 
 
@@ -124,7 +124,7 @@ class ReadGrants:
         count: int,
         interrupt: Callable[[], object],
         reader: Hashable | None = None,
-    ) -> InFlightSend | Refusal:
+    ) -> InFlightSend | ReadRefusal:
         """Permit a send of `count` blocks, until `end`, or refuse it. reader: the peer; the first one binds the token.
 
         interrupt: called from any thread, possibly more than once and only before `end`, if the send must stop soon. It must not
@@ -133,13 +133,13 @@ class ReadGrants:
         with self._lock:
             grant = self._grants.get(token)
             if grant is None:
-                return Refusal.UNKNOWN_TOKEN
+                return ReadRefusal.UNKNOWN_TOKEN
             try:
                 blocks = [grant.blocks[index] for index in range(first_index, first_index + count)]
             except KeyError:
-                return Refusal.UNPUBLISHED
+                return ReadRefusal.UNPUBLISHED
             if grant.reader not in (None, reader):
-                return Refusal.OTHER_READER
+                return ReadRefusal.OTHER_READER
             grant.reader = reader
             sending = InFlightSend(grant, blocks, interrupt)
             grant.sendings.add(sending)

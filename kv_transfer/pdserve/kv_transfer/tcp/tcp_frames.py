@@ -2,7 +2,7 @@
 
     request   magic 4s | version u16 | 0 u16 | serial u64 | token 16s | first_index u32 | count u32 | block_bytes u64
     answer    magic 4s | version u16 | status u16 | serial u64 | first_index u32 | count u32 | block_bytes u64
-    blocks    count * block_bytes, only if the status is 0; any other status is a `Refusal`
+    blocks    count * block_bytes, only if the status is 0; any other status is a `ReadRefusal`
 
 Big-endian. A connection carries one request at a time; the answer repeats the request's serial, so that bytes of another
 answer are detected.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES, Refusal
+from pdserve.kv_transfer.pull.read_grants import TOKEN_BYTES, ReadRefusal
 
 VERSION = 1
 _REQUEST_MAGIC = b"PDKr"
@@ -64,13 +64,13 @@ class ReadAnswer:
     NUM_BYTES = _ANSWER.size
 
     serial: int
-    refusal: Refusal | None
+    refusal: ReadRefusal | None
     first_index: int
     count: int
     block_bytes: int
 
     @staticmethod
-    def to_request(request: ReadRequest, refusal: Refusal | None = None) -> ReadAnswer:
+    def to_request(request: ReadRequest, refusal: ReadRefusal | None = None) -> ReadAnswer:
         """The answer to a request: its blocks, or a refusal without blocks."""
         count = 0 if refusal else request.count
         return ReadAnswer(request.serial, refusal, request.first_index, count, request.block_bytes)
@@ -86,7 +86,7 @@ class ReadAnswer:
         if magic != _ANSWER_MAGIC or version != VERSION:
             raise MalformedFrame("not a read answer of this version")
         try:
-            refusal = None if status == _GRANTED else Refusal(status)
+            refusal = None if status == _GRANTED else ReadRefusal(status)
         except ValueError:
             raise MalformedFrame(f"a read answer of unknown status {status}") from None
         answer = ReadAnswer(serial, refusal, first_index, count, block_bytes)

@@ -10,7 +10,7 @@ import time
 from pdserve.common.security.tls_roles import ServiceRole
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.memory.pool_memory import NoRoom, PoolMemory
-from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrant, ReadGrants, Refusal
+from pdserve.kv_transfer.pull.read_grants import InFlightSend, ReadGrant, ReadGrants, ReadRefusal
 from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp.tcp_frames import MalformedFrame, ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpSettings
@@ -141,7 +141,7 @@ class TcpSource:
 
     def _answer(self, connection: TcpStream, stream: Stream, reader: Reader, request: ReadRequest) -> None:
         allowed = self._allow(stream, reader, request)
-        if isinstance(allowed, Refusal):
+        if isinstance(allowed, ReadRefusal):
             self.counters.add(refused_reads=1)
             stream.send([memoryview(ReadAnswer.to_request(request, allowed).encode())])
             return
@@ -159,16 +159,16 @@ class TcpSource:
         finally:
             self._grants.end(allowed)
 
-    def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> InFlightSend | Refusal:
+    def _allow(self, stream: Stream, reader: Reader, request: ReadRequest) -> InFlightSend | ReadRefusal:
         # a part of a block is smaller than a block
         block_bytes = min(self._pool.block_bytes, max(1, request.block_bytes))
         if request.count > max(1, self._settings.max_request_bytes // block_bytes):
-            return Refusal.TOO_MANY
+            return ReadRefusal.TOO_MANY
         sending = self._grants.begin(request.token, request.first_index, request.count, stream.shutdown, reader)
         if isinstance(sending, InFlightSend) and request.block_bytes * sending.grant.parts != self._pool.block_bytes:
             # only the holder of a token gets information about the pool
             self._grants.end(sending)
-            return Refusal.WRONG_BLOCK_BYTES
+            return ReadRefusal.WRONG_BLOCK_BYTES
         return sending
 
     def _warn(self, peer: str, what: str) -> None:

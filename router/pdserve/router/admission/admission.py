@@ -20,7 +20,7 @@ from typing import Any
 from pdserve.common.errors import Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
 from pdserve.router.admission.open_requests import OpenRequests, leaving, once
-from pdserve.router.admission.place import Capacity, Cost, HeldPlace, Limits, Place, Waiter, granted
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, HeldPlace, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
 
@@ -44,7 +44,7 @@ class Admission(OpenRequests):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: AdmissionLimits,
         capacity: Callable[[], Capacity],
         *,
         num_tenants: Callable[[], int] = lambda: 1,

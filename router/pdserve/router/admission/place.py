@@ -27,7 +27,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """Rate of all workers together, prompt tokens per second; 0: not known."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of settings on admission."""
 
     max_queued_requests: int
@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences of a tenant whose key has no own limit."""
 
     @classmethod
-    def of(cls, settings: RouterSettings) -> Limits:
+    def of(cls, settings: RouterSettings) -> AdmissionLimits:
         return cls(
             max_queued_requests=settings.limits.max_queued_requests,
             queue_timeout_s=settings.limits.queue_timeout_s,

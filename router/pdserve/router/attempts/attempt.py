@@ -43,20 +43,20 @@ from pdserve.router.attempts.call_events import (
     Computed,
     DecodeCallEvent,
     Ended,
-    Landed,
-    NeedsPrefill,
+    LandedEvent,
+    NeedsPrefillEvent,
     Outputs,
     PrefillCallEvent,
     PrefillingLocally,
     PromptLogprobs,
-    Receiving,
+    ReceivingEvent,
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import DecodeCall, PrefillCall
 from pdserve.router.attempts.worker_errors import may_fail_by_itself
 from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.call_failure import CallFailed
-from pdserve.router.workers.worker import LoadReservation, Worker
+from pdserve.router.workers.worker import LoadReservation, RemoteWorker
 from pdserve.text.outputs.output_processor import PositionConflict
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class Attempt:
             error = WorkerLost(f"decode worker {worker} ended its call before the last token")
             self._end(AttemptFailed(error, worker))
 
-    def _fail(self, error: Exception, worker: Worker | None) -> None:
+    def _fail(self, error: Exception, worker: RemoteWorker | None) -> None:
         """End the attempt because of an event that a worker sent."""
         if isinstance(error, PdServeError):
             self._end(AttemptFailed(error, worker))
@@ -311,12 +311,12 @@ class Attempt:
                 self._timeline.merge(moments)
             case PromptLogprobs():
                 self._take_prompt(event)
-            case Landed():
+            case LandedEvent():
                 self._go_on()
                 self._landed = True
                 self.transfer_bytes = event.transfer_bytes
                 self._timeline.merge(event.moments)
-            case Receiving(awaits_source):
+            case ReceivingEvent(awaits_source):
                 if self._landed or self._prefill_call is None or self._over:
                     return
                 self._awaits_source = awaits_source
@@ -326,7 +326,7 @@ class Attempt:
             case PrefillingLocally():
                 self._go_on()
                 self._drop_prefill()
-            case NeedsPrefill(uncached_tokens):
+            case NeedsPrefillEvent(uncached_tokens):
                 self._end(PrefillNeeded(uncached_tokens))
 
     def _limit_publishing(self) -> None:
@@ -386,14 +386,14 @@ class Attempt:
             self._move(AttemptState.STREAMING)
         self._take_early()
 
-    def _on_prefill_lost(self, worker: Worker | None, error: PdServeError, died: bool) -> None:
+    def _on_prefill_lost(self, worker: RemoteWorker | None, error: PdServeError, died: bool) -> None:
         """Handle the end of the prefill call, which is a failure only if its first token or blocks have not arrived."""
         if self._prefill_call is None or (self._computed and self._landed):
             return
         kv_lost = self._remote and isinstance(error, (TransferFailed, WorkerLost))
         self._end(_lost(self._prefill_call, worker, error, died=died, in_transfer=kv_lost))
 
-    def _on_decode_lost(self, worker: Worker | None, failure: CallFailed) -> None:
+    def _on_decode_lost(self, worker: RemoteWorker | None, failure: CallFailed) -> None:
         error = failure.error
         if isinstance(error, Draining) and worker is not None:
             worker.refuse_more()
@@ -411,7 +411,7 @@ class Attempt:
         else:
             self._end(_lost(self._decode_call, worker, error, died=failure.died))
 
-    def _on_lost(self, worker: Worker) -> None:
+    def _on_lost(self, worker: RemoteWorker) -> None:
         error = WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}")
         if worker is self.placement.prefill:
             self._on_prefill_lost(worker, error, died=True)
@@ -421,7 +421,7 @@ class Attempt:
 
 def _lost(
     call: PrefillCall | DecodeCall | None,
-    worker: Worker | None,
+    worker: RemoteWorker | None,
     error: PdServeError,
     *,
     died: bool,

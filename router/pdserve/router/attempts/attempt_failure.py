@@ -8,7 +8,7 @@ import time
 
 from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.common.kv_events import WorkerKey
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 BACKOFF_S = 0.02
 """Seconds before the second attempt; doubles with each further one, with jitter."""
@@ -27,7 +27,7 @@ class AttemptFailed(Exception):
     def __init__(
         self,
         error: PdServeError,
-        blamed: Worker | None = None,
+        blamed: RemoteWorker | None = None,
         *,
         died: bool = False,
         never_admitted: bool = False,
@@ -44,7 +44,7 @@ class AttemptFailed(Exception):
         """True if the transfer of the prompt's KV failed; the settings decide how to retry."""
 
     @property
-    def refused_by(self) -> Worker | None:
+    def refused_by(self) -> RemoteWorker | None:
         """The worker that was full and did not start; None for any other failure."""
         return self.blamed if isinstance(self.error, Overloaded) and self.error.by_peer else None
 
@@ -68,7 +68,7 @@ class FullWorkers:
         self._first_s: float | None = None
         self._num_rounds = 0
 
-    async def refused(self, worker: Worker, error: PdServeError) -> None:
+    async def refused(self, worker: RemoteWorker, error: PdServeError) -> None:
         """Record a refusal; wait if all workers have been tried. Raises: the error, after `patience_s`."""
         now = time.monotonic()
         self._first_s = now if self._first_s is None else self._first_s

@@ -33,12 +33,12 @@ EDGES: dict[AttemptState, frozenset[AttemptState]] = {
 }
 
 
-class IllegalMove(InternalError):
+class IllegalTransition(InternalError):
     """A state change that is not in `EDGES`."""
 
 
 def moved(state: AttemptState, to: AttemptState) -> AttemptState:
-    """Return `to`. Raises: IllegalMove if there is no such edge."""
+    """Return `to`. Raises: IllegalTransition if there is no such edge."""
     if to not in EDGES[state]:
-        raise IllegalMove(f"an attempt cannot change from {state.value} to {to.value}")
+        raise IllegalTransition(f"an attempt cannot change from {state.value} to {to.value}")
     return to

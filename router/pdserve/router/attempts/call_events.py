@@ -71,7 +71,7 @@ class Ended(msgspec.Struct, gc=False):
     moments: Moments
 
 
-class NeedsPrefill(msgspec.Struct, gc=False):
+class NeedsPrefillEvent(msgspec.Struct, gc=False):
     uncached_tokens: int
 
 
@@ -79,14 +79,14 @@ class PrefillingLocally(msgspec.Struct, gc=False):
     pass
 
 
-class Receiving(msgspec.Struct, gc=False):
+class ReceivingEvent(msgspec.Struct, gc=False):
     """A transfer takes long. Without blocks to wait for, or after them, nothing of it is sent."""
 
     awaits_source: bool
     """True if the decode worker has asked for blocks that the source has not published."""
 
 
-class Landed(msgspec.Struct, gc=False):
+class LandedEvent(msgspec.Struct, gc=False):
     num_blocks: int
     transfer_bytes: int
     connector: str
@@ -99,7 +99,14 @@ class UnknownEvent(msgspec.Struct, gc=False):
 
 PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
 DecodeCallEvent = (
-    Admitted | NeedsPrefill | PrefillingLocally | Receiving | Landed | PromptLogprobs | Outputs | UnknownEvent
+    Admitted
+    | NeedsPrefillEvent
+    | PrefillingLocally
+    | ReceivingEvent
+    | LandedEvent
+    | PromptLogprobs
+    | Outputs
+    | UnknownEvent
 )
 E = TypeVar("E")
 M = TypeVar("M", bound=Message)
@@ -285,14 +292,14 @@ class DecodeReader(CallReader[decode_pb2.DecodeEvent, DecodeCallEvent]):
             case "admitted":
                 return Admitted(moments_from_wire(message.admitted.moments))
             case "needs_prefill":
-                return NeedsPrefill(message.needs_prefill.uncached_tokens)
+                return NeedsPrefillEvent(message.needs_prefill.uncached_tokens)
             case "prefilling_locally":
                 return PrefillingLocally()
             case "receiving":
-                return Receiving(message.receiving.awaits_source)
+                return ReceivingEvent(message.receiving.awaits_source)
             case "landed":
                 landed = message.landed
-                return Landed(
+                return LandedEvent(
                     landed.num_blocks, landed.transfer_bytes, landed.connector, moments_from_wire(landed.moments)
                 )
             case _:

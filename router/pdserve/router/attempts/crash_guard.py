@@ -18,7 +18,7 @@ from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.placement.placement import Placement
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 REFUSED_S = 60.0
 DEATHS = 2
@@ -126,7 +126,7 @@ class Company:
 class _Death:
     """The death of a worker under one request."""
 
-    worker: Worker
+    worker: RemoteWorker
     share: float
     """The request's share in the death: 1 if it was alone at the worker."""
     was_admitted: bool
@@ -182,7 +182,7 @@ class CrashGuard:
             text = f"{len(self._dead)} workers died while they served this request"
             raise WorkerLost(text).for_clients() from failure
 
-    def _death(self, worker: Worker, *, was_admitted: bool) -> _Death:
+    def _death(self, worker: RemoteWorker, *, was_admitted: bool) -> _Death:
         num_requests, num_costly = self._company.lately_at(worker.key)
         load = worker.load
         num_requests = max(1, num_requests, load.num_running + load.num_waiting + load.num_remote_kv)

@@ -15,7 +15,7 @@ from pdserve.router.attempts.call_events import CallReader, Moments, Outputs
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.attempts.worker_calls import WorkerCall
 from pdserve.router.workers.call_failure import CallFailed
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import prefill_pb2
 
 
@@ -28,7 +28,7 @@ class Embedded(msgspec.Struct):
     moments: Moments
 
 
-async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embedded:
+async def embed(worker: RemoteWorker, request: GenerationRequest, number: int) -> Embedded:
     """Call a prefill worker for one vector, in its turn; the call ends before this returns or raises. number: of the attempt.
 
     Raises: CallFailed, also for a vector of another length than requested.
@@ -37,7 +37,7 @@ async def embed(worker: Worker, request: GenerationRequest, number: int) -> Embe
         return await _called(worker, request, number)
 
 
-async def _called(worker: Worker, request: GenerationRequest, number: int) -> Embedded:
+async def _called(worker: RemoteWorker, request: GenerationRequest, number: int) -> Embedded:
     answer: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
 
     def end(failure: CallFailed | None) -> None:
@@ -62,7 +62,7 @@ async def _called(worker: Worker, request: GenerationRequest, number: int) -> Em
 class _PoolingReader(CallReader[prefill_pb2.PoolingResult, Embedded]):
     kind = prefill_pb2.PoolingResult
 
-    def __init__(self, request: GenerationRequest, worker: Worker) -> None:
+    def __init__(self, request: GenerationRequest, worker: RemoteWorker) -> None:
         super().__init__(request, worker.identity.vocab_size)
         self._worker = worker
 

@@ -21,8 +21,8 @@ from pdserve.router.attempts.call_events import (
 )
 from pdserve.router.attempts.outgoing_request import OutgoingRequest
 from pdserve.router.workers.call_failure import CallFailed
-from pdserve.router.workers.step_stream import StepCall
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.step_stream import SubmittedCall
+from pdserve.router.workers.worker import RemoteWorker
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.v1.step_stream_pb2 import Submission
 
@@ -36,7 +36,7 @@ class WorkerCall(Generic[M, E]):
     """A call to a worker. `follow` it once; `cancel` at any time, also repeatedly."""
 
     def __init__(
-        self, worker: Worker, outgoing: OutgoingRequest, reader: CallReader[M, E], *, is_bulk: bool, **fields: Any
+        self, worker: RemoteWorker, outgoing: OutgoingRequest, reader: CallReader[M, E], *, is_bulk: bool, **fields: Any
     ) -> None:
         """is_bulk: use the bulk stream whatever the size of the request. fields: those of `Submission`."""
         self._worker = worker
@@ -44,7 +44,7 @@ class WorkerCall(Generic[M, E]):
         self._submission = Submission(request=outgoing.data, **fields)
         is_bulk = is_bulk or len(outgoing.data) > MAX_STEP_REQUEST_BYTES
         self._stream = worker.bulk_stream if is_bulk else worker.step_stream
-        self._step_call: StepCall | None = None
+        self._step_call: SubmittedCall | None = None
         self._is_over = False
         self.has_answered = False
         """True if the worker has sent anything, and so has admitted the request."""
@@ -110,7 +110,12 @@ def _has_large_answer(request: GenerationRequest) -> bool:
 
 class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
     def __init__(
-        self, worker: Worker, outgoing: OutgoingRequest, number: int, transfer_id: bytes, receiver: Worker | None
+        self,
+        worker: RemoteWorker,
+        outgoing: OutgoingRequest,
+        number: int,
+        transfer_id: bytes,
+        receiver: RemoteWorker | None,
     ) -> None:
         """receiver: the only worker that may read the blocks; None with an empty `transfer_id`."""
         request = outgoing.request
@@ -125,12 +130,12 @@ class PrefillCall(WorkerCall[prefill_pb2.PrefillEvent, PrefillCallEvent]):
 class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     def __init__(
         self,
-        worker: Worker,
+        worker: RemoteWorker,
         outgoing: OutgoingRequest,
         number: int,
         *,
         transfer_id: bytes,
-        source: Worker | None,
+        source: RemoteWorker | None,
         prefill_here: bool,
         local_prefill_tokens: int | None,
     ) -> None:
@@ -154,7 +159,7 @@ class DecodeCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
 class SessionCall(WorkerCall[decode_pb2.DecodeEvent, DecodeCallEvent]):
     """A session's call. The events of a turn end with its last outputs; then `go_on` begins the next."""
 
-    def __init__(self, worker: Worker, request: GenerationRequest) -> None:
+    def __init__(self, worker: RemoteWorker, request: GenerationRequest) -> None:
         """request: the first turn."""
         reader = DecodeReader(request, worker.identity.vocab_size, is_session=True)
         super().__init__(worker, OutgoingRequest(request), reader, is_bulk=True, session=decode_pb2.Session())

@@ -42,7 +42,7 @@ from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.output_pump import OutputPump
 from pdserve.router.requests.preparation import CallFields, ClientRequest
-from pdserve.router.requests.session import StreamingSession
+from pdserve.router.requests.session import ClientSession
 from pdserve.text.outputs.merged_outputs import merged
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.prompt import LengthRule, Prompt, TextInput, TokenInput
@@ -124,7 +124,7 @@ class InferenceServicer(PoolingServicer):
         telling.add_done_callback(self._hanging_up.discard)
 
     async def _next_turn(
-        self, requests: AsyncIterator[inference_pb2.GenerateRequest], session: StreamingSession
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest], session: ClientSession
     ) -> inference_pb2.GenerateRequest | None:
         """The client's next message; None if the client has closed its side. Raises: the error that ends the session."""
         reading = asyncio.ensure_future(_next(requests))
@@ -209,7 +209,7 @@ class InferenceServicer(PoolingServicer):
         )
 
     async def _read(
-        self, request: inference_pb2.GenerateRequest, context: Context, session: StreamingSession | None = None
+        self, request: inference_pb2.GenerateRequest, context: Context, session: ClientSession | None = None
     ) -> ClientRequest:
         """The request in a message; a large one is read in a thread. Raises: InvalidRequest, NotFound."""
         lora_name = self.inference.models.lora_name(request.model, caller())
@@ -221,7 +221,7 @@ class InferenceServicer(PoolingServicer):
         return await self.inference.bodies.in_background_pool(request.ByteSize(), build)
 
     def _client_request(
-        self, request: inference_pb2.GenerateRequest, call: CallFields, session: StreamingSession | None
+        self, request: inference_pb2.GenerateRequest, call: CallFields, session: ClientSession | None
     ) -> ClientRequest:
         sampling = request.sampling
         self._verify_counts(request)

@@ -23,7 +23,7 @@ from pdserve.router.http_front.stored_answer import StoredAnswer
 from pdserve.router.requests.fields.chat_fields import ChatFields
 from pdserve.router.requests.fields.tools import ToolBody
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.preparation import Limits
+from pdserve.router.requests.preparation import ServedLimits
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.client import Client
 from pdserve.text.parsers.tool_call_parser import HERMES_CALLS
@@ -154,7 +154,7 @@ class TokenizationHttp:
 
         return self._answer(request, client, _TOKENIZED_BYTES, load)
 
-    def _tokenized(self, body: TokenizeBody, limits: Limits | None) -> bytes:
+    def _tokenized(self, body: TokenizeBody, limits: ServedLimits | None) -> bytes:
         tokenizer = self._inference.tokenizer
         token_ids = body.token_ids(tokenizer, max_text_bytes(self._inference.bodies.model_len))
         if body.return_token_strs and len(token_ids) > MAX_TOKEN_STRS:

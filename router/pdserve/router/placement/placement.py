@@ -43,7 +43,7 @@ from pdserve.common.kv_events import WorkerKey
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import works_with
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.workers.worker import LoadEstimate, Worker
+from pdserve.router.workers.worker import LoadEstimate, RemoteWorker
 
 LocalPrefill = Literal["never", "auto", "always"]
 PolicyName = Literal["kv_aware", "least_loaded", "round_robin"]
@@ -73,7 +73,7 @@ class PlacementHint(enum.Enum):
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A worker with its load and its cached part of one prompt."""
 
-    worker: Worker
+    worker: RemoteWorker
     num_tokens: int
     """Tokens of the prompt, and the positions of its sound with their padding."""
     overlap_blocks: int = 0
@@ -161,8 +161,8 @@ class Estimates(msgspec.Struct, frozen=True, kw_only=True):
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt's workers. Without `prefill`, decode prefills; without `decode`, only one token is requested."""
 
-    prefill: Worker | None = None
-    decode: Worker | None = None
+    prefill: RemoteWorker | None = None
+    decode: RemoteWorker | None = None
     prefill_share: LoadEstimate = LoadEstimate(calls=1)
     decode_share: LoadEstimate = LoadEstimate(calls=1)
     prefill_here: bool = False
@@ -195,15 +195,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return {worker.identity.sampler_version for worker in (self.prefill, self.decode) if worker is not None}
 
     @property
-    def _last(self) -> Worker:
+    def _last(self) -> RemoteWorker:
         worker = self.decode or self.prefill
         if worker is None:
             raise InternalError("a placement without workers")
         return worker
 
 
-class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules of a placement beside the state of the workers."""
+class PlacementRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules of a placement, other than the state of the workers."""
 
     policy: PolicyName = "kv_aware"
     local_prefill: LocalPrefill = "auto"
@@ -221,7 +221,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(
-    max_tokens: int, *, prefill: Sequence[Candidate], decode: Sequence[Candidate], rules: Rules
+    max_tokens: int, *, prefill: Sequence[Candidate], decode: Sequence[Candidate], rules: PlacementRules
 ) -> Placement | None:
     """Workers for a prompt, or None while none can serve it.
 
@@ -263,7 +263,7 @@ def place(
     return msgspec.structs.replace(remote, local_prefill_tokens=estimates.limit_tokens, estimates=estimates)
 
 
-def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = False) -> Placement | None:
+def place_prefill(prefill: Sequence[Candidate], rules: PlacementRules, *, strict: bool = False) -> Placement | None:
     """A prefill worker for a request without tokens to decode, regardless of `local_prefill`; None if there is none."""
     chosen = choose(prefill, WorkerRole.PREFILL, rules, strict=strict)
     if chosen is None:
@@ -272,7 +272,7 @@ def place_prefill(prefill: Sequence[Candidate], rules: Rules, *, strict: bool = 
 
 
 def choose(
-    candidates: Sequence[Candidate], role: WorkerRole, rules: Rules, *, strict: bool = False
+    candidates: Sequence[Candidate], role: WorkerRole, rules: PlacementRules, *, strict: bool = False
 ) -> Candidate | None:
     """The policy's choice. A blamed worker is chosen only if there is no other, and never with `strict`."""
     fresh = [candidate for candidate in candidates if candidate.worker.key not in rules.blamed]
@@ -341,7 +341,7 @@ def _prefers_local(decode: Candidate, estimates: Estimates) -> bool:
     return estimates.local_s is not None and estimates.remote_s is not None and estimates.local_s <= estimates.remote_s
 
 
-def _may_prefill(decode: Candidate, rules: Rules) -> bool:
+def _may_prefill(decode: Candidate, rules: PlacementRules) -> bool:
     if rules.local_prefill == "never" or rules.hint is PlacementHint.REMOTE:
         return False
     cap = decode.worker.identity.max_local_prefill_tokens

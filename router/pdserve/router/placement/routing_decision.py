@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.placement.placement import Candidate, Estimates, Placement, PlacementHint, PolicyName
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 LOG_LENGTH = 128
 """Number of placements that a router keeps."""
@@ -152,7 +152,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         }
         return {name: value for name, value in flat.items() if value is not None}
 
-    def _overlap(self, role: WorkerRole, worker: Worker | None) -> int | None:
+    def _overlap(self, role: WorkerRole, worker: RemoteWorker | None) -> int | None:
         if worker is None:
             return None
         name = worker.identity.worker_id
@@ -160,7 +160,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         return next((view.overlap_blocks for view in views), None)
 
 
-def _name(worker: Worker | None) -> str | None:
+def _name(worker: RemoteWorker | None) -> str | None:
     return None if worker is None else worker.identity.worker_id
 
 

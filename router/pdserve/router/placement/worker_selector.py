@@ -16,7 +16,7 @@ from pdserve.router.placement.placement import (
     Candidate,
     Placement,
     PlacementHint,
-    Rules,
+    PlacementRules,
     compatible_prefill_workers,
     place,
     place_prefill,
@@ -26,7 +26,7 @@ from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, 
 from pdserve.router.placement.transfer_bandwidth import TransferBandwidth
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 Hashes = Callable[[KvLayout], Sequence[bytes]]
 """Returns the hashes of the prompt's full blocks for a layout; called at most once per layout and prompt."""
@@ -91,7 +91,7 @@ class WorkerSelector:
             for role in WorkerRole
         }
         full = {worker.key for role in WorkerRole for worker in live[role] if _is_full(worker, hint)}
-        rules = Rules(
+        rules = PlacementRules(
             policy=self._settings.policy,
             local_prefill=self._settings.local_prefill,
             hint=hint,
@@ -154,7 +154,7 @@ class WorkerSelector:
 
     def _candidates(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RemoteWorker],
         lengths: tuple[int, int],
         hashes: Hashes,
         dead: Collection[WorkerKey],
@@ -162,7 +162,7 @@ class WorkerSelector:
         fingerprint: str,
     ) -> list[Candidate]:
         """lengths: `num_tokens` and `num_encoder_tokens` of `place`."""
-        by_layout: dict[KvLayout, list[Worker]] = {}
+        by_layout: dict[KvLayout, list[RemoteWorker]] = {}
         for worker in workers:
             if worker.key not in dead:
                 by_layout.setdefault(worker.identity.layout, []).append(worker)
@@ -210,12 +210,12 @@ class WorkerSelector:
         return tuple(left)
 
 
-def pooling_workers(workers: Iterable[Worker], pooling: PoolingParams) -> list[Worker]:
+def pooling_workers(workers: Iterable[RemoteWorker], pooling: PoolingParams) -> list[RemoteWorker]:
     """The prefill workers among which a request without text is placed."""
     return [w for w in workers if pooling.is_served_by(w.identity.hidden_size, w.identity.num_labels)]
 
 
-def _is_full(worker: Worker, hint: PlacementHint) -> bool:
+def _is_full(worker: RemoteWorker, hint: PlacementHint) -> bool:
     """True if the worker would most likely refuse the request, by its last report."""
     return worker.has_full_queue or (hint is PlacementHint.SESSION and worker.has_all_sessions)
 

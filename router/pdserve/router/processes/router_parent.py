@@ -22,7 +22,7 @@ from pdserve.common.tasks.first_done import first_done
 from pdserve.common.tasks.restart_backoff import RestartBackoff
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.child_admission import largest
-from pdserve.router.admission.place import Capacity, Limits
+from pdserve.router.admission.place import AdmissionLimits, Capacity
 from pdserve.router.process_link import Handler
 from pdserve.router.processes.parent_views import ParentViews
 from pdserve.router.processes.router_child import IS_STARTING, ProcessStart, RouterChild
@@ -97,7 +97,9 @@ class RouterParent:
         self._model_folder = model_folder
         self._shutdown = shutdown
         self.keys = ApiKeys.from_settings(settings)
-        self.admission = Admission(Limits.of(settings), self._capacity, num_tenants=lambda: self.keys.num_tenants)
+        self.admission = Admission(
+            AdmissionLimits.of(settings), self._capacity, num_tenants=lambda: self.keys.num_tenants
+        )
         self._children: dict[int, RouterChild] = {}
         self.views = ParentViews(lambda: list(self._children.values()), self.admission, self.keys)
         self._shared = self.views.handlers | {IS_STARTING: Handler(type(None), lambda _: is_starting())}

@@ -16,8 +16,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.held_bytes import HeldBytes
-from pdserve.router.admission.place import Capacity
-from pdserve.router.admission.place import Limits as AdmissionLimits
+from pdserve.router.admission.place import AdmissionLimits, Capacity
 from pdserve.router.admission.shared_admission import SharedAdmission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
@@ -27,10 +26,10 @@ from pdserve.router.process_link import ProcessLink
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.generation import Generation
-from pdserve.router.requests.preparation import ClientRequest, Limits, Preparation
+from pdserve.router.requests.preparation import ClientRequest, Preparation, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.served_models import ServedModels
-from pdserve.router.requests.session import SessionPromptTask, StreamingSession
+from pdserve.router.requests.session import ClientSession, SessionPromptTask
 from pdserve.router.requests.tasks.beam_task import BeamPromptTask
 from pdserve.router.requests.tasks.embedding_task import Embedding, EmbeddingInput
 from pdserve.router.requests.tasks.placed_task import WAIT_FOR_WORKER_S
@@ -107,9 +106,9 @@ class Inference:
         """True if some request could be served now."""
         return not self.admission.closed and (self.selector.has_workers() or self.num_labels() > 0)
 
-    def limits(self) -> Limits | None:
+    def limits(self) -> ServedLimits | None:
         """None until a worker is known."""
-        return Limits.of(worker for role in WorkerRole for worker in self.fleet.workers(role))
+        return ServedLimits.of(worker for role in WorkerRole for worker in self.fleet.workers(role))
 
     def model_fingerprint(self) -> str:
         """The first live worker's model fingerprint; empty until one is known."""
@@ -255,9 +254,9 @@ class Inference:
             lora_name=request.lora_name,
         )
 
-    async def session(self, session_id: str, client: Client = ANYBODY) -> StreamingSession:
+    async def session(self, session_id: str, client: Client = ANYBODY) -> ClientSession:
         """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
-        return StreamingSession(session_id, await self.admission.begin_session(client))
+        return ClientSession(session_id, await self.admission.begin_session(client))
 
     def _client_stream(self, num_runs: int, *, stream: bool, returns_token_ids: bool = False) -> ClientStream:
         settings = self.settings
@@ -271,7 +270,7 @@ class Inference:
 
     def turn(
         self,
-        session: StreamingSession,
+        session: ClientSession,
         request_id: str,
         request: ClientRequest,
         *,

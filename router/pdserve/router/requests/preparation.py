@@ -21,7 +21,7 @@ from pdserve.router.admission.held_bytes import HeldBytes
 from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.best_of import for_engines
 from pdserve.text.images.chat_images import without_images
@@ -79,11 +79,11 @@ class CallFields(NamedTuple):
         return self if rank is None else self._replace(data_parallel_rank=rank)
 
 
-class Limits(ModelLimits, frozen=True):
+class ServedLimits(ModelLimits, frozen=True):
     """Limits that every live worker can serve."""
 
     @classmethod
-    def of(cls, workers: Iterable[Worker]) -> Limits | None:
+    def of(cls, workers: Iterable[RemoteWorker]) -> ServedLimits | None:
         """The smallest of each; None without workers."""
         identities = [worker.identity for worker in workers]
         if not identities:
@@ -155,7 +155,9 @@ class Preparation:
             )
         return await self._aside.run(client.tenant, call)
 
-    async def tokenize(self, request: ClientRequest, limits: Limits | None = None, num_before: int = 0) -> list[int]:
+    async def tokenize(
+        self, request: ClientRequest, limits: ServedLimits | None = None, num_before: int = 0
+    ) -> list[int]:
         """The prompt's token ids; its images or sound become the request's `mm_features`, within `holding_images`.
 
         num_before: as in `complete`. Raises: InvalidRequest, at once for a text that cannot fit into `limits`; Overloaded when
@@ -214,7 +216,7 @@ class Preparation:
         request_id: str,
         request: ClientRequest,
         token_ids: list[int],
-        limits: Limits,
+        limits: ServedLimits,
         bad_words: tuple[tuple[int, ...], ...] = (),
         num_before: int = 0,
     ) -> GenerationRequest:
@@ -234,7 +236,7 @@ class Preparation:
         return self._of_router(request_id, request, completed)
 
     def complete_embedding(
-        self, request_id: str, request: ClientRequest, token_ids: list[int], limits: Limits
+        self, request_id: str, request: ClientRequest, token_ids: list[int], limits: ServedLimits
     ) -> GenerationRequest:
         """Raises: InvalidRequest naming the field, its value and its limit."""
         return self._of_router(request_id, request, self._preparer.complete_pooling(request, token_ids, limits))

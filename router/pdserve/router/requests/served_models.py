@@ -13,7 +13,7 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 _SHOWN_NAMES = 32
 """Names in the error for an unknown one, at most."""
@@ -143,5 +143,5 @@ class ServedModels:
         for name in list(self._seen)[: max(0, len(self._seen) - _MAX_SEEN)]:
             del self._seen[name]
 
-    def _workers(self) -> list[Worker]:
+    def _workers(self) -> list[RemoteWorker]:
         return [worker for role in WorkerRole for worker in self._fleet.workers(role)]

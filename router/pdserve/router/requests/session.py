@@ -1,4 +1,4 @@
-"""`StreamingSession`: a client's turns on one sequence of one decode worker, whose KV remains from turn to turn.
+"""`ClientSession`: a client's turns on one sequence of one decode worker, whose KV remains from turn to turn.
 
 Each turn is a `SessionPromptTask` of its own `Generation`: limits, admission, metrics and spans are those of a request.
 Between turns a session has no place; it counts for `max_sessions` of its key and of its worker until it is closed.
@@ -28,12 +28,12 @@ from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.workers.call_failure import CallFailed
-from pdserve.router.workers.worker import LoadEstimate, LoadReservation, Worker
+from pdserve.router.workers.worker import LoadEstimate, LoadReservation, RemoteWorker
 from pdserve.text.outputs.output_processor import OutputProcessor
 from pdserve.text.outputs.request_output import CompletionOutput
 
 
-class StreamingSession:
+class ClientSession:
     """Open as long as the client's call; `close` it. A turn may begin only after the last one has ended."""
 
     def __init__(self, session_id: str = "", on_close: Callable[[], None] = lambda: None) -> None:
@@ -44,7 +44,7 @@ class StreamingSession:
         """Everything so far, prompts and answers."""
         self.num_kept_output_tokens: int | None = None
         """Output tokens of the last turn, where the worker has more of it than the client; else None."""
-        self.worker: Worker | None = None
+        self.worker: RemoteWorker | None = None
         self.lora_name = ""
         """The adapter of all turns; "" for none."""
         self.client_request_id = ""
@@ -53,7 +53,7 @@ class StreamingSession:
         self._events: asyncio.Queue[DecodeCallEvent | PdServeError] = asyncio.Queue()
         self._unsubscribe: Callable[[], None] | None = None
 
-    def open(self, worker: Worker, call: SessionCall) -> None:
+    def open(self, worker: RemoteWorker, call: SessionCall) -> None:
         """Attach the session to its worker, and open its call there."""
         self.worker, self._call = worker, call
         self._unsubscribe = worker.subscribe_lost(self._on_lost)
@@ -104,7 +104,7 @@ class StreamingSession:
         ended = WorkerLost(f"decode worker {self.worker} ended the session")
         self._events.put_nowait(ended if failure is None else failure.error)
 
-    def _on_lost(self, worker: Worker) -> None:
+    def _on_lost(self, worker: RemoteWorker) -> None:
         self._events.put_nowait(WorkerLost(f"worker {worker} is lost: {worker.cause_of_death}"))
         self.close()
 
@@ -114,7 +114,7 @@ class SessionPromptTask(PromptTask):
 
     def __init__(
         self,
-        session: StreamingSession,
+        session: ClientSession,
         request_id: str,
         request: ClientRequest,
         stream: ClientStream,

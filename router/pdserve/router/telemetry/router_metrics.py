@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.common.telemetry.loop_histogram import LoopHistogram
 from pdserve.common.telemetry.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Families, by_label
-from pdserve.router.workers.worker import Worker, WorkerState
+from pdserve.router.workers.worker import RemoteWorker, WorkerState
 
 
 class RouterMetrics:
@@ -118,10 +118,10 @@ class PlacedCalls:
     def __init__(self, counter: Counter, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._counter = counter
         self._clock = clock
-        self._last: dict[tuple[str, str], tuple[Worker, float]] = {}
+        self._last: dict[tuple[str, str], tuple[RemoteWorker, float]] = {}
         """Series -> (worker of its last call, time of that call)."""
 
-    def add(self, role: str, worker: Worker) -> None:
+    def add(self, role: str, worker: RemoteWorker) -> None:
         """Count a call at a worker."""
         series, now = (role, worker.identity.worker_id), self._clock()
         if series not in self._last:

@@ -25,7 +25,7 @@ from pdserve.router.telemetry.status_view import (
 )
 from pdserve.router.tenants.client import Client
 from pdserve.router.workers.fleet import Fleet
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 _MAX_CAUSE_CHARS = 200
 _VERSION = version("pdserve")
@@ -121,7 +121,7 @@ def _absent_view(role: WorkerRole, name: str, why: str) -> WorkerView:
     return WorkerView(role=role.value, worker_id=name, state="absent", cause=why[:_MAX_CAUSE_CHARS])
 
 
-def _worker_view(worker: Worker) -> WorkerView:
+def _worker_view(worker: RemoteWorker) -> WorkerView:
     identity, load = worker.identity, worker.load
     return WorkerView(
         role=identity.role_name,

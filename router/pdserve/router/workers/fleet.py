@@ -14,7 +14,7 @@ from pdserve.common.security.tls import ClientTls
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.watch import introduce
-from pdserve.router.workers.worker import Worker, WorkerState
+from pdserve.router.workers.worker import RemoteWorker, WorkerState
 from pdserve.router.workers.worker_watcher import TICK_STILL_S, CompatibilityCheck, WorkerWatcher
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Discovery(Protocol):
     def introduced(self) -> Sequence[str]:
         """Addresses that only a directory added."""
 
-    def lives(self) -> Sequence[Worker]:
+    def lives(self) -> Sequence[RemoteWorker]:
         """Every worker with a working watch, one entry per epoch."""
 
 
@@ -115,11 +115,11 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def workers(self, role: WorkerRole) -> list[Worker]:
+    def workers(self, role: WorkerRole) -> list[RemoteWorker]:
         """Workers that may get requests, in the order of their addresses."""
         return [worker for worker in self.lives(role) if worker.state is WorkerState.LIVE]
 
-    def lives(self, role: WorkerRole | None = None) -> list[Worker]:
+    def lives(self, role: WorkerRole | None = None) -> list[RemoteWorker]:
         """Workers with a working watch, including draining ones; one entry per epoch, also if it has several addresses."""
         found = {
             watched.worker.key: watched.worker
@@ -128,7 +128,7 @@ class Fleet:
         }
         return list(reversed(found.values()))
 
-    def reconnected(self, lost: Worker) -> bool:
+    def reconnected(self, lost: RemoteWorker) -> bool:
         """True if a lost worker has not died: it is watched again in the same epoch, and its engine has made progress."""
         return any(life.key == lost.key and life.joined_at > lost.died_at for life in self.lives())
 
@@ -265,7 +265,7 @@ class Fleet:
         for listener in self.listeners:
             listener()
 
-    def _introduce(self, worker: Worker) -> None:
+    def _introduce(self, worker: RemoteWorker) -> None:
         role = worker.identity.role
         if role is None:
             return
@@ -274,7 +274,7 @@ class Fleet:
                 self._spawn(self._meet(worker, peer))
                 self._spawn(self._meet(peer, worker))
 
-    def _can_pair(self, worker: Worker, peer: Worker) -> bool:
+    def _can_pair(self, worker: RemoteWorker, peer: RemoteWorker) -> bool:
         differences = worker.identity.layout.differences(peer.identity.layout)
         pair = frozenset((worker.key, peer.key))
         if differences and pair not in self._compared:
@@ -282,7 +282,7 @@ class Fleet:
             log.warning("workers %s and %s are not paired: %s", worker, peer, "; ".join(differences))
         return not differences
 
-    async def _meet(self, worker: Worker, peer: Worker) -> None:
+    async def _meet(self, worker: RemoteWorker, peer: RemoteWorker) -> None:
         try:
             await introduce(worker.channel, peer.identity)
         except PdServeError as error:

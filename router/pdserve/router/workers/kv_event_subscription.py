@@ -21,7 +21,7 @@ from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.worker_identity import WorkerIdentity
 from pdserve.router.workers.kv_event_stream import ChangeReader, Snapshot
 from pdserve.router.workers.watch import watch
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class KvEventSubscription:
     """The blocks of one epoch of one worker, from its first report to its end."""
 
     def __init__(
-        self, worker: Worker, held: KvEventSink, key: DeploymentKey, counts: Counter[str], now_s: float
+        self, worker: RemoteWorker, held: KvEventSink, key: DeploymentKey, counts: Counter[str], now_s: float
     ) -> None:
         """counts: kind -> number of invalid values. now_s: the loop's time."""
         self.worker = worker

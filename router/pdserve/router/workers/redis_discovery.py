@@ -41,7 +41,7 @@ from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.fleet import Discovery
 from pdserve.router.workers.kv_event_stream import Snapshot, read_snapshot
 from pdserve.router.workers.kv_event_subscription import FeedSource, KvEventSubscription
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class RedisDirectory:
             # the next poll finds the value again, and counts it
             return None
 
-    async def _poll_subscriptions(self, lives: Sequence[Worker], now_s: float) -> None:
+    async def _poll_subscriptions(self, lives: Sequence[RemoteWorker], now_s: float) -> None:
         alive = {worker.key: worker for worker in lives}
         for key in [key for key, feed in self._feeds.items() if alive.get(key) is not feed.worker]:
             await self._feeds.pop(key).close()

@@ -70,7 +70,7 @@ class StepStream:
         self._max_bytes = max_step_bytes(max_model_len) if max_bytes is None else max_bytes
         self._connection: _Connection | None = None
 
-    def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> StepCall:
+    def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> SubmittedCall:
         """Begin a call. submission: without a key, which it gets here."""
         if self._connection is None or self._connection.has_ended:
             self._connection = _Connection(self._channel, self._worker, self._max_model_len, self._max_bytes)
@@ -82,7 +82,7 @@ class StepStream:
             self._connection.close()
 
 
-class StepCall:
+class SubmittedCall:
     """One call of a stream, for the caller."""
 
     __slots__ = ("_connection", "_key")
@@ -125,29 +125,29 @@ class _Connection:
         self.has_ended = False
         self._tasks = [asyncio.create_task(self._run(), name="step stream")]
 
-    def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> StepCall:
+    def submit(self, submission: step_stream_pb2.Submission, listener: StepListener) -> SubmittedCall:
         """See `StepStream.submit`."""
         key = submission.key = next(self._keys)
         self._listeners[key] = listener
         self._unsent[key] = submission
         self._has_commands.set()
-        return StepCall(self, key)
+        return SubmittedCall(self, key)
 
     def cancel(self, key: int) -> None:
-        """See `StepCall.cancel`."""
+        """See `SubmittedCall.cancel`."""
         self._turns.pop(key, None)
         if self._listeners.pop(key, None) is not None and self._unsent.pop(key, None) is None:
             self._cancelled[key] = None
             self._has_commands.set()
 
     def end_sequence(self, key: int, index: int, turn: int | None) -> None:
-        """See `StepCall.end_sequence`."""
+        """See `SubmittedCall.end_sequence`."""
         if key in self._listeners:
             self._ended_sequences.append(step_stream_pb2.EndedSequences(key=key, indexes=[index], turn=turn))
             self._has_commands.set()
 
     def send_turn(self, key: int, request: bytes) -> None:
-        """See `StepCall.send_turn`."""
+        """See `SubmittedCall.send_turn`."""
         if key in self._listeners:
             self._turns[key] = step_stream_pb2.Turn(key=key, request=request)
             self._has_commands.set()

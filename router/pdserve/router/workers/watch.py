@@ -28,7 +28,7 @@ _WATCH = "/pdserve.v1.WorkerService/Watch"
 _ROLES = {worker_pb2.ROLE_PREFILL: WorkerRole.PREFILL, worker_pb2.ROLE_DECODE: WorkerRole.DECODE}
 
 
-class Adapters(NamedTuple):
+class OfferedAdapters(NamedTuple):
     """All adapters that a worker offers, in place of those before."""
 
     known: KnownAdapters
@@ -39,7 +39,7 @@ _Call = grpc.aio.StreamStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchEvent
 
 async def watch(
     channel: grpc.aio.Channel, key: DeploymentKey, where: str, *, blocks: bool = False
-) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents | Adapters, None]:
+) -> AsyncGenerator[WorkerIdentity | WorkerLoad | KvCacheEvents | OfferedAdapters, None]:
     """Yield the worker's identity, after it has authenticated, then its reports until the stream ends or breaks.
 
     The router authenticates when the second value is requested. where: the worker's name in warnings. blocks: also request block
@@ -83,7 +83,7 @@ def _proved(challenge: WatchChallenge, event: worker_pb2.WatchEvent) -> WorkerId
     return identity
 
 
-async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents | Adapters]:
+async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents | OfferedAdapters]:
     sequence = 0
     while (message := await call.read()) is not grpc.aio.EOF:
         event = readable(cast(worker_pb2.WatchEvent, message))
@@ -91,7 +91,7 @@ async def _events(call: _Call) -> AsyncIterator[WorkerLoad | KvCacheEvents | Ada
             case "load":
                 yield _load(event.load)
             case "adapters":
-                yield Adapters(_adapters(event.adapters))
+                yield OfferedAdapters(_adapters(event.adapters))
             case "blocks":
                 sequence += 1
                 yield _blocks(event.blocks, sequence)

@@ -1,4 +1,4 @@
-"""`Worker`: the router's view of a worker: identity, state, load, and the calls that this router has open there."""
+"""`RemoteWorker`: the router's view of a worker: identity, state, load, and the calls that this router has open there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT_LAG_S = 0.25
 
 
 class WorkerState(enum.Enum):
-    """LIVE: may get requests. DRAINING: finishes its requests. DEAD: lost; a reconnect makes another `Worker`."""
+    """LIVE: may get requests. DRAINING: finishes its requests. DEAD: lost; a reconnect makes another `RemoteWorker`."""
 
     LIVE = "live"
     DRAINING = "draining"
@@ -88,8 +88,8 @@ _POOLING_CALLS = 64
 refuses calls when too many wait there."""
 
 
-class Worker:
-    """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `Worker`."""
+class RemoteWorker:
+    """One connection to one epoch of a worker. A restart, and also a reconnect, makes another `RemoteWorker`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Worker:
         self._own_reported = LoadEstimate()
         """The part of `_own` that the last report may include."""
         self._ended_lately: deque[tuple[float, LoadEstimate]] = deque()
-        self._on_lost: set[Callable[[Worker], None]] = set()
+        self._on_lost: set[Callable[[RemoteWorker], None]] = set()
 
     def __str__(self) -> str:
         return f"{self.identity.worker_id} ({self.identity.address}, epoch {self.identity.epoch:016x})"
@@ -204,7 +204,7 @@ class Worker:
         self.step_stream.close()
         self.bulk_stream.close()
 
-    def subscribe_lost(self, on_lost: Callable[[Worker], None]) -> Callable[[], None]:
+    def subscribe_lost(self, on_lost: Callable[[RemoteWorker], None]) -> Callable[[], None]:
         """Call `tell` when the worker is lost; the returned function unsubscribes."""
         self._on_lost.add(on_lost)
         return lambda: self._on_lost.discard(on_lost)
@@ -234,7 +234,7 @@ class LoadReservation:
 
     __slots__ = ("_share", "_worker")
 
-    def __init__(self, worker: Worker, share: LoadEstimate) -> None:
+    def __init__(self, worker: RemoteWorker, share: LoadEstimate) -> None:
         self._worker = worker
         self._share: LoadEstimate | None = share
         worker._open(share)

@@ -26,8 +26,8 @@ from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.security.tls import ClientTls
 from pdserve.common.worker_identity import WorkerIdentity, WorkerRole
-from pdserve.router.workers.watch import Adapters, watch
-from pdserve.router.workers.worker import Worker, WorkerLoad, WorkerState
+from pdserve.router.workers.watch import OfferedAdapters, watch
+from pdserve.router.workers.worker import RemoteWorker, WorkerLoad, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class WorkerWatcher:
         """
         self.address = address
         self.role = role
-        self.worker: Worker | None = None
+        self.worker: RemoteWorker | None = None
         self.refused: str | None = None
         """The reason why the worker at this address is refused; None if it is not."""
         self._expected = expected
@@ -168,7 +168,7 @@ class WorkerWatcher:
                     continue
                 if isinstance(event, WorkerLoad):
                     self._take_load(first, event, channel)
-                elif isinstance(event, Adapters):
+                elif isinstance(event, OfferedAdapters):
                     self._take_adapters(event.known)
                 elif isinstance(event, KvCacheEvents) and self._held is not None:
                     apply_change(self._held, first.key, event)
@@ -196,7 +196,7 @@ class WorkerWatcher:
                 self._changed(self)
         elif moved:
             service = ServiceChannel(channel, self._signer, identity.key)
-            self.worker = Worker(identity, service, load, self._adapters)
+            self.worker = RemoteWorker(identity, service, load, self._adapters)
             self._last_warning = ""
             log.info("%s worker %s joined", self.role.value, self.worker)
             self._changed(self)

@@ -21,7 +21,7 @@ BEGIN = "<tool_call>"
 END = "</tool_call>"
 
 
-class CallReader(Protocol):
+class ToolCallReader(Protocol):
     """Reads one call character by character, and gives its arguments' JSON as they arrive."""
 
     @property
@@ -59,7 +59,7 @@ HERMES_CALLS = ForcedCalls(f'{BEGIN}\n{{"name": "%s", "arguments": ', f"}}\n{END
 class ToolFormat:
     """The form in which a family of models writes calls."""
 
-    reader: Callable[[], CallReader]
+    reader: Callable[[], ToolCallReader]
     tags: tuple[str, ...]
     """Texts of which each begins a call, anywhere in the answer."""
     closers: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ class ToolCallParser:
         string would be copied with each piece."""
         self._begun = ""
         """Text at the end that may be the beginning of a tag, or of what follows a call."""
-        self._call: CallReader = tool_format.reader()
+        self._call: ToolCallReader = tool_format.reader()
         self._has_told_text = False
         self.num_calls = 0
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from pdserve.common.device_event import DeviceEvent
 
 
-class StepEvent(DeviceEvent, Protocol):
+class TimedEvent(DeviceEvent, Protocol):
     """A point in a device's work whose time can be read after `synchronize`."""
 
-    def seconds_since(self, earlier: StepEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         """Seconds of the device between two of its events, both reached."""
 
 
@@ -37,10 +37,10 @@ class DeviceRuntime(Protocol):
         `work` has run before. What captures allocate is theirs for good, and shared: replays overwrite each other's.
         """
 
-    def event(self) -> StepEvent:
+    def event(self) -> TimedEvent:
         """An event after all work queued so far."""
 
-    def copy_beside(self, after: StepEvent, copies: Callable[[], None]) -> None:
+    def copy_beside(self, after: TimedEvent, copies: Callable[[], None]) -> None:
         """Run copies that steps do not wait for, after an event; returns when they have ended. Called by a thread of its own."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
@@ -49,14 +49,14 @@ class DeviceRuntime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClockEvent:
-    """Implements `StepEvent` for a processor."""
+    """Implements `TimedEvent` for a CPU."""
 
     at: float = field(default_factory=time.monotonic)
 
     def synchronize(self) -> None:
         """No effect: all work before has ended."""
 
-    def seconds_since(self, earlier: StepEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         assert isinstance(earlier, ClockEvent)
         return self.at - earlier.at
 
@@ -73,7 +73,7 @@ class ProcessorRuntime:
     def event(self) -> ClockEvent:
         return ClockEvent()
 
-    def copy_beside(self, after: StepEvent, copies: Callable[[], None]) -> None:
+    def copy_beside(self, after: TimedEvent, copies: Callable[[], None]) -> None:
         after.synchronize()
         copies()
 
@@ -82,7 +82,7 @@ class ProcessorRuntime:
 
 
 class CudaEvent:
-    """Implements `StepEvent`."""
+    """Implements `TimedEvent`."""
 
     def __init__(self, device: torch.device) -> None:
         # blocking: a thread that waits leaves its core to others, instead of asking again and again
@@ -96,7 +96,7 @@ class CudaEvent:
         """Let work that is queued later in a stream wait for this event."""
         stream.wait_event(self._event)
 
-    def seconds_since(self, earlier: StepEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
@@ -123,7 +123,7 @@ class CudaRuntime:
     def event(self) -> CudaEvent:
         return CudaEvent(self._device)
 
-    def copy_beside(self, after: StepEvent, copies: Callable[[], None]) -> None:
+    def copy_beside(self, after: TimedEvent, copies: Callable[[], None]) -> None:
         assert isinstance(after, CudaEvent)
         if self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

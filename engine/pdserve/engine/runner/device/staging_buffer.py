@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.engine.runner.device.device_runtime import DeviceRuntime, StepEvent
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, TimedEvent
 
 _ALIGNMENT = 16
 _BUFFERS = 2
@@ -24,7 +24,7 @@ class _HostBuffers:
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._held: list[tuple[Tensor, StepEvent | None] | None] = [None] * _BUFFERS
+        self._held: list[tuple[Tensor, TimedEvent | None] | None] = [None] * _BUFFERS
         self._turn = 0
 
     def next(self, num_bytes: int) -> Tensor:
@@ -38,7 +38,7 @@ class _HostBuffers:
         self._held[self._turn] = held
         return held[0][:num_bytes]
 
-    def copied(self) -> StepEvent:
+    def copied(self) -> TimedEvent:
         """The event after the copy from or to the last buffer."""
         event = self._runtime.event()
         held = self._held[self._turn]
@@ -89,7 +89,7 @@ class PendingArrays:
     """For shapes and dtypes; on a processor also for the numbers."""
     _flat: NDArray[np.uint8] | None
     """None on a processor."""
-    _copied: StepEvent | None
+    _copied: TimedEvent | None
 
     def wait(self) -> list[NDArray[Any]]:
         """Wait for the copy; called at most once, before the second copy after it begins."""

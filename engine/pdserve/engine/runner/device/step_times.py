@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from pdserve.common.request.engine_types import ModelRunnerStats
-from pdserve.engine.runner.device.device_runtime import DeviceRuntime, StepEvent
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, TimedEvent
 
 
 class LayerTimes:
@@ -15,14 +15,14 @@ class LayerTimes:
     def __init__(self, runtime: DeviceRuntime, before_layer: Callable[[], None] | None) -> None:
         self._runtime = runtime
         self._before_layer = before_layer
-        self._begun: list[StepEvent] = []
+        self._begun: list[TimedEvent] = []
 
     def __call__(self) -> None:
         if self._before_layer is not None:
             self._before_layer()
         self._begun.append(self._runtime.event())
 
-    def take(self) -> list[StepEvent]:
+    def take(self) -> list[TimedEvent]:
         """The points since the last call."""
         begun, self._begun = self._begun, []
         return begun
@@ -33,13 +33,13 @@ class StepTimes:
 
     __slots__ = ("_layers", "ended", "forwarded", "num_reqs", "num_tokens", "prepared", "sampling", "started")
 
-    def __init__(self, started: StepEvent, num_reqs: int, num_tokens: int) -> None:
+    def __init__(self, started: TimedEvent, num_reqs: int, num_tokens: int) -> None:
         self.started = self.prepared = self.forwarded = self.sampling = self.ended = started
         self.num_reqs = num_reqs
         self.num_tokens = num_tokens
-        self._layers: list[StepEvent] = []
+        self._layers: list[TimedEvent] = []
 
-    def add_layers(self, begun: list[StepEvent]) -> None:
+    def add_layers(self, begun: list[TimedEvent]) -> None:
         """begun: the point at which each layer begins."""
         self._layers = begun
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.device_event import DeviceEvent
-from pdserve.engine.runner.device.device_runtime import DeviceRuntime, StepEvent, make_runtime
+from pdserve.engine.runner.device.device_runtime import DeviceRuntime, TimedEvent, make_runtime
 from pdserve.engine.scheduler_output import SchedulerOutput
 from pdserve.models.kv_cache import make_host_memory
 
@@ -48,7 +48,7 @@ class HostBlocks:
         self._kv_caches = kv_caches[: len(host_caches)]
         self._host_caches = host_caches
         self._runtime = runtime or make_runtime(kv_caches[0].device)
-        self._begun: queue.SimpleQueue[tuple[int, Copies, StepEvent] | None] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[tuple[int, Copies, TimedEvent] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[int | Exception] = queue.SimpleQueue()
         self._is_closing = False
         self._thread = threading.Thread(target=self._load, name="kv-loads", daemon=True)

@@ -24,7 +24,7 @@ from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.embed_call import Embedded, embed
 from pdserve.router.placement.placement import Placement
 from pdserve.router.placement.worker_selector import pooling_workers
-from pdserve.router.requests.preparation import ClientRequest, Limits
+from pdserve.router.requests.preparation import ClientRequest, ServedLimits
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.tasks.placed_task import PlacedTask
@@ -33,7 +33,7 @@ from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.workers.call_failure import CallFailed
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 
 
 class EmbeddingInput:
@@ -76,7 +76,7 @@ class EmbeddingTask(PlacedTask["array[float]"]):
             self._record.deadline = None
 
     async def serve(self) -> array[float]:
-        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self.workers()))
+        token_ids = await self._services.preparation.tokenize(self._request, ServedLimits.of(self.workers()))
         request = self._services.preparation.complete_embedding(
             self.request_id, self._request, token_ids, await self.limits()
         )
@@ -137,7 +137,7 @@ class EmbeddingTask(PlacedTask["array[float]"]):
         )
         raise self.no_worker()
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RemoteWorker]:
         return pooling_workers(super().workers(), self._pooling)
 
     @property

@@ -32,12 +32,12 @@ from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.placement.placement import Placement, PlacementHint
 from pdserve.router.placement.routing_decision import RoutingDecision
 from pdserve.router.requests.client_error import as_client_sees
-from pdserve.router.requests.preparation import ClientRequest, HashedRequest, Limits
+from pdserve.router.requests.preparation import ClientRequest, HashedRequest, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.tasks.retry_state import RetryState
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import PromptTrace
-from pdserve.router.workers.worker import Worker
+from pdserve.router.workers.worker import RemoteWorker
 from pdserve.text.outputs.output_processor import PositionConflict
 
 log = logging.getLogger(__name__)
@@ -232,13 +232,13 @@ class PlacedTask(ABC, Generic[T]):
     def _wanted(self, request: GenerationRequest) -> dict[str, Any]:
         """Arguments of `WorkerSelector.place` that say what the workers will compute."""
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RemoteWorker]:
         """The live ones that may serve it."""
         return [worker for role in self.roles for worker in self._services.fleet.workers(role)]
 
-    async def limits(self) -> Limits:
+    async def limits(self) -> ServedLimits:
         """Raises: WorkerLost when no worker is known in time."""
-        limits = await self._services.fleet.wait_for_worker(lambda: Limits.of(self.workers()), self.patience_s)
+        limits = await self._services.fleet.wait_for_worker(lambda: ServedLimits.of(self.workers()), self.patience_s)
         if limits is None:
             raise self.no_worker()
         return limits

@@ -18,7 +18,7 @@ from pdserve.router.attempts.attempt import Attempt
 from pdserve.router.attempts.call_events import Outputs, PromptLogprobs
 from pdserve.router.placement.placement import Placement
 from pdserve.router.requests.client_stream import ClientStream
-from pdserve.router.requests.preparation import ClientRequest, Limits
+from pdserve.router.requests.preparation import ClientRequest, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
 from pdserve.router.requests.tasks.placed_task import PlacedTask
 from pdserve.router.requests.tasks.retry_state import RetryState
@@ -76,7 +76,9 @@ class PromptTask(PlacedTask[None]):
 
     async def _serve(self) -> None:
         before = self.token_ids_before
-        token_ids = await self._services.preparation.tokenize(self._request, Limits.of(self.workers()), len(before))
+        token_ids = await self._services.preparation.tokenize(
+            self._request, ServedLimits.of(self.workers()), len(before)
+        )
         bad_words, limits = await self._services.preparation.bad_words(self._request), await self.limits()
         request = self._services.preparation.complete(
             self.request_id, self._request, token_ids, limits, bad_words, len(before)

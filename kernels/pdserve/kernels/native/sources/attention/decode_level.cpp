@@ -38,13 +38,13 @@ struct Tile {
 
 template <class Number>
 struct Pages {
-  const DecodeCall& call;
+  const DecodeArguments& call;
   const Number* layer;
   const int64_t* table;
   int64_t block_stride, values, padded, first, end;
   bool is_direct;
 
-  Pages(const DecodeCall& given, int64_t row, int64_t head)
+  Pages(const DecodeArguments& given, int64_t row, int64_t head)
       : call(given),
         layer(static_cast<const Number*>(given.kv_cache) +
               (head * given.num_layers + given.layer) * 2 * given.block_size * given.head_dim),
@@ -225,7 +225,7 @@ inline void add_values(const Tile<BFloat>& tile, const float* weights, int64_t p
 // ---- one piece
 
 // Scores become weights, exp(score - maximum) -> maximum and sum. Scores outside of [first, end) have no weight.
-OUTSIDE void weigh(const DecodeCall& call, float* scores, int64_t num_keys, int64_t first, int64_t end, bool as_pairs,
+OUTSIDE void weigh(const DecodeArguments& call, float* scores, int64_t num_keys, int64_t first, int64_t end, bool as_pairs,
                   float* maximum, float* total) {
   const float scale = static_cast<float>(call.scale), cap = static_cast<float>(call.softcap);
   Floats highest = all(-__builtin_inff());
@@ -259,7 +259,7 @@ OUTSIDE void weigh(const DecodeCall& call, float* scores, int64_t num_keys, int6
 template <int N, class Number>
 bool attend_rows(const Pages<Number>& pages, int64_t row, int64_t piece, int64_t query_head, float* partial) {
   constexpr int64_t AHEAD = 3 * TILE;
-  const DecodeCall& call = pages.call;
+  const DecodeArguments& call = pages.call;
   const int64_t length = call.head_dim, padded = pages.padded;
   const int64_t from = piece * PIECE_TOKENS, until = pages.end < from + PIECE_TOKENS ? pages.end : from + PIECE_TOKENS;
   const int64_t start = pages.first > from ? pages.first / TILE * TILE : from;
@@ -315,7 +315,7 @@ bool attend_rows(const Pages<Number>& pages, int64_t row, int64_t piece, int64_t
 }
 
 template <class Number>
-bool attend_group(const DecodeCall& call, int64_t row, int64_t piece, int64_t head, float* partial) {
+bool attend_group(const DecodeArguments& call, int64_t row, int64_t piece, int64_t head, float* partial) {
   const Pages<Number> pages(call, row, head);
   for (int64_t done = 0; done < call.group_size;) {
     const int64_t rest = call.group_size - done, query_head = head * call.group_size + done;
@@ -345,13 +345,13 @@ bool attend_group(const DecodeCall& call, int64_t row, int64_t piece, int64_t he
   return true;
 }
 
-bool attend_piece(const DecodeCall& call, int64_t row, int64_t piece, int64_t head, float* partial) {
+bool attend_piece(const DecodeArguments& call, int64_t row, int64_t piece, int64_t head, float* partial) {
   return call.dtype == FLOAT32 ? attend_group<float>(call, row, piece, head, partial)
                                : attend_group<BFloat>(call, row, piece, head, partial);
 }
 
 template <class Number>
-void join(const DecodeCall& call, int64_t row, int64_t query_head) {
+void join(const DecodeArguments& call, int64_t row, int64_t query_head) {
   const int64_t length = call.head_dim, first = call.piece_starts[row], end = call.piece_starts[row + 1];
   const int64_t head = query_head / call.group_size, size = length + 2;
   const float* partial = call.partials + ((first * call.num_kv_heads + head) * call.group_size + query_head % call.group_size) * size;
@@ -373,7 +373,7 @@ void join(const DecodeCall& call, int64_t row, int64_t query_head) {
   for (int64_t number = 0; number < length; ++number) narrow(first < end ? sums[number] / total : 0.0f, out + number);
 }
 
-void join_pieces(const DecodeCall& call, int64_t row, int64_t query_head) {
+void join_pieces(const DecodeArguments& call, int64_t row, int64_t query_head) {
   call.dtype == FLOAT32 ? join<float>(call, row, query_head) : join<BFloat>(call, row, query_head);
 }
 

@@ -9,16 +9,16 @@ namespace {
 const Level* const LEVELS[] = TILED_LEVELS(&LEVEL);
 
 struct Work {
-  const DecodeCall* call;
+  const DecodeArguments* call;
   const Level* level;
   int64_t next_piece, is_bad;
 };
 
-int64_t partial_size(const DecodeCall& call) { return call.group_size * (call.head_dim + 2); }
+int64_t partial_size(const DecodeArguments& call) { return call.group_size * (call.head_dim + 2); }
 
 void attend_pieces(void* data) {
   Work& work = *static_cast<Work*>(data);
-  const DecodeCall& call = *work.call;
+  const DecodeArguments& call = *work.call;
   const int64_t total = call.piece_starts[call.num_seqs] * call.num_kv_heads;
   int64_t row = 0;
   for (;;) {
@@ -41,7 +41,7 @@ void join_row(const Work& work, int64_t task) {
 
 extern "C" {
 
-PUBLIC int64_t pdserve_call_size() { return sizeof(DecodeCall); }
+PUBLIC int64_t pdserve_call_size() { return sizeof(DecodeArguments); }
 
 // Name of the level at `index` of those that this processor has, the fastest first; null behind the last.
 PUBLIC const char* pdserve_level_name(int64_t index) {
@@ -51,8 +51,8 @@ PUBLIC const char* pdserve_level_name(int64_t index) {
 
 // Fills `piece_starts`. Returns the number of pieces, or -1 - row for the first row with keys outside its table, or with a
 // block number outside the cache.
-PUBLIC int64_t pdserve_plan_decode(const DecodeCall* plan) {
-  const DecodeCall& call = *plan;
+PUBLIC int64_t pdserve_plan_decode(const DecodeArguments* plan) {
+  const DecodeArguments& call = *plan;
   int64_t total = 0;
   for (int64_t row = 0; row < call.num_seqs; ++row) {
     call.piece_starts[row] = total;
@@ -70,8 +70,8 @@ PUBLIC int64_t pdserve_plan_decode(const DecodeCall* plan) {
 }
 
 // Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
-PUBLIC int64_t pdserve_paged_decode(const DecodeCall* plan, int64_t level) {
-  const DecodeCall& call = *plan;
+PUBLIC int64_t pdserve_paged_decode(const DecodeArguments* plan, int64_t level) {
+  const DecodeArguments& call = *plan;
   Work work = {&call, LEVELS[level_index(level)], 0, 0};
   const Threads threads = {call.num_threads, call.parallel};
   threads.run(attend_pieces, &work, call.piece_starts[call.num_seqs] * call.num_kv_heads);

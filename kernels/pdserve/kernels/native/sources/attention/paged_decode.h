@@ -1,4 +1,4 @@
-// Arguments of paged decode attention, shared by Python (`native_library.py`, DecodeCall), the entry points and the compiled levels.
+// Arguments of paged decode attention, shared by Python (`native_library.py`, DecodeArguments), the entry points and the compiled levels.
 #pragma once
 #include "shared/dtypes.h"
 
@@ -7,7 +7,7 @@ constexpr int64_t PIECE_TOKENS = 256;
 // Query rows that one call of `attend_piece` takes at most.
 constexpr int64_t MAX_GROUP = 8;
 
-struct DecodeCall {
+struct DecodeArguments {
   // kv_cache[num_blocks, Hkv, L, 2, bs, D], contiguous
   const void* kv_cache;
   int64_t num_blocks, num_kv_heads, num_layers, block_size, head_dim, dtype;
@@ -37,13 +37,13 @@ struct DecodeCall {
 struct Level {
   const char* name;
   // Attention of all query heads of a KV head to the keys of one piece. False for a block number outside the cache.
-  bool (*attend_piece)(const DecodeCall& call, int64_t row, int64_t piece, int64_t head, float* partial);
+  bool (*attend_piece)(const DecodeArguments& call, int64_t row, int64_t piece, int64_t head, float* partial);
   // Joins the pieces of one row and query head.
-  void (*join_pieces)(const DecodeCall& call, int64_t row, int64_t query_head);
+  void (*join_pieces)(const DecodeArguments& call, int64_t row, int64_t query_head);
 };
 
 // First and last + 1 of the keys that a row attends to.
-static inline int64_t first_key(const DecodeCall& call, int64_t row) {
+static inline int64_t first_key(const DecodeArguments& call, int64_t row) {
   const int64_t behind = call.seq_lens[row] - call.window;
   return call.window > 0 && behind > 0 ? behind : 0;
 }

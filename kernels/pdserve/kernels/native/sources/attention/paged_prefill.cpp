@@ -9,7 +9,7 @@ namespace {
 const PrefillLevel* const LEVELS[] = TILED_LEVELS(&PREFILL_LEVEL);
 
 struct Work {
-  const PrefillCall* call;
+  const PrefillArguments* call;
   const PrefillLevel* level;
   int64_t next_task, next_room, is_bad;
 };
@@ -17,7 +17,7 @@ struct Work {
 // Tasks are taken from the last one on: with causal attention the last rows of a chunk take the longest.
 void attend_tasks(void* data) {
   Work& work = *static_cast<Work*>(data);
-  const PrefillCall& call = *work.call;
+  const PrefillArguments& call = *work.call;
   float* room = call.rooms + __atomic_fetch_add(&work.next_room, 1, __ATOMIC_RELAXED) * room_size(call.head_dim);
   int64_t chunk = call.num_chunks - 1;
   for (;;) {
@@ -34,15 +34,15 @@ void attend_tasks(void* data) {
 
 extern "C" {
 
-PUBLIC int64_t pdserve_prefill_call_size() { return sizeof(PrefillCall); }
+PUBLIC int64_t pdserve_prefill_call_size() { return sizeof(PrefillArguments); }
 
 // Floats of `rooms` for one thread.
 PUBLIC int64_t pdserve_prefill_room(int64_t head_dim) { return room_size(head_dim); }
 
 // Fills `task_starts`. Returns the number of tasks, or -1 - chunk for the first chunk with keys outside its table, or with a block
 // number outside the cache.
-PUBLIC int64_t pdserve_plan_prefill(const PrefillCall* plan) {
-  const PrefillCall& call = *plan;
+PUBLIC int64_t pdserve_plan_prefill(const PrefillArguments* plan) {
+  const PrefillArguments& call = *plan;
   int64_t total = 0;
   for (int64_t chunk = 0; chunk < call.num_chunks; ++chunk) {
     call.task_starts[chunk] = total;
@@ -60,8 +60,8 @@ PUBLIC int64_t pdserve_plan_prefill(const PrefillCall* plan) {
 }
 
 // Writes `out`. level: index of `pdserve_level_name`. Returns 0, or 1 for a block number outside the cache.
-PUBLIC int64_t pdserve_paged_prefill(const PrefillCall* plan, int64_t level) {
-  const PrefillCall& call = *plan;
+PUBLIC int64_t pdserve_paged_prefill(const PrefillArguments* plan, int64_t level) {
+  const PrefillArguments& call = *plan;
   Work work = {&call, LEVELS[level_index(level)], 0, 0, 0};
   const Threads threads = {call.num_threads, call.parallel};
   threads.run(attend_tasks, &work, call.task_starts[call.num_chunks]);

@@ -1,4 +1,4 @@
-// Arguments of attention of several tokens of a sequence, shared by Python (`native_library.py`, PrefillCall), the entry points and the
+// Arguments of attention of several tokens of a sequence, shared by Python (`native_library.py`, PrefillArguments), the entry points and the
 // compiled levels.
 #pragma once
 #include "shared/dtypes.h"
@@ -12,7 +12,7 @@ constexpr int64_t TILE_WORDS = 16;
 // Rows that are computed side by side, at most.
 constexpr int64_t MAX_LANES = 48;
 
-struct PrefillCall {
+struct PrefillArguments {
   // kv_cache[num_blocks, Hkv, L, 2, bs, D], contiguous
   const void* kv_cache;
   int64_t num_blocks, num_kv_heads, num_layers, block_size, head_dim, dtype;
@@ -43,7 +43,7 @@ struct PrefillCall {
 struct PrefillLevel {
   // Attention of rows part * TASK_ROWS to (part + 1) * TASK_ROWS - 1 of a KV head of a chunk. False for a block number outside the
   // cache.
-  bool (*attend_rows)(const PrefillCall& call, int64_t chunk, int64_t head, int64_t part, float* room);
+  bool (*attend_rows)(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t part, float* room);
 };
 
 static inline int64_t padded_head(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -56,12 +56,12 @@ static inline int64_t room_size(int64_t head_dim) {
          16 * padded;
 }
 
-static inline int64_t chunk_tokens(const PrefillCall& call, int64_t chunk) {
+static inline int64_t chunk_tokens(const PrefillArguments& call, int64_t chunk) {
   return call.query_starts[chunk + 1] - call.query_starts[chunk];
 }
 
 // First of the keys that the token at a position attends to.
-static inline int64_t first_visible(const PrefillCall& call, int64_t position) {
+static inline int64_t first_visible(const PrefillArguments& call, int64_t position) {
   const int64_t first = position - call.window + 1;
   return call.window > 0 && first > 0 ? first : 0;
 }

@@ -72,7 +72,7 @@ inline Floats power_of_two(Floats x) {
 #endif
 }
 
-// A task's part of `PrefillCall.rooms`.
+// A task's part of `PrefillArguments.rooms`.
 struct Room {
   int64_t padded;
   float *queries, *sums, *maxima, *totals, *factors, *scores, *keys, *values, *transposed, *line;
@@ -110,7 +110,7 @@ inline void copy_numbers(const Number* from, int64_t count, float* to) {
 
 // Keys `start` to `start + count - 1`, zeros outside of [first, end). False for a block number outside the cache.
 template <class Number>
-OUTSIDE bool copy_tile(const PrefillCall& call, int64_t chunk, int64_t head, int64_t start, int64_t count, int64_t first, int64_t end,
+OUTSIDE bool copy_tile(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t start, int64_t count, int64_t first, int64_t end,
                        const Room& room) {
   const int64_t length = call.head_dim, page = call.block_size * length, key_stride = room.key_stride();
   const Number* layer = static_cast<const Number*>(call.kv_cache) + (head * call.num_layers + call.layer) * 2 * page;
@@ -288,14 +288,14 @@ OUTSIDE void weigh(const Room& room, int64_t num_keys, float* maxima, float* tot
 
 template <class Number>
 struct Task {
-  const PrefillCall& call;
+  const PrefillArguments& call;
   int64_t chunk, head, num_tokens, context, seq_len, num_words;
   // heads fill whole tiles
   bool in_tiles;
   // Keys of a product are a multiple of this.
   int64_t key_step;
 
-  Task(const PrefillCall& given, int64_t chunk, int64_t head)
+  Task(const PrefillArguments& given, int64_t chunk, int64_t head)
       : call(given),
         chunk(chunk),
         head(head),
@@ -427,13 +427,13 @@ struct Task {
 };
 
 template <class Number>
-bool attend_part(const PrefillCall& call, int64_t chunk, int64_t head, int64_t part, float* room) {
+bool attend_part(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t part, float* room) {
   const Task<Number> task(call, chunk, head);
   const int64_t num_rows = task.num_tokens * call.group_size, first = part * TASK_ROWS;
   return task.attend(first, num_rows < first + TASK_ROWS ? num_rows : first + TASK_ROWS, Room(room, call.head_dim));
 }
 
-bool attend_rows(const PrefillCall& call, int64_t chunk, int64_t head, int64_t part, float* room) {
+bool attend_rows(const PrefillArguments& call, int64_t chunk, int64_t head, int64_t part, float* room) {
   return call.dtype == FLOAT32 ? attend_part<float>(call, chunk, head, part, room)
                                : attend_part<BFloat>(call, chunk, head, part, room);
 }

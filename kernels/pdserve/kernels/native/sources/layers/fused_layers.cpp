@@ -122,7 +122,7 @@ void normalise(Thread& thread, const FusedNorm& norm) {
 }
 
 // Rotates queries and keys of a row, and writes keys and values to its slot. False for a slot outside the cache.
-bool store(const DecodeCall& pages, const uint16_t* row_of_qkv, int64_t slot, int64_t layer) {
+bool store(const DecodeArguments& pages, const uint16_t* row_of_qkv, int64_t slot, int64_t layer) {
   const int64_t size = pages.block_size * pages.head_dim, num_heads = pages.num_kv_heads;
   const int64_t block = slot / pages.block_size;
   if (slot < 0 || block >= pages.num_blocks) return false;
@@ -142,7 +142,7 @@ bool store(const DecodeCall& pages, const uint16_t* row_of_qkv, int64_t slot, in
 void rotate_and_store(Thread& thread, const FusedLayer& layer) {
   Work& work = thread.work;
   const FusedCall& step = *work.call;
-  const DecodeCall& pages = *step.decodes[layer.spec];
+  const DecodeArguments& pages = *step.decodes[layer.spec];
   LayerCall call = {};
   call.x = step.qkv;
   call.x_stride = layer.qkv.num_outputs;
@@ -162,7 +162,7 @@ void rotate_and_store(Thread& thread, const FusedLayer& layer) {
 
 void attend_decodes(Thread& thread, const FusedLayer& layer) {
   Work& work = thread.work;
-  DecodeCall call = *work.call->decodes[layer.spec];
+  DecodeArguments call = *work.call->decodes[layer.spec];
   if (!call.num_seqs) return;
   call.layer = layer.index;
   call.q = work.call->qkv;
@@ -185,7 +185,7 @@ void attend_decodes(Thread& thread, const FusedLayer& layer) {
 void attend_chunks(Thread& thread, const FusedLayer& layer) {
   Work& work = thread.work;
   if (!work.call->chunks[layer.spec]) return;
-  PrefillCall call = *work.call->chunks[layer.spec];
+  PrefillArguments call = *work.call->chunks[layer.spec];
   call.layer = layer.index;
   call.q = work.call->qkv;
   call.q_stride = layer.qkv.num_outputs;

@@ -30,8 +30,8 @@ struct FusedCall {
   int64_t num_layers, num_rows, hidden_size;
   // by spec: the step's calls, whose layer, q and out are set here; of decode rows, which come first and may be none, and of chunks of
   // prompts, or null; slots[num_rows]
-  const DecodeCall* const* decodes;
-  const PrefillCall* const* chunks;
+  const DecodeArguments* const* decodes;
+  const PrefillArguments* const* chunks;
   const int64_t* const* slots;
   // by rope: phases[num_rows, D / 2], pairs of cosine and sine
   const float* const* phases;
