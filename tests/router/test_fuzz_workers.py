@@ -20,6 +20,7 @@ from tests.router.worst_bodies import CHAT, COMPLETIONS, EMBEDDINGS
 from tests.support.fuzz_cases import Fuzzer
 from tests.support.loop_watch import LOOP_S, LoopWatch
 from tests.support.message_changes import MessageChanges
+from tests.support.process_memory import in_use_bytes
 from tests.support.waiting import HANG_S
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
@@ -162,6 +163,8 @@ async def test_events(cluster, fuzzer, caplog):
     statuses: dict[int, int] = {}
     with LoopWatch() as watch:
         fuzzer.watched_by(watch)
+        # in 1600 cases the allocators of gRPC's threads kept 79 MiB more, and 14 were in use
+        fuzzer.measure = in_use_bytes
         for number in fuzzer.cases(looks=False):
             changing.rate = fuzzer.draw.choice((0.1, 0.3, 0.6))
             if fuzzer.draw.random() < 0.1:
