@@ -152,11 +152,16 @@ class ConnectorSet:
     def reached(self, worker_id: str, epoch: int, name: str, metadata: bytes, rank: int = 0) -> None:
         """Record that this epoch of a worker is read over the connector `name`; its other epochs have ended. rank: the worker's.
 
-        Raises: TransferFailed if it has named another endpoint of this connector and rank before.
+        Raises: TransferFailed if blocks have landed from another endpoint of this connector and rank.
         """
         with self._lock:
             ended = self._lives.reached(worker_id, epoch, name, metadata, rank)
         self._forget(ended)
+
+    def landed(self, worker_id: str, epoch: int, name: str) -> None:
+        """Record that verified blocks have come from this epoch of a worker over the connector `name`."""
+        with self._lock:
+            self._lives.landed(worker_id, epoch, name)
 
     def lost(self, worker_id: str, epoch: int) -> None:
         """Free the resources of an epoch of a worker that no longer responds."""
@@ -234,6 +239,8 @@ Endpoint = tuple[str, int]
 class _Life:
     epoch: int
     ways: dict[Endpoint, bytes] = field(default_factory=dict)
+    proved: set[str] = field(default_factory=set)
+    """Connectors over which blocks have landed."""
 
 
 class PeerEndpoints:
@@ -248,18 +255,32 @@ class PeerEndpoints:
     def reached(
         self, worker_id: str, epoch: int, connector: str, metadata: bytes, rank: int = 0
     ) -> dict[Endpoint, bytes]:
-        """Record that an epoch is read at an endpoint. Returns the endpoints of another epoch, which has ended.
+        """Record that an epoch is read at an endpoint. Returns the endpoints to free: those of another epoch, which has ended,
+        and an endpoint that this one replaces because nothing has landed from it. Without that, whoever pretends to be the
+        worker and is first would keep the worker out for as long as it lives.
 
-        Raises: TransferFailed for a second endpoint: each costs threads, agents, and a share of a ring.
+        Raises: TransferFailed for a second endpoint after blocks have landed: each costs threads, agents, and a share of a ring.
         """
         ended = self.begun(worker_id, epoch)
         life = self._lives.setdefault(worker_id, _Life(epoch))
-        if life.ways.setdefault((connector, rank), metadata) != metadata:
-            raise TransferFailed(f"source {worker_id} has named another endpoint of its connector {connector} before")
+        known = life.ways.get((connector, rank), metadata)
+        if known != metadata:
+            if connector in life.proved:
+                raise TransferFailed(
+                    f"source {worker_id} has named another endpoint of its connector {connector} before"
+                )
+            ended[connector, rank] = known
+        life.ways[connector, rank] = metadata
         self._lives.move_to_end(worker_id)
         if len(self._lives) > MAX_WORKERS:
             self._lives.popitem(last=False)
         return ended
+
+    def landed(self, worker_id: str, epoch: int, connector: str) -> None:
+        """Record that blocks have landed from the epoch's endpoints of a connector: from now on they are its only ones."""
+        life = self._lives.get(worker_id)
+        if life is not None and life.epoch == epoch:
+            life.proved.add(connector)
 
     def begun(self, worker_id: str, epoch: int) -> dict[Endpoint, bytes]:
         """Record that an epoch has started. Returns the endpoints of another epoch of the worker, which has ended."""

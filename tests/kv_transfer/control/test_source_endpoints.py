@@ -13,12 +13,14 @@ from pdserve.kv_transfer.heads.head_groups import GroupSource
 from tests.support.transfer_fakes import FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
 
 
-async def test_a_source_that_names_another_endpoint_is_not_read_there() -> None:
+async def test_a_source_that_has_delivered_and_names_another_endpoint_is_not_read_there() -> None:
     connector, stream = FakeConnector(), ReceiverEnd()
     transfer = ReceiverTransfer("r", source_ref(), ConnectorSet([connector]), ReceiverOwner())
     transfer.attached(stream, "fake", [GroupSource(b"where", b"k" * 16)], XXH3)
     transfer.room(0, [40, 41])
     transfer.published(0, [100], [7])
+    connector.reads[0].land(0, 1)
+    await asyncio.sleep(0)
     transfer.attached(stream, "fake", [GroupSource(b"elsewhere", b"k" * 16)], XXH3)
     assert transfer.cause is not None
     assert "another endpoint of its connector fake" in transfer.cause.message

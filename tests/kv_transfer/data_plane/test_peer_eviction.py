@@ -200,11 +200,26 @@ def test_another_life_of_a_worker_ends_the_one_before() -> None:
 def test_an_epoch_has_one_endpoint_per_connector() -> None:
     lives = PeerEndpoints()
     lives.reached("p", 1, "nixl", b"one")
+    lives.landed("p", 1, "nixl")
     for _ in range(2):
         with pytest.raises(TransferFailed, match="source p has named another endpoint of its connector nixl before"):
             lives.reached("p", 1, "nixl", b"two")
     assert lives.reached("p", 1, "nixl", b"one") == {}
     assert lives.reached("p", 2, "nixl", b"two") == {("nixl", 0): b"one"}
+
+
+def test_an_endpoint_from_which_nothing_landed_is_replaced_and_freed() -> None:
+    lives = PeerEndpoints()
+    lives.reached("p", 1, "nixl", b"wrong")
+    lives.reached("p", 1, "nixl", b"of rank 1", rank=1)
+    lives.landed("p", 1, "tcp")
+    lives.landed("p", 2, "nixl")
+    lives.landed("q", 1, "nixl")
+    assert lives.reached("p", 1, "nixl", b"right") == {("nixl", 0): b"wrong"}
+    lives.landed("p", 1, "nixl")
+    with pytest.raises(TransferFailed, match="another endpoint"):
+        lives.reached("p", 1, "nixl", b"wrong")
+    assert lives.lost("p", 1) == {("nixl", 0): b"right", ("nixl", 1): b"of rank 1"}
 
 
 class Keeper:

@@ -272,7 +272,10 @@ class ReceiverTransfer:
     # ---- reads, reported by `_AsyncioListener` in the asyncio thread
 
     def read_landed(self, places: Sequence[int]) -> None:
+        is_first = not self.num_landed
         if self._reads.landed(places) and self._ends_as is None:
+            if is_first:
+                self._connectors.landed(self.source.worker_id, self.source.epoch, self.connector_name)
             has_all = self.num_landed == self.num_blocks
             if has_all or self._loop.time() - self._notified_at >= NOTIFY_EVERY_S:
                 self._notify_landed()
