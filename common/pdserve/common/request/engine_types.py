@@ -102,7 +102,7 @@ class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaul
     prompt_token_ids: list[int]
     """Appended to everything that the session has so far, its output included."""
     sampling_params: SamplingParams
-    """Parameters of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
+    """Parameters of this turn only: `max_tokens`, penalties and positions count from its first output token."""
     arrival_time: float = 0.0
     """`time.monotonic()` of this process, seconds."""
     num_kept_output_tokens: int | None = None

@@ -156,7 +156,7 @@ class BatchBuilder:
         self.budget -= num_tokens
 
     def put_drafts(self, request: Request, drafts: list[int]) -> None:
-        """Schedule drafts behind the sequence's tokens, which are scheduled already."""
+        """Schedule drafts after the sequence's tokens, which are scheduled already."""
         self.output.scheduled_spec_decode_tokens[request.request_id] = drafts
         self.output.num_scheduled_tokens[request.request_id] += len(drafts)
         self.budget -= len(drafts)

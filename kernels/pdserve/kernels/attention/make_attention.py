@@ -128,7 +128,7 @@ def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None
 
 
 def make_cross_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
-    """A back end that attends to pages alone, and never to the `k` and `v` of `attend`: over the encoder's keys of a cache.
+    """A back end that attends only to pages, never to the `k` and `v` of `attend`: over the encoder's keys of a cache.
 
     Arguments: as of `make_attention`. Full chunks in torch's fused attention read those, and back ends of other packages may.
     """

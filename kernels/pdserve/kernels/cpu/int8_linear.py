@@ -2,7 +2,7 @@
 
     q_x = round(x / s_x),  s_x = max |x| / 127 of the row;   y = (q_x q_w^T) * s_w * s_x + bias
 
-Products and sums of int8 numbers are exact in int32, and a row's scale depends on that row alone: a row of y has the same bits
+Products and sums of int8 numbers are exact in int32, and a row's scale depends only on that row: a row of y has the same bits
 whatever the other rows are, in any number of them. Dynamic quantization of activations per row is that of compressed-tensors
 (`input_activations` with strategy `token`).
 """

@@ -27,7 +27,7 @@ class DraftedRuns:
     offsets: IntArray
     """`[C]`: number of drafts before each position."""
     drafts: IntArray
-    """`[C]`: the draft behind each position, `NO_DRAFT` for none."""
+    """`[C]`: the draft after each position, `NO_DRAFT` for none."""
 
     @classmethod
     def of(cls, batch: InputBatch, sampled: IntArray) -> DraftedRuns:
@@ -48,7 +48,7 @@ class DraftedRuns:
 
 @dataclass(frozen=True, slots=True)
 class SampledPlan:
-    """The rows whose last known token a step computes: a token is sampled for each of their sequences, and behind each of their
+    """The rows whose last known token a step computes: a token is sampled for each of their sequences, and after each of their
     drafts."""
 
     rows: IntArray
