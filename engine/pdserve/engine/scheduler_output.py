@@ -65,7 +65,7 @@ class LoraLoad(msgspec.Struct):
     slot: int
     fingerprint: str
     folder: str = ""
-    """The folder from which ranks above 0 read it; "" at rank 0, which knows the folders."""
+    """The folder from which ranks above 0 read it; "" at rank 0, which has the folders."""
 
 
 class SchedulerOutput(msgspec.Struct):

@@ -58,7 +58,7 @@ class Addresses:
     tls: bool = False
     """True if the front ends have TLS."""
     why_silent: str = ""
-    """Reason why `up` can ask no question; empty if it can."""
+    """Why `up` cannot send a question; empty if it can."""
     has_chat: bool = True
     """False for a model without a chat template, which only completes texts."""
 

@@ -25,7 +25,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """A `GenerationRequest`, and what only an engine and its process know of it.
+    """A `GenerationRequest`, and the fields that only an engine and its process need.
 
     `request_id` is unique per attempt, so that a late event of one attempt never meets the next.
     """

@@ -66,7 +66,7 @@ def verify_speculative_tokens(speculative_tokens: int | None) -> None:
 
 
 def verify_priority_is_used(priority: int, scheduling_policy: str) -> None:
-    """scheduling_policy: the setting of those who schedule. Raises: InvalidRequest for a priority without effect."""
+    """scheduling_policy: the workers' setting. Raises: InvalidRequest for a priority without effect."""
     if priority and scheduling_policy == "fcfs":
         raise InvalidRequest(
             f"priority is {priority}, and requests run in order of arrival here (scheduling_policy is fcfs)", "priority"
@@ -155,7 +155,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     mm_features: list[MultiModalFeatureSpec] = []
     """Images of the prompt, in the order of their places."""
     ignorable: tuple[str, ...] = ()
-    """Names of fields that a worker which does not know them may pass over; all others it refuses."""
+    """Names of fields that an older worker may ignore; it refuses all other unknown fields."""
 
     def carried(self) -> dict[str, Any]:
         """Field -> value, for the carrier's fields only: what one form of a request gives to the next."""

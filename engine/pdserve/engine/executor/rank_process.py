@@ -43,7 +43,7 @@ def _receive(rank_0: socket.socket) -> ToRank | None:
 
 
 MoveBlocks = Callable[[socket.socket, StartRank, LoadedModel], None]
-"""Starts to move the blocks of a rank's pool, as messages of the socket say; returns at once."""
+"""Starts to move the blocks of a rank's pool, by messages of the socket; returns at once."""
 
 
 def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | None) -> None:

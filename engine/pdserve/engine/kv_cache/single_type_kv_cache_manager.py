@@ -103,7 +103,7 @@ class SingleTypeKVCacheManager:
         return [block.block_id for block in new]
 
     def free_skipped(self, request: Request, num_remembered: int) -> int:
-        """Release blocks that nothing needs any more, if the cache knows them; returns their number.
+        """Release blocks that nothing needs any more, if they are in the cache; returns their number.
 
         num_remembered: blocks of the sequence that have entered the cache.
         """

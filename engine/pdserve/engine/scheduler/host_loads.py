@@ -40,7 +40,7 @@ class InHost:
     num_blocks: int = 0
     """Places in each KV cache group."""
     names: tuple[bytes, ...] = ()
-    """Names of the blocks to load, as the tier knows them."""
+    """Names of the blocks to load, by which the tier finds them."""
     places: tuple[tuple[int, int], ...] = ()
     """(KV cache group, place) of each."""
     blocks: KVCacheBlocks = NO_BLOCKS

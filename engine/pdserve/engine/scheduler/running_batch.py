@@ -43,7 +43,7 @@ class RunningBatch(Mapping[str, Request]):
     def new_request_data(
         self, request: Request, block_ids: list[list[int]], num_speculative_tokens: int = 0
     ) -> NewRequestData:
-        """All that the runner must know of a sequence that enters the batch. block_ids: its block tables, per KV cache group."""
+        """All data that the runner needs of a sequence that enters the batch. block_ids: its block tables, per KV cache group."""
         return NewRequestData(
             req_id=request.request_id,
             token_ids=list(request.token_ids),

@@ -32,7 +32,7 @@ class AttentionBackendError(Exception):
 
 
 def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> AttentionBackend:
-    """name: `auto` for what the table of the device's architecture says."""
+    """name: `auto` takes the choice of the table for the device's architecture."""
     device = kv_cache.device
     if find_spec("triton") is None:
         raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")

@@ -159,7 +159,7 @@ def sums_in_pieces(rows: Tensor, values: Tensor) -> Tensor:
 
 @cache
 def has_exact_int_mm() -> bool:
-    """Say if torch's products of int8 matrices are exact here: oneDNN's for AVX2 saturate at 16 bits on the way."""
+    """True if torch's products of int8 matrices are exact here: oneDNN's for AVX2 saturate at 16 bits on the way."""
     ends = torch.tensor([127, -127, -128], dtype=torch.int8).repeat_interleave(11)
     rows, columns = ends[:, None].expand(33, 64).contiguous(), ends[:, None].expand(33, 64).contiguous().t()
     expected = 64 * ends.int()[:, None] * ends.int()
@@ -167,14 +167,14 @@ def has_exact_int_mm() -> bool:
 
 
 def has_amx() -> bool:
-    """Say if this processor multiplies int8 tiles, and this process may."""
+    """True if this CPU multiplies int8 tiles, and this process may use them."""
     is_there: bool = torch.cpu._is_amx_tile_supported()
     return is_there
 
 
 @cache
 def has_fast_int8() -> bool:
-    """Say if oneDNN multiplies int8 numbers into int32 here without saturation on the way, as VNNI does."""
+    """True if oneDNN multiplies int8 numbers into int32 here without saturation on the way, as VNNI does."""
     is_there = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]
     # the variable ONEDNN_MAX_CPU_ISA may withhold it
     return is_there and has_exact_int_mm()

@@ -94,7 +94,7 @@ class LandedEvent(msgspec.Struct, gc=False):
 
 
 class UnknownEvent(msgspec.Struct, gc=False):
-    """An event that this router does not know, from a newer worker."""
+    """An event of a newer worker, unknown to this router."""
 
 
 PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class ClientRequest(PromptRequest, kw_only=True, gc=False):
-    """One prompt, as a front end understood it: what the workers get, and what only the router needs to know."""
+    """One prompt, as a front end understood it: what the workers get, and what only the router needs."""
 
     constraint_field: str = "structured_outputs"
     """The client's name of the field that asks for a form, for error messages."""

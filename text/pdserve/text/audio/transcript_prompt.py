@@ -1,4 +1,4 @@
-"""`TranscriptPrompt`: the tokens with which a decoder begins to write what is said, as a model's `generation_config.json` says."""
+"""`TranscriptPrompt`: the tokens with which a decoder begins a transcript, by a model's `generation_config.json`."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class SampledPlan:
     metadata: SamplingMetadata
     """Parameters and rules of the N tokens; without rules if `is_pending`."""
     is_pending: bool
-    """True if the host does not know the tokens before, on which rules depend."""
+    """True if the host does not have the preceding tokens, on which rules depend."""
     runs: DraftedRuns | None = None
     """None: no row has drafts."""
 
