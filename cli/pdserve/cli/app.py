@@ -1,4 +1,4 @@
-"""`app`: the commands of `pdserve`. Each command imports its modules when it runs, so that a client does not wait for torch."""
+"""`app`: the commands of `pdserve`. Each imports its modules when it runs, so that a client command does not wait for torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     front.pem            the certificate of the router's front ends
     pdserve.toml         settings that name all of these
 
-The private key of each `.pem` is the `.key` beside it, readable only by its owner.
+The private key of each `.pem` is the `.key` next to it, readable only by its owner.
 """
 
 from __future__ import annotations

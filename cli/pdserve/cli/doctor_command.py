@@ -32,7 +32,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 
 Role = Literal["prefill", "decode", "router"]
 _UNWRAPPED = 1 << 16
-"""Width of output that goes to a file or another program, so that no line of it is broken."""
+"""Width of output that goes to a file or another program, so that its lines are not wrapped."""
 _SETTINGS: dict[Role, type[PrefillSettings | DecodeSettings | RouterSettings]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,

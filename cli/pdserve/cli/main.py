@@ -1,4 +1,4 @@
-"""`main`: the `pdserve` command. Imports the commands when it is called, so that Ctrl-C meanwhile ends it in good order."""
+"""`main`: the `pdserve` command. It imports the commands when it is called, so that Ctrl-C during the imports ends it cleanly."""
 
 from __future__ import annotations
 

@@ -6,4 +6,4 @@ from pdserve.common.errors import PeerError
 
 
 class NotReached(PeerError):
-    """The connection was refused or not made in time, so nothing was asked: an address that cannot be used, like a setting."""
+    """The connection was refused or not made in time, so no request was sent. The command ends as for a wrong setting."""

@@ -59,7 +59,7 @@ def serve_worker(
 ) -> bool:
     """Run a worker until it is stopped; returns False if its engine failed.
 
-    Raises: ConfigError; ReportedFailure instead if a parent process got the message.
+    Raises: ConfigError; ReportedFailure instead if the message went to a parent process.
     """
     pipe = ReportPipe(report_fd)
     try:
@@ -86,7 +86,7 @@ def _serve_worker(
     configure_logging(kind.section, settings.log_level, settings.log_format)
     raise_descriptor_limit()
     folder = model_folder(settings.model)
-    # settings are checked first, because torch takes seconds to import
+    # imported after the settings were checked, because torch takes seconds to import
     if isinstance(settings, PrefillSettings):
         from pdserve.prefill.service import add_servicers
     else:
@@ -110,14 +110,14 @@ def _serve_worker(
 
 
 def secrets_among(given: Mapping[str, object]) -> list[str]:
-    """Names of the settings whose values are secrets, or URLs with a password. given: settings of the command line."""
+    """Names of the settings whose values are secrets, or a Redis URL with a password. given: settings of the command line."""
     return [
         name for name, value in given.items() if value and (name in SECRETS or (name == "redis" and "@" in str(value)))
     ]
 
 
 def warn_of_secrets(given: Mapping[str, object]) -> None:
-    """One line on standard error per secret, without the secret."""
+    """Print a warning on standard error for each secret, without its value."""
     for name in secrets_among(given):
         print(
             f"pdserve: {name} is in the command line, which every user of this machine can read: "

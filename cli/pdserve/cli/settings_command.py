@@ -26,14 +26,14 @@ class FlagsWithValues(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the values of flags out of the words, which then have flags without values. Raises: ConfigError."""
+        """Parse flags and their values here, and pass the other words to typer. Raises: ConfigError."""
         options = {word: option for option in self.get_params(ctx) for word in (*option.opts, *option.secondary_opts)}
         words: list[str] = []
         values: dict[str, bool] = {}
         last = None
-        """Name of the flag that was the last word."""
+        """Name of the flag that the previous word was, without a value."""
         is_value = False
-        """True if the word belongs to the option before it."""
+        """True if the next word is the value of the option before it."""
         for place, word in enumerate(args):
             if word == "--":
                 words += args[place:]
@@ -64,14 +64,14 @@ class FlagsWithValues(TyperCommand):
         return left
 
     def hint(self, flag: str, known: list[str]) -> str:
-        """What an unknown option may stand for."""
+        """The end of the error for an unknown option: known options that it resembles."""
         from pdserve.common.settings.near_match import near_match
 
         return near_match(flag, known)
 
 
 class SettingsCommand(FlagsWithValues):
-    """Has an option for each setting and limit of its services. Those that are given become `given_settings(context)`."""
+    """Has an option for each setting and limit of its services. `given_settings(context)` returns those that are given."""
 
     services: ClassVar[tuple[str, ...]] = ()
     without: ClassVar[tuple[str, ...]] = ()
@@ -79,7 +79,7 @@ class SettingsCommand(FlagsWithValues):
     @cached_property
     def settings(self) -> dict[str, Setting]:
         """Name -> setting of one of the services."""
-        # settings are imported for the command that runs, not for each client
+        # imported only for a command that has settings, so that client commands start faster
         from pdserve.common.settings.catalogue import SERVICES, settings_of
 
         known = settings_of(*(kind for kind in SERVICES if kind.section in self.services))
@@ -121,7 +121,7 @@ def settings_command(*services: str, without: tuple[str, ...] = ()) -> type[Sett
 
 
 def given_settings(context: typer.Context) -> dict[str, Any]:
-    """Name -> value of the settings on the command line; lists have commas between their entries."""
+    """Name -> value of the settings on the command line; a list is one text with commas between its entries."""
     given: dict[str, Any] = context.obj
     return given
 
@@ -136,7 +136,7 @@ def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    """Values are text: `load_settings` reads them, as those of the environment."""
+    """The option of a setting. Its values stay text, which `load_settings` reads as it reads environment variables."""
     kind: Any = bool if setting.is_flag else list[str] if setting.is_list or setting.is_map else str
     default = setting.default_text
     negative = f"/--no-{setting.option.removeprefix('--')}" if setting.default is True else ""

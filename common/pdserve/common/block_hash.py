@@ -31,7 +31,7 @@ _VERSION = b"pdserve.block.v1"
 
 
 class HashedSpan(NamedTuple):
-    """Tokens whose content is not their ids alone: those of an image."""
+    """Tokens whose content is not determined by their ids: those of an image."""
 
     start: int
     """Relative to the hashed tokens; negative if it begins before them."""

@@ -124,7 +124,7 @@ class ImageProcessorConfig:
         return max(self.max_pixels // self.factor**2, long, grown)
 
     def identifier(self, data: bytes, grid_thw: tuple[int, int, int]) -> str:
-        """See `MultiModalFeatureSpec.identifier`; data, grid_thw: likewise."""
+        """See `MultiModalFeatureSpec` for identifier, data and grid_thw."""
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"image")
         digest.update(json.dumps([asdict(self), grid_thw], sort_keys=True).encode())
         digest.update(data)

@@ -12,7 +12,7 @@ from pdserve.common.transfer_order import TransferOrder
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
-"""Dtypes of rounded keys and values. A head's scales, float32, one per token for keys and for values in each layer, lie behind its
+"""Dtypes of rounded keys and values. A head's scales, float32, one per token for keys and for values in each layer, follow its
 keys and values in its run of bytes."""
 SCALE_BYTES = 4
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head", "int8", "int8_per_token_head"]
@@ -77,7 +77,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_scale_rows(self) -> int:
-        """Rows `[bs, D]` of bytes behind a head's keys and values that hold their scales: `[L, 2, bs]` float32, then zeros."""
+        """Rows `[bs, D]` of bytes after a head's keys and values, with their scales: `[L, 2, bs]` float32, then zeros."""
         if self.dtype not in QUANTIZED_DTYPES:
             return 0
         return -(-self.num_layers * 2 * SCALE_BYTES // self.head_dim)

@@ -31,7 +31,7 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
 
 
 def behaviour_of(handler: Any) -> Callable[[Any, Any], Any]:
-    """The function behind a method handler, of whichever of the four kinds."""
+    """The function of a method handler of any of the four kinds."""
     kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     found: Callable[[Any, Any], Any] = next(behaviour for behaviour in kinds if behaviour is not None)
     return found

@@ -26,7 +26,7 @@ class PriorityQueue(Generic[T]):
         self._num_empty = 0
 
     def append(self, key: Hashable, item: T, priority: int) -> None:
-        """Behind its equals. key: not in the queue yet."""
+        """Insert after equal items. key: not in the queue yet."""
         bucket = self._buckets.get(priority)
         if bucket is None:
             bucket = self._buckets[priority] = OrderedDict()
@@ -66,7 +66,7 @@ class PriorityQueue(Generic[T]):
         return True
 
     def first(self, count: int) -> list[T]:
-        """The first `count` items, at the cost of these alone."""
+        """The first `count` items; the cost grows only with their number."""
         items: list[T] = []
         seen = []
         while self._order and len(items) < count:

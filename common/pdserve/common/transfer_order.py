@@ -39,7 +39,7 @@ class TransferOrder:
         return self.number(self.num_places)
 
     def number(self, place: int) -> int:
-        """The number of the first block at this place or behind it."""
+        """The number of the first block at or after this place."""
         return sum([max(0, place - first) for first in self.firsts])
 
     def num_complete(self, number: int) -> int:

@@ -55,7 +55,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     """The setting of this name: requests may prefer the decode workers of a rank."""
     decoder_prompt_len: int = 0
-    """Tokens with which the decoder beside an encoder begins; 0: a decoder alone. With an encoder, prompt and decoder's tokens have
+    """Tokens with which a decoder with an encoder begins; 0: no encoder. With an encoder, prompt and decoder's tokens have
     the length `max_model_len` each."""
 
     @property

@@ -2,17 +2,17 @@
 
 The life of a request here:
 
-1. A router's `Submission` arrives in its step stream. `RequestReader` counts and checks it, and computes block hashes and digest.
-2. `EngineClient.verify` refuses what the engine cannot serve. The call of anything refused ends with the error.
+1. A router's `Submission` arrives in its step stream. `RequestReader` decodes and checks it, and computes block hashes and digest.
+2. `EngineClient.verify` refuses requests that the engine cannot serve. The call of a refused request ends with the error.
 3. `PushedDecode` submits the request. From then on the engine's outputs go to the call without a task in between.
 4. With a source: the engine reserves blocks, and the transfer manager attaches to the prefill worker, reads the blocks as they are
-   published and verifies them. `Receiving` reports a long transfer, `Landed` its end. If the engine has enough of the prompt in its
-   cache it prefills the rest itself (`PrefillingLocally`).
+   published and verifies them. `Receiving` reports a long transfer, `Landed` its end. If enough of the prompt is in the engine's
+   cache, it prefills the rest itself (`PrefillingLocally`).
 5. Without a source it prefills here, or refuses a prompt that is too long for that (`NeedsPrefill`).
 6. Each step's tokens go into the stream's outbox and leave in one message with those of other calls.
 7. Sequences end by themselves, or when the router reports that their text is complete; after the last one the call ends.
-8. An error, the deadline, a cancelled call or the end of the stream ends it at any point. The engine then drops the request, and
-   when it has nothing of it any more, the call's statistics are closed.
+8. An error, the deadline, a cancelled call or the end of the stream ends the call at any point. The engine then drops the request;
+   when nothing of it is left there, the call's statistics are closed.
 
 A session (`DecodeSession`) repeats 2, 5, 6 and 7 for each of its turns, and never has a source.
 """

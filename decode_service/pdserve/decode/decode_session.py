@@ -54,8 +54,8 @@ class DecodeSession:
             self.engine.end_sequence(self.first.request_id, index, turn)
 
     async def events(self) -> AsyncGenerator[Message, None]:
-        """Raises: Overloaded beyond `max_sessions`, DeadlineExceeded when idle, Draining, InvalidRequest; and what the engine ends
-        it with."""
+        """The session's messages to the router. Raises: Overloaded beyond `max_sessions`, DeadlineExceeded when idle, Draining,
+        InvalidRequest, and the engine's error that ends it."""
         num_sessions, max_sessions = self.engine.num_sessions, self.settings.limits.max_sessions
         if num_sessions >= max_sessions:
             raise Overloaded(
@@ -95,7 +95,7 @@ class DecodeSession:
         return self._stream
 
     async def _next(self, stream: RequestStream) -> bytes:
-        """The next turn, encoded. Raises: what ends the session meanwhile."""
+        """The next turn, encoded. Raises: DeadlineExceeded when idle, and the engine's error if the session ends meanwhile."""
         reading = asyncio.ensure_future(self._turns.get())
         ended = asyncio.ensure_future(_end(stream))
         idle_s = self.settings.limits.session_idle_timeout_s
@@ -132,6 +132,6 @@ class DecodeSession:
 
 
 async def _end(stream: RequestStream) -> None:
-    """Between two turns an engine reports only the session's end. Raises: that."""
+    """Wait for the session's end, the only thing that an engine reports between two turns. Raises: its error."""
     await stream.get()
     raise InternalError("the engine went on with a session that awaited input")

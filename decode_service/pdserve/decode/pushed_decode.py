@@ -1,4 +1,4 @@
-"""`PushedDecode`: a decode call, whose outputs pass from the engine to the router's stream without a task of its own."""
+"""`PushedDecode`: a decode call that passes the engine's outputs to the router's stream without a task of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pdserve.worker.telemetry.call_stats import CallStats
 
 
 class PushedDecode:
-    """From `begin` to the last output of the last sequence, an error, or the router's cancellation."""
+    """One decode call. Ends with the last output of its last sequence, an error, or the router's cancellation."""
 
     def __init__(
         self, call: StepCall, engine: EngineClient, request: EngineCoreRequest, record: CallStats, block_bytes: int
@@ -41,13 +41,13 @@ class PushedDecode:
         self._num_open = request.n
         self._stream: RequestStream | None = None
         self._early: list[EngineCoreOutput] = []
-        """Outputs from before the request was submitted: a refusal."""
+        """Outputs that arrived while the request was being submitted: a refusal."""
         self._has_begun = False
         """True after the first output, which reports more than tokens."""
         self._has_ended = False
 
     def begin(self, stream_interval: int, source: SourceRef | None) -> None:
-        """Submit the request; its refusal ends the call."""
+        """Submit the request; a refusal ends the call."""
         try:
             self._stream = self._engine.submit(
                 self._request, self._record.take, stream_interval, source, on_output=self._take

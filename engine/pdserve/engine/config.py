@@ -56,7 +56,7 @@ class EngineConfig:
     num_host_blocks: int = 0
     """Blocks of the host-memory tier, which keeps cached blocks that the pool reuses; 0: there is none."""
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: order of arrival alone."""
+    """`priority`: a lower `EngineCoreRequest.priority` runs first; `fcfs`: only by order of arrival."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt computed in a step, at most; 0: no limit but the step's."""
     reserve_whole_prompt: bool = True
@@ -85,7 +85,7 @@ class EngineConfig:
     encoder: EncoderConfig | None = None
     """None for a model without images."""
     encoder_decoder: EncoderDecoderPrompts | None = None
-    """None for a decoder alone."""
+    """None for a model without an encoder."""
     grammar_timeout_s: float = 10.0
     """Seconds for compiling a grammar; then its request fails."""
     look_ahead: int = 8

@@ -28,11 +28,11 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     num_labels: int = 0
     """Labels of the classification head; 0: the model generates."""
     images: ImageProcessorConfig | None = None
-    """How the pixels of images are made; None for a model that takes text alone."""
+    """How the pixels of images are made; None for a model that takes only text."""
     encoder: EncoderConfig | None = None
     """The encoder of images; None as `images`."""
     encoder_decoder: EncoderDecoderPrompts | None = None
-    """How prompts are laid out, of a model with an encoder; None for a decoder alone."""
+    """How prompts are laid out, of a model with an encoder; None for a model that is only a decoder."""
 
     @property
     def takes_media(self) -> bool:

@@ -174,7 +174,7 @@ class Request:
 
     @property
     def computes_one_token(self) -> bool:
-        """True if its last token alone is to be computed, without grammar, drafts or images: as in most steps."""
+        """True if only its last token is to be computed, without grammar, drafts or images: as in most steps."""
         if len(self.token_ids) - self.num_computed_tokens != 1 or self.grammar is not None:
             return False
         return not self.spec_token_ids and not self.core.mm_features

@@ -1,4 +1,4 @@
-"""A request and its outputs as messages between two processes: one that cannot be sent or read ends alone, with its field named."""
+"""A request and its outputs as messages between two processes. If one cannot be sent or read, only it fails, with its field."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class RequestVerifier:
     encoder: EncoderConfig | None = None
     """None for a model without images."""
     encoder_decoder: EncoderDecoderPrompts | None = None
-    """None for a decoder alone."""
+    """None for a model without an encoder."""
     knows_adapter: Callable[[str], bool] | None = None
     """True for the fingerprint of an adapter that requests may name; None without `enable_lora`."""
     has_transfers: bool

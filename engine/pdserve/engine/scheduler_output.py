@@ -65,7 +65,7 @@ class LoraLoad(msgspec.Struct):
     slot: int
     fingerprint: str
     folder: str = ""
-    """The folder from which ranks above 0 read it; "" at rank 0, which knows the folders."""
+    """The folder from which ranks above 0 read it; "" at rank 0, which has the folders."""
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -76,7 +76,7 @@ class SchedulerOutput(msgspec.Struct):
     num_scheduled_tokens: dict[str, int] = {}
     """req_id -> tokens to compute, at least 1 each."""
     scheduled_spec_decode_tokens: dict[str, list[int]] = {}
-    """req_id -> drafts that are computed behind its last known token; `num_scheduled_tokens` counts them."""
+    """req_id -> drafts that are computed after its last known token; `num_scheduled_tokens` counts them."""
     finished_req_ids: list[str] = []
     """Sequences that left the batch since the last step: finished or preempted."""
     block_copies: list[list[tuple[int, int]]] = []
@@ -91,7 +91,7 @@ class SchedulerOutput(msgspec.Struct):
     """(block id, slot of the host-memory tier), per KV cache group: copied before anything else of the step, and before `kv_loads`;
     empty when there are none."""
     kv_loads: dict[int, list[list[tuple[int, int]]]] = {}
-    """Load id -> per KV cache group, (slot, block id): copied beside this step and later ones. No step touches these blocks before
+    """Load id -> per KV cache group, (slot, block id): copied during this step and later ones. No step touches these blocks before
     the executor has reported the id."""
 
     @property

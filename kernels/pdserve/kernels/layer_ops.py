@@ -66,8 +66,8 @@ class LayerOps(Protocol):
     def grouped_experts(self, x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
         """Sum over a token's k experts of weight times the expert's output, for experts of a device.
 
-        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Reads nothing back from the device, and its launches depend on the
-        shapes alone. Each token's terms are added in the order of its `experts` row.
+        x `[T, H]`, weights and experts `[T, k]` -> `[T, H]`. Reads nothing back from the device, and its launches depend only on
+        the shapes. Each token's terms are added in the order of its `experts` row.
         """
 
     def fuse_layers(self, layers: Sequence[LayerParts]) -> FusedLayers | None:

@@ -24,7 +24,7 @@ class RankGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, the same bits on every rank; overwrites x, and returns it.
 
-        On a processor a number of the result depends on the same number of each rank alone, not on the tensor's shape.
+        On a CPU a number of the result depends only on the same number of each rank, not on the tensor's shape.
         """
 
     def gather(self, x: Tensor) -> list[Tensor] | None:

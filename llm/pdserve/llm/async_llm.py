@@ -96,8 +96,8 @@ class AsyncLLM:
         gets an answer of its own, whose last item has a finish reason; the KV stays in the engine. Only the session's last item is
         `finished`. Inputs may arrive while an answer is made. An error of an input ends the session.
 
-        With `output_kind` `DELTA` an item is what is new, with `FINAL_ONLY` there is one. With `best_of` above n there is
-        one item alone, since the best are known only at the end.
+        With `output_kind` `DELTA` an item has only new output, with `FINAL_ONLY` there is one item. With `best_of` above n there is
+        one item, too, since the best are known only at the end.
 
         Tokens that arrive while the reader is busy are merged into one item. Leaving the generator aborts the request; use
         `contextlib.aclosing` where it is left early. request_id: a name for `abort`, which no other request has now;

@@ -165,7 +165,7 @@ def worker_settings(options: Mapping[str, Any]) -> WorkerSettings:
         given = {name: value for name, value in options.items() if name in known and name != "max_logprobs"}
         settings = msgspec.convert(with_limits(WorkerSettings, given), WorkerSettings)
     except msgspec.ValidationError as error:
-        # callers know no table of limits
+        # callers have no table of limits
         raise ConfigError(f"options: {error}".replace("$.limits.", "$.")) from error
     settings.verify()
     return settings

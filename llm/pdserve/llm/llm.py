@@ -100,7 +100,7 @@ class LLM(PoolingCalls):
         priority: for all prompts, or one for each; lower runs first with `scheduling_policy="priority"`.
         speculative_tokens: for all prompts, or one for each; tokens to draft per step, at most: see `speculative_config`.
         trace_headers: W3C trace context of all prompts. tokenization_kwargs: see `TokenizationKwargs`.
-        lora_request: the adapter for all prompts, or one for each, None for the model alone; needs `enable_lora`.
+        lora_request: the adapter for all prompts, or one for each, None for the model without one; needs `enable_lora`.
         Raises: InvalidRequest naming the field, its value and its limit, before anything is computed. After any other
         error, Ctrl-C included, the engine is empty and ready.
         """

@@ -37,7 +37,7 @@ class EngineItem(Protocol):
     def process(self, output: EngineCoreOutput) -> object: ...
 
     def ended_here(self, output: EngineCoreOutput) -> bool:
-        """True if a stop string has ended the output's sequence, which the engine does not know."""
+        """True if a stop string has ended the output's sequence; the engine does not report that."""
 
 
 R = TypeVar("R", bound=EngineItem)

@@ -38,7 +38,7 @@ def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
 
 
 class _Rotation(NamedTuple):
-    """Arguments of `rotary_phases` beside the positions; both `[D / 2]` float32."""
+    """Arguments of `rotary_phases` other than the positions; both `[D / 2]` float32."""
 
     inverse_frequencies: Tensor
     magnitude: Tensor

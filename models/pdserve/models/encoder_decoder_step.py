@@ -43,7 +43,7 @@ class DecoderTokens:
     self_plan: AttentionPlan
     """Over the decoder's blocks."""
     cross_plan: AttentionPlan
-    """Over the encoder's blocks. Only `attend` is called; it reads pages alone."""
+    """Over the encoder's blocks. Only `attend` is called; it reads only pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ class SlidingWindowSpec:
     """Keys and values of a sequence's last tokens are kept."""
 
     sliding_window: int
-    """Number of tokens that a token attends to, itself included, in the layer with the widest window."""
+    """Number of tokens, itself included, that a token attends to in the layer with the widest window."""
 
 
 KVCacheSpec = FullAttentionSpec | SlidingWindowSpec
-"""The type of a group: it says which keys and values of a sequence its layers need."""
+"""The kind of a group: which keys and values of a sequence its layers need."""
 
 
 def group_windows(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
@@ -40,13 +40,13 @@ def group_windows(specs: Sequence[KVCacheSpec]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
-    """Layers whose keys and values of some tokens lie in one block, with one block table per sequence."""
+    """Layers that share a block table per sequence: one block has the keys and values of its tokens in all of them."""
 
     layers: tuple[int, ...]
-    """At most `layout.num_layers`; the places of missing ones are padding."""
+    """At most `layout.num_layers`; the rest of a block is padding."""
     spec: KVCacheSpec
     layout: KvLayout
-    """Equal in all groups: a block of the pool serves each of them."""
+    """Equal in all groups, so that any group can use any block of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class KVCacheConfig:
 
 
 def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device = "cpu") -> Tensor:
-    """Zeros `[num_blocks, *layout.block_shape]`, contiguous. Writes every page, so that no step has to map one."""
+    """Zeros `[num_blocks, *layout.block_shape]`, contiguous. Writes every page of memory, so that no step has to map one."""
     dtype, shape = CACHE_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
     if torch.device(device).type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device).zero_()
@@ -70,9 +70,9 @@ def make_kv_cache(layout: KvLayout, num_blocks: int, device: str | torch.device 
 
 
 def make_host_memory(num_bytes: int) -> Tensor:
-    """`[num_bytes]` uint8 zeros in main memory, in huge pages where the kernel has some. Writes every page."""
+    """`[num_bytes]` uint8 zeros in main memory, in huge pages if the kernel has any. Writes every page."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # one head's keys of one block are a few kilobytes: with small pages each is another entry of the TLB
+    # the keys of one head in one block are a few kilobytes, so with small pages each needs its own TLB entry
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -45,8 +45,8 @@ def load_decoder(
 ) -> Decoder:
     """Read a Hugging Face model folder, or one rank's part of it.
 
-    dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads
-    config.json alone and draws the weights; `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the
+    dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads only
+    config.json and draws the weights; `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the
     embedding, the output head and routers of experts stay in the dtype. shard: this rank's part. progress: called after a weight.
     hybrid_kv_cache: see `ModelConfig`. Raises: ConfigError, UnsupportedModel.
     """

@@ -43,7 +43,7 @@ class ModelInputs:
     output_rows: Tensor | None = None
     """`[N]` int64: the tokens whose hidden states are read; None: all. The last layer leaves out what the others need of it."""
     encoder_decoder: EncoderDecoderStep | None = None
-    """The step's two parts, of a model with an encoder; None for a decoder alone."""
+    """The step's two parts, of a model with an encoder; None for a model that is only a decoder."""
 
     def read_rows(self, hidden: Tensor) -> Tensor:
         """`[T, H]` -> `[N, H]`"""

@@ -2,16 +2,16 @@
 
 The life of a request here:
 
-1. A router's `Submission` arrives in its step stream. `RequestReader` counts and checks it, and computes block hashes and digest.
-2. `EngineClient.verify` refuses what the engine cannot serve. The call of anything refused ends with the error.
-3. The request is submitted to the engine together with the transfer of its blocks, which may be attached from now on; a receiver
-   that came earlier has waited for it.
-4. The engine computes the prompt in chunks. Blocks that are full, and wanted by the receiver, are published as they are computed.
+1. A router's `Submission` arrives in its step stream. `RequestReader` decodes and checks it, and computes block hashes and digest.
+2. `EngineClient.verify` refuses requests that the engine cannot serve. The call of a refused request ends with the error.
+3. The request is submitted to the engine together with the transfer of its blocks. From then on a receiver can attach to the
+   transfer; one that came earlier has waited for it.
+4. The engine computes the prompt in chunks, and publishes each full block that the receiver wants as soon as it is computed.
 5. `Computed` has the first token of each sequence, after the prompt's log-probabilities if these were requested.
-6. The engine keeps the blocks until the receiver has released the transfer, its lease has expired, or the worker drains; `Ended`
+6. The engine keeps the wanted blocks until the receiver releases the transfer, its lease expires, or the worker drains; `Ended`
    says which. Without a transfer the call ends with `Computed`.
-7. The end of the call, cancelled by the router or with its stream, ends the request and its transfer in any state. When reads of
-   the blocks are fenced, the engine drops the request, and the call's statistics are closed.
+7. If the router cancels the call, or its stream ends, the request and its transfer end in any state. When reads of the blocks are
+   fenced, the engine drops the request, and the call's statistics are closed.
 
 An embedding takes steps 1, 2 and 4; its call ends with one `PoolingResult`.
 """

@@ -1,4 +1,4 @@
-"""A client's prompt (text, chat messages or token ids), and the checks before it is computed."""
+"""A client's prompt (text, chat messages or token ids), and its checks before the model computes it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _TEXT_BYTES_PER_TOKEN = 5
 
 
 def max_text_bytes(model_len: int) -> int:
-    """Most bytes of a text to tokenize that may have more tokens than the model's length; each byte may be a token, which
-    temporarily takes hundreds of bytes."""
+    """Most bytes of a text that is tokenized although it may have more tokens than the model's length; each byte may become a
+    token, which temporarily takes hundreds of bytes."""
     return max(_MIN_TEXT_BYTES, _TEXT_BYTES_PER_TOKEN * model_len)
 
 
@@ -51,19 +51,19 @@ class PairInput(msgspec.Struct, frozen=True):
     text: str
     text_pair: str
     truncation: Truncation | None = None
-    """Drops tokens of the longer text, then of both alike; no special token."""
+    """Drops tokens of the longer text first, then of both texts in turn; drops no special token."""
 
 
 class TranscriptInput(msgspec.Struct, frozen=True):
-    """Sound of which a text is written."""
+    """Sound to transcribe or to translate into text."""
 
     file: bytes
-    """A file of sound; empty once its samples have been made."""
+    """An audio file; empty once its samples have been made."""
     language: str | None
     """A code, as `TranscriptPrompt.language` returns it."""
     task: Task = "transcribe"
     text: str = ""
-    """Precedes the sound."""
+    """Text that precedes the sound."""
     text_field: str = "prompt"
     """The client's name of `text`."""
 
@@ -78,9 +78,9 @@ class ChatInput(msgspec.Struct, frozen=True):
     continue_final_message: bool = False
     """The prompt ends with the content of the last message; `add_generation_prompt` is then False."""
     add_special_tokens: bool = False
-    """Add special tokens beside those of the chat template."""
+    """Add special tokens in addition to those of the chat template."""
     chat_template: str | None = None
-    """A template of the caller of `LLM`, in place of the model's; a router takes none from its clients."""
+    """The template that a caller of `LLM` gives in place of the model's; a router accepts none from its clients."""
 
 
 class TokenInput(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ Prompt = TextInput | PairInput | ChatInput | TokenInput | EmbedsInput | Transcri
 
 
 class Truncation(msgspec.Struct, frozen=True):
-    """A part of a prompt's tokens is kept, by vLLM's fields."""
+    """Keeps a part of a prompt's tokens; the fields are vLLM's."""
 
     truncate_prompt_tokens: int
     """Tokens to keep, at least 1; -1: as many as fit into the model's length."""
@@ -121,9 +121,9 @@ class Truncation(msgspec.Struct, frozen=True):
         return cls(truncate_prompt_tokens, "right" if truncation_side == "right" else "left")
 
     def most(self, length_rule: LengthRule, max_tokens: int | None = None) -> int:
-        """Tokens that are kept at most. max_tokens: output tokens that the client asks for.
+        """Most tokens that are kept. max_tokens: output tokens that the client requests.
 
-        Raises: InvalidRequest if fewer would fit.
+        Raises: InvalidRequest if fewer fit than are to be kept.
         """
         num_output = max(1, max_tokens or 1) if length_rule.has_output else 0
         most = max(0, length_rule.max_model_len - length_rule.num_before - num_output)
@@ -137,7 +137,7 @@ class Truncation(msgspec.Struct, frozen=True):
         return most if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     def apply(self, token_ids: list[int], length_rule: LengthRule, max_tokens: int | None = None) -> list[int]:
-        """The kept tokens. Arguments and errors: as of `most`."""
+        """The kept tokens. Arguments and errors: as `most`."""
         num_kept = self.most(length_rule, max_tokens)
         if len(token_ids) <= num_kept:
             return token_ids
@@ -148,10 +148,11 @@ class EncodedPrompt(NamedTuple):
     """The input of a model."""
 
     text: str | None
-    """The tokenized text: a text prompt, or the output of the chat template; None for token ids, embeddings and a pair."""
+    """The text that was tokenized: a text prompt, or the output of the chat template. None for token ids, embeddings, a pair and
+    a transcript."""
     token_ids: list[int]
     features: tuple[MultiModalFeatureSpec, ...] = ()
-    """Images of the prompt, or its sound."""
+    """The prompt's images, or its sound."""
 
 
 class LengthRule(msgspec.Struct, frozen=True):
@@ -193,9 +194,10 @@ def encode_prompt(
 
     field: the client's name of the prompt. length_rule: refuses a text that is too long before it is tokenized, or as soon as too
     many tokens are known, since the rest could take many seconds and gigabytes; the caller checks the final number of tokens.
-    truncates: the caller drops tokens, so that only the bytes of the text are limited. images: of a model with images, whose tokens
-    then have room for those of the prompt. given_images: beside the prompt; a chat has its own. fetched_images: files of URLs
-    in the chat. audio: of a model whose encoder reads sound; the prompt is then the decoder's, and given_sounds has one.
+    truncates: the caller drops tokens, so that only the bytes of the text are limited. images: processor of a model with images;
+    each image's tokens are inserted into the prompt. given_images: images next to a prompt that is not a chat. fetched_images:
+    files of URLs in the chat. audio: processor of a model whose encoder reads sound; given_sounds then has one, and the decoder
+    reads the prompt.
     Raises: InvalidRequest.
     """
     if isinstance(prompt, TranscriptInput):
@@ -204,7 +206,7 @@ def encode_prompt(
     if audio is not None:
         sound = audio.features(given_sounds)
         if isinstance(prompt, TextInput):
-            # the tokenizer of such a model ends a text with EOS
+            # the tokenizer of such a model would end the text with EOS
             prompt = msgspec.structs.replace(prompt, add_special_tokens=False)
     elif given_sounds:
         raise InvalidRequest(f"{IMAGES_FIELD} has 'audio', and this model reads none", IMAGES_FIELD)
@@ -247,7 +249,7 @@ def encode_prompt(
                     count=count,
                 )
             except InvalidRequest as error:
-                # the chat template knows no other name
+                # the chat template always names the field `messages`
                 error.field = field if error.field == "messages" else error.field
                 raise
         case PairInput():
@@ -300,8 +302,8 @@ def verify_prompt_tokens(
 ) -> None:
     """Check that the model has an embedding for every token of a prompt.
 
-    A tokenizer may have more tokens than the model, so a text is checked like ids. vocab_size: rows of the model's
-    embedding. field: the client's name of the prompt. Raises: InvalidRequest naming the first such token.
+    A tokenizer may have more tokens than the model, so a text is checked as token ids are. vocab_size: rows of the model's
+    embedding. field: the client's name of the prompt. Raises: InvalidRequest naming the first token without an embedding.
     """
     if isinstance(prompt, TokenInput):
         verify_token_ids(field, token_ids, vocab_size)
@@ -325,11 +327,10 @@ def resolve_max_tokens(
     max_tokens_field: str,
     takes_rest: bool = False,
 ) -> int:
-    """Largest number of output tokens after a prompt of `num_tokens` tokens. max_tokens: None for the default of chat or
-    completion.
+    """Most output tokens after a prompt of `num_tokens` tokens. max_tokens: None for the default of a chat or a completion.
 
-    field, max_tokens_field: the client's names of the two. takes_rest: without `max_tokens`, a completion too may take the rest
-    of the model's length. Raises: PromptTooLong, InvalidRequest.
+    field, max_tokens_field: the client's names of the two. takes_rest: by default, a completion may also use the rest of the
+    model's length. Raises: PromptTooLong, InvalidRequest.
     """
     LengthRule(max_model_len).verify(num_tokens, field)
     left = max_model_len - num_tokens

@@ -37,7 +37,7 @@ _NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """Limits of the model and of those who compute it."""
+    """Limits of the model and of the workers that compute it."""
 
     max_model_len: int
     vocab_size: int
@@ -57,7 +57,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
 
 
 class PromptRequest(GenerationRequest, kw_only=True, gc=False):
-    """One prompt and what is asked of it, by the names of the client or caller who gave them."""
+    """One prompt and what is asked of it, by the names that the client or caller uses."""
 
     prompt: Prompt
     field: str

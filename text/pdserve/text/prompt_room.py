@@ -13,7 +13,7 @@ class PromptRoom(msgspec.Struct, frozen=True):
 
     max_model_len: int
     decoder_prompt_len: int = 0
-    """Tokens with which the decoder beside an encoder begins; 0: the model is a decoder alone."""
+    """Tokens with which a decoder with an encoder begins; 0: the model has no encoder."""
 
     def rule(self, num_before: int = 0) -> LengthRule:
         """The rule of a prompt whose request has output. num_before: tokens of a session before the prompt."""

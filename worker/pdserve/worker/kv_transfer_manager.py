@@ -339,7 +339,7 @@ class KvTransferManager:
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
         if not isinstance(cause, TransferFailed):
-            # else the request's router would blame this worker, or the client hear what a source says
+            # else the request's router would blame this worker, or a source's text would reach the client
             cause = TransferFailed(f"source {transfer.source.worker_id}: {cause.message}")
         self._apply(ReceiveFailed(transfer.request_id, cause))
 

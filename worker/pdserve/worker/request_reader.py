@@ -1,4 +1,4 @@
-"""`RequestReader`: a router's submissions as requests for this worker's engine."""
+"""`RequestReader`: turns a router's submissions into requests for this worker's engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pdserve.common.request.wire.request_bytes import decode_request
 
 
 def sequence_stem(request_id: str, attempt: int) -> str:
-    """`request.attempt`: a late event of one attempt never meets the next."""
+    """`request.attempt`, so that a late event of one attempt never reaches the next."""
     return f"{request_id}.{attempt}"
 
 
 def engine_request_id(request_id: str, attempt: int, index: int) -> str:
-    """`request.attempt.index`, as `EngineCoreRequest.sequence_id` has it."""
+    """`request.attempt.index`, as `EngineCoreRequest.sequence_id` makes it."""
     return f"{sequence_stem(request_id, attempt)}.{index}"
 
 
 class RequestReader:
-    """Takes nothing from a caller that the worker can compute: block hashes and the request digest are its own."""
+    """Takes no value from a caller that this worker can compute: it computes block hashes, and compares the request digest."""
 
     def __init__(
         self,
@@ -36,20 +36,20 @@ class RequestReader:
         images: ImageProcessorConfig | None = None,
         encoder_decoder: EncoderDecoderPrompts | None = None,
     ) -> None:
-        """images: how pixels were made; None for a model without images. encoder_decoder: how prompts are laid out, of a model with
-        an encoder; None for a decoder alone."""
+        """images: how pixels are made; None for a model without images. encoder_decoder: how a model with an encoder lays out
+        prompts; None for a model that is only a decoder."""
         self._images = images
         self._encoder_decoder = encoder_decoder
         self._hasher = hasher
-        # prompt and output each have this length, where an encoder reads the prompt
+        # where an encoder reads the prompt, prompt and output may each have this length
         reads_prompt = encoder_decoder is not None and encoder_decoder.audio is None
         self._max_model_len = 2 * max_model_len if reads_prompt else max_model_len
         self._vocab_size = vocab_size
 
     def request(self, data: bytes, attempt: int = 0, **fields: Any) -> EngineCoreRequest:
-        """The request of a submission. fields: those of the engine only.
+        """The request of a submission. fields: further fields of `EngineCoreRequest`.
 
-        Raises: PeerError, InvalidRequest, PromptTooLong before anything is hashed; DigestMismatch when the request digest is
+        Raises: PeerError, InvalidRequest, PromptTooLong, before anything is hashed; DigestMismatch if the request digest is
         not that of these tokens under this root and deployment key.
         """
         request = decode_request(data, self._max_model_len, self._vocab_size)
@@ -76,7 +76,7 @@ class RequestReader:
         )
 
     def _verify_images(self, request: GenerationRequest) -> None:
-        """Raises: InvalidRequest for pixels that are not those of the identifier, which names them in the prefix cache."""
+        """Raises: InvalidRequest for pixels that do not match their identifier, by which the prefix cache finds them."""
         for place, feature in enumerate(request.mm_features):
             if self._images is None:
                 raise InvalidRequest("request.mm_features is given, and this model takes text alone", "mm_features")
@@ -85,7 +85,7 @@ class RequestReader:
                 _verify_identifier(place, feature.identifier, expected, "pixels")
 
     def _verify_sound(self, request: GenerationRequest, prompts: EncoderDecoderPrompts) -> None:
-        """Raises: InvalidRequest for what a model with an encoder does not serve, and samples that are not those of the
+        """Raises: InvalidRequest for a request that a model with an encoder cannot serve, and for samples that do not match their
         identifier; PromptTooLong."""
         prompts.verify(request)
         for place, feature in enumerate(request.mm_features):
@@ -93,7 +93,8 @@ class RequestReader:
                 _verify_identifier(place, feature.identifier, prompts.audio.identifier(feature.data), "samples")
 
     def turn(self, data: bytes) -> GenerationRequest:
-        """A session's later turn: its prompt, sampling parameters and trace headers count. Raises: as `decode_request`."""
+        """A session's later turn; only its prompt, sampling parameters and trace headers are used, and the number of output tokens
+        that it keeps. Raises: as `decode_request`."""
         return decode_request(data, self._max_model_len, self._vocab_size)
 
     def _block_hashes(self, request: GenerationRequest) -> list[bytes]:
@@ -111,7 +112,7 @@ class RequestReader:
 
 
 def _verify_identifier(place: int, identifier: str, expected: str, content: str) -> None:
-    """Raises: InvalidRequest if the identifier of `request.mm_features[place]` is not that of its content."""
+    """Raises: InvalidRequest if the identifier of `request.mm_features[place]` does not match its content."""
     if identifier != expected:
         raise InvalidRequest(
             f"request.mm_features[{place}].identifier is {identifier[:40]!r}, which is not that of its {content}",

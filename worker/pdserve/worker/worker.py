@@ -1,6 +1,6 @@
-"""`Worker`: an engine with its transfers and the gRPC server before it, started and stopped together.
+"""`Worker`: an engine, its transfers and its gRPC server, started and stopped together.
 
-A role adds its servicers and a few engine settings; nothing in here asks which role it is.
+A role adds its servicers and a few engine settings; no code here depends on the role.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 1.0
 HEALTH_EVERY_S = 0.25
 TICK_STILL_S = 3.0
-"""Seconds after which an engine whose loop makes no progress is stuck."""
+"""Seconds without progress of the engine's loop after which the worker reports `stuck`."""
 _OTHER_STREAMS = 36
-"""Streams of a connection besides one per sequence whose blocks another worker fetches."""
+"""Further streams of a connection, in addition to one per sequence whose blocks another worker fetches."""
 LAST_WORDS_S = 0.5
-"""Seconds in which streams that are cut off must report that to their routers."""
+"""Seconds for streams that a drain cuts off to report it to their routers."""
 
 AddServicers = Callable[["Worker", grpc.aio.Server], list[str]]
 
@@ -86,7 +86,7 @@ class Worker:
         add_servicers: AddServicers,
         tls: TlsIdentity | None = None,
     ) -> None:
-        """engine: with its transfers, not started yet."""
+        """engine: not started yet, with its transfers."""
         self.settings = settings
         self.core = engine
         info = engine.info
@@ -173,7 +173,8 @@ class Worker:
         reflection.enable_server_reflection(names, self.server)
 
     def serve_source(self) -> list[str]:
-        """Add `KvSourceService`, for roles whose blocks others read, unless the engine's process serves it; returns its name."""
+        """Add `KvSourceService`, for roles whose blocks other workers read; returns its name, or none if the engine's process
+        serves it."""
         if not isinstance(self.core, InprocClient):
             return []
         transfers = self.core.side.transfers
@@ -189,7 +190,7 @@ class Worker:
         return "pdserve.v1.StepStreamService"
 
     async def start(self) -> None:
-        """Warm the engine up, then answer. Raises: ConfigError for adapters of the settings that cannot be used."""
+        """Warm the engine up, then start serving. Raises: ConfigError if an adapter of the settings cannot be used."""
         share_interpreter()
         try:
             await asyncio.wrap_future(self.core.start(warm_up=True))
@@ -224,12 +225,12 @@ class Worker:
 
     @property
     def num_open(self) -> int:
-        """Requests, transfers and unread answers that a drain waits for."""
+        """What a drain still waits for: the largest of the numbers of requests, of transfers and of unread answers."""
         num_unread = 0 if self._step_streams is None else self._step_streams.num_waiting
         return max(self.engine.num_streams, self.engine.transfer_counts.num_expected, num_unread)
 
     def health(self) -> Health:
-        """True if the engine makes progress and work is taken."""
+        """`ok` if the engine makes progress and the worker accepts requests; else why not."""
         engine, age_s = self.engine, self.engine.tick_age_s
         status = "ok"
         if engine.died.is_set():
@@ -256,24 +257,24 @@ class Worker:
             await asyncio.sleep(HEALTH_EVERY_S)
 
     async def drain(self) -> None:
-        """Take nothing new; let what runs finish, at most `drain_s`; then revoke what is left."""
+        """Accept nothing new and let running requests finish within `drain_s`; then revoke transfers and fail the rest."""
         self.engine.draining = True
         self._watch.announce()
         self.core.fail_idle_sessions(Draining("the worker is draining"))
         deadline = time.monotonic() + self.settings.drain_s
-        # two counters and a clock end this, not one event
+        # three counters and a clock end this loop, not one event
         while self.num_open and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         self.engine.revoke_transfers(Draining("the source is draining"))
         if self.engine.num_streams:
-            # their routers get the cause, and place them elsewhere
+            # their routers learn the cause and place them elsewhere
             self.core.fail_requests(Draining("the worker has drained for as long as it may"))
             await asyncio.sleep(LAST_WORDS_S)
 
     async def stop(self) -> None:
-        """End everything; leaves no port open and no thread behind.
+        """End everything; no port stays open and no thread keeps running.
 
-        After an engine's death calls are cut at once: a router takes that for what it is, a worker's death.
+        If the engine has died, calls are cut off without grace, which a router treats as the death of the worker.
         """
         if self.publisher is not None:
             if self._publishing is not None:

@@ -1,4 +1,4 @@
-"""`WorkerServicer`: serves a worker's state to routers, and introduces peers to it."""
+"""`WorkerServicer`: sends a worker's state to routers, and tells the worker the addresses of its peers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
 HANDSHAKE_S = 5.0
+"""Seconds for a router to send each of the first two messages of a watch."""
 TOO_LATE = "the proof of the deployment key did not arrive"
 """Begins the error of a handshake that took longer than `HANDSHAKE_S`."""
-"""Seconds for a router to send each of the first two messages of a watch."""
 BLOCKS_EVERY_S = 0.02
 _ROLES: dict[WorkerRole | None, worker_pb2.Role.ValueType] = {
     WorkerRole.PREFILL: worker_pb2.ROLE_PREFILL,
@@ -51,7 +51,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def announce(self) -> None:
-        """Send the load, and the adapters if they have changed, to routers now, before the next second."""
+        """Send the load, and the adapters if they have changed, to routers now instead of within `LOAD_EVERY_S`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -93,7 +93,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     sequence += 1
                     yield worker_pb2.WatchEvent(blocks=_blocks_message(sequence, change))
                 if not announced.is_set() and follower is not None:
-                    # steps are shorter, so a message contains several
+                    # steps are shorter than this, so one message covers several
                     await asyncio.sleep(min(BLOCKS_EVERY_S, max(0.0, next_load - loop.time())))
 
     async def Meet(self, request: worker_pb2.MeetRequest, context: Context) -> worker_pb2.MeetResponse:
@@ -142,7 +142,7 @@ async def _next(requests: AsyncIterator[worker_pb2.WatchRequest]) -> worker_pb2.
     except StopAsyncIteration:
         raise KeyMismatch("the watch ended without a proof of the deployment key") from None
     except TimeoutError:
-        # a busy machine, or a slow network: nothing is known about the key
+        # the machine may be busy or the network slow: the key may be right
         raise DeadlineExceeded(f"{TOO_LATE} within {HANDSHAKE_S:g} s") from None
 
 

@@ -22,7 +22,7 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class RequestFailed(Exception):
-    """A request without a complete answer. `kind` is short and equal for equal failures; `args[0]` has the details."""
+    """A request got no complete answer. `kind` is short and equal for equal failures; `args[0]` has the details."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(message or kind)
@@ -31,7 +31,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Input of a request: token ids, or the texts of client and server in turn."""
+    """Input of a request: token ids, or the alternating texts of client and server."""
 
     token_ids: list[int] | None
     texts: list[str]
@@ -43,7 +43,7 @@ class Chunk:
 
     text: str = ""
     has_output: bool = False
-    """True if the chunk stands for tokens; a special token has no text, and the first chunk of a chat may be only a role."""
+    """True if the chunk has tokens: a special token has no text, and the first chunk of a chat may have only a role."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -89,7 +89,7 @@ class _Event(msgspec.Struct):
 
 
 def tls_options(tls: ClientTls | None) -> dict[str, Any]:
-    """Arguments of an httpx client."""
+    """Arguments of an httpx client for these certificates."""
     return {} if tls is None else {"verify": tls.context}
 
 
@@ -187,7 +187,7 @@ class GrpcEndpoint:
         self._address = address
         self._tls = tls
         self._channels: dict[grpc.aio.Channel, int] = {}
-        """With the number of open calls: a router takes no more than `MAX_STREAMS_PER_CONNECTION` on each."""
+        """Channel -> its open calls, at most `MAX_STREAMS_PER_CONNECTION`, which is the router's limit."""
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._sampling = sampling
 

@@ -16,10 +16,10 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as its client saw it. Times are seconds from the start of the run."""
+    """One request as its client saw it. Times are seconds since the start of the run."""
 
     scheduled_s: float
-    """Arrival time in an open loop; else equal to `sent_s`."""
+    """Planned time of sending in an open loop; else equal to `sent_s`."""
     sent_s: float
     chunk_s: list[float] = field(default_factory=list)
     """Arrival of each chunk that has output."""
@@ -30,16 +30,16 @@ class RequestRecord:
     """Count by the server."""
     cached_tokens: int | None = None
     error: str | None = None
-    """Kind of the failure; None: the answer is complete."""
+    """Kind of the failure; None if there was none so far."""
     error_message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Times at which sessions begin."""
+    """When sessions begin."""
 
     concurrency: int | None = None
-    """Sessions at once; the next begins when one has ended. With a rate or a trace it is an upper limit."""
+    """Number of concurrent sessions: the next begins when one has ended. With a rate or a trace, their upper limit."""
     requests_per_s: float | None = None
     """Sessions that begin per second on average, at random times (a Poisson process)."""
     seed: int = 0
@@ -68,7 +68,7 @@ class LoadRun:
         self._on_end = on_end
         self._start = 0.0
         self.records: list[RequestRecord] = []
-        """In the order of sending; those in flight are included."""
+        """In the order of sending, with those in flight."""
 
     async def run(self, sessions: Iterable[BenchSession], plan: LoadPlan) -> None:
         """Send all sessions and return when all have ended. Cancellation ends those in flight."""

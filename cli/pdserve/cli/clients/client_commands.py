@@ -110,7 +110,7 @@ def _status_of(url: str, ca_file: str | None, cert_file: str | None, key_file: s
 
 
 def _way_to(url: str, ca_file: str | None, cert_file: str | None, key_file: str | None) -> Callable[[], GrpcClient]:
-    """The channel's address and TLS. Raises: ConfigError for files that cannot be used."""
+    """A function that makes a client for this address. Raises: ConfigError if a certificate file cannot be used."""
     from pdserve.cli.clients.grpc_client import GrpcClient
 
     tls = client_tls(ca_file, cert_file, key_file)

@@ -73,7 +73,7 @@ async def continue_text(connect: Connect, prompt: str, sampling: Sampling, show_
 
 BAR_WIDTH = 40
 WIDE = 120
-"""Columns of a terminal from which the meanings of the phases are shown beside the bars."""
+"""Terminal width, in columns, from which the meanings of the phases are shown next to the bars."""
 
 
 def timeline_table(last: Delta, width: int) -> Table:

@@ -18,7 +18,7 @@ from pdserve.common.timeline import Timeline
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 
 _NO_CONNECTION = re.compile("failed to connect to all addresses|.*(DNS resolution failed|Domain name not found)")
-"""gRPC's text, since no status tells a connection that was not made from one that was lost."""
+"""gRPC's text for a connection that was never made; its status is the same as for a lost connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ClientMessage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of one message of the stream."""
+    """The output that one message of the stream adds."""
 
     text: str
     finish_reason: FinishReason | None
@@ -71,7 +71,7 @@ class GrpcClient:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, sampling: dict[str, float | int | None]
     ) -> AsyncIterator[Delta]:
-        """Raises: the `PdServeError` of the router's answer; NotReached without one."""
+        """Raises: the router's `PdServeError`; NotReached if no connection was made."""
         for name, value in sampling.items():
             if value is not None:
                 setattr(request.sampling, name, value)

@@ -26,11 +26,11 @@ _TLS = "all services need certificates of the CA in tls_ca_file, made out to the
 
 
 class _HungUp(Exception):
-    """A worker closed the connection before it sent anything."""
+    """The worker closed the connection before it sent any byte."""
 
 
 def check_addresses(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
-    """Addresses that peers connect to; of a router, the workers' that it connects to."""
+    """Check the address of a worker that peers connect to, or the workers' addresses that a router connects to."""
     if isinstance(settings, RouterSettings):
         yield from _workers(settings)
     else:

@@ -15,13 +15,13 @@ from typing import IO, TypeVar
 import msgspec
 
 _LAST_CHARS = 300
-"""Characters that are shown of the output of a child that failed."""
+"""Last characters of a failed child's output that are shown."""
 
 Answer = TypeVar("Answer")
 
 
 class ChildBroke(Exception):
-    """The child ended without a result, or gave none in time; the text says how."""
+    """The child ended without a result or printed something else; the text says which."""
 
 
 class RunningChild:
@@ -33,7 +33,7 @@ class RunningChild:
         self._errors = errors
 
     def answer(self, kind: type[Answer]) -> Answer:
-        """The next line that the child prints. Raises: ChildBroke, TimeoutError."""
+        """The next line that the child prints, decoded. Raises: ChildBroke; TimeoutError after `expire`."""
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
             code = self._process.wait()

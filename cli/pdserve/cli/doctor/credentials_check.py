@@ -43,7 +43,7 @@ def check_key(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def check_tls(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
-    """Say which connections are encrypted, and until when the certificates are valid. Unusable files are refused before."""
+    """Say which connections are encrypted and until when the certificates are valid. Unusable files were refused before."""
     identity = settings.tls()
     if identity is not None:
         yield from _shown("services", identity.server, settings.tls_cert_file, settings.tls_key_file)

@@ -1,4 +1,4 @@
-"""`examine`: runs all checks at once, each in a thread of its own and none longer than its deadline."""
+"""`examine`: runs all checks at once, each in its own thread and until its deadline at most."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def _findings(check: Check) -> list[Finding]:
 
 
 def in_background(call: Callable[[], Result], name: str) -> queue.SimpleQueue[Result]:
-    """Start a call that may hang, in a thread that ends with the process; its result arrives through the queue.
+    """Start a call that may hang in a daemon thread; returns the queue that receives its result, or nothing if it raises.
 
-    A call that raises delivers none. Not in a thread pool: the interpreter waits for its threads, and a name service may block
-    one for minutes.
+    A thread pool would not do: at exit the interpreter waits for its threads, and a name service may block one for minutes.
     """
     answer: queue.SimpleQueue[Result] = queue.SimpleQueue()
     threading.Thread(target=lambda: answer.put(call()), name=f"doctor-{name}", daemon=True).start()

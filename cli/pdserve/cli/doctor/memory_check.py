@@ -1,4 +1,4 @@
-"""Memory: compares weights, KV pool and one step with the free memory of machine, control group and GPU."""
+"""Check of memory: compares weights, KV pool and one step with the free memory of the machine, the control group and the GPU."""
 
 from __future__ import annotations
 

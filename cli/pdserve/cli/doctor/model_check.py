@@ -1,4 +1,4 @@
-"""Model folder: its files, their content, and whether they agree. Reads no weights."""
+"""Check of the model folder: its files, their content, and whether they agree. Reads no weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUESTION = [{"role": "user", "content": "What is 7 plus 5?"}]
 
 
 def check_model(settings: WorkerSettings | RouterSettings) -> Iterator[Finding]:
-    """The folder as a service would load it; a router needs the text side only."""
+    """Check the folder as a service would load it; a router loads only the tokenizer and the chat template."""
     try:
         folder = model_folder(settings.model, download=False)
     except PdServeError as error:

@@ -1,4 +1,4 @@
-"""Kernels in C++ of processors: whether they are built, for which instruction sets of this machine, and what multiplies."""
+"""The C++ kernels for CPUs: whether they are built, for which instruction sets of this machine, and which code multiplies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _BUILD = "run `python -m pdserve.kernels.native.build_library`"
 
 
 def check_native(settings: WorkerSettings) -> Iterator[Finding]:
-    """Load the library and make a product, as a worker does."""
+    """Load the library as a worker does, and name the code that computes matrix products."""
     yield from _library(settings)
     if settings.device == "cpu":
         from pdserve.kernels.cpu.linear import products_by
         from pdserve.models.dtypes import TORCH_DTYPES
 
-        # `auto` is the checkpoint's, which nearly always is bfloat16
+        # `auto` is the checkpoint's dtype, nearly always bfloat16
         name = "bfloat16" if settings.dtype == "auto" else settings.dtype
         yield ok(f"products of {name}: {products_by(TORCH_DTYPES[name])}")
 

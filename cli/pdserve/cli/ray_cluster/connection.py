@@ -28,10 +28,10 @@ _LOOK_AT_PORT_S = 5.0
 def ray_workers(
     address: str, timeout_s: float, plans: Sequence[ChildPlan], *, verbose: bool
 ) -> Iterator[list[RayWorker]]:
-    """The workers, placed and not started. When the block ends, their places are free again.
+    """The workers, placed but not started. Their places are released at the end of the block.
 
-    address: `auto`, host:port of Ray's GCS or ray://host:port. timeout_s: limit of the connection, and again of the
-    reservation. verbose: print what workers write at their nodes. Raises: ConfigError in one line.
+    address: `auto`, host:port of Ray's GCS or ray://host:port. timeout_s: limit for connecting, and again for reserving.
+    verbose: print the output of workers on their nodes. Raises: ConfigError in one line.
     """
     if find_spec("ray") is None:
         raise ConfigError(
@@ -57,7 +57,7 @@ def ray_workers(
 
 
 def _look_at_port(address: str, timeout_s: float) -> None:
-    """Raises: ConfigError if nothing listens there. Ray itself would try for two minutes."""
+    """Check that something listens at the address; Ray itself would try for two minutes. Raises: ConfigError."""
     if address == "auto":
         return
     host, _, port = address.removeprefix(CLIENT).rpartition(":")
@@ -73,7 +73,7 @@ def _look_at_port(address: str, timeout_s: float) -> None:
 
 
 def _connect(address: str, timeout_s: float, verbose: bool) -> None:
-    """Raises: ConfigError with Ray's reason, or after `timeout_s` seconds."""
+    """Connect to Ray. Raises: ConfigError with Ray's reason, or after `timeout_s` seconds."""
     import ray
 
     failures: list[Exception] = []
@@ -92,7 +92,7 @@ def _connect(address: str, timeout_s: float, verbose: bool) -> None:
         thread.join(timeout_s)
     finally:
         if thread.is_alive():
-            # it writes on until this process ends
+            # the thread goes on writing until this process ends
             sys.stderr = os.fdopen(ours, "w", buffering=1)
         else:
             os.dup2(ours, 2)
@@ -104,7 +104,7 @@ def _connect(address: str, timeout_s: float, verbose: bool) -> None:
 
 
 def _drop_lines_of_ray() -> int:
-    """Drop what is written to descriptor 2, a line per attempt to connect; returns another one of standard error."""
+    """Drop Ray's output to descriptor 2, a line per attempt to connect; returns a duplicate of the former descriptor."""
     ours, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
@@ -112,7 +112,7 @@ def _drop_lines_of_ray() -> int:
 
 
 def _reserve(group: Any, bundles: Sequence[dict[str, float]], timeout_s: float) -> None:
-    """Wait until Ray has reserved all bundles. Raises: ConfigError saying what is needed and what there is."""
+    """Wait until Ray has reserved all bundles. Raises: ConfigError naming the needed and the free resources."""
     import ray
 
     until = time.monotonic() + timeout_s

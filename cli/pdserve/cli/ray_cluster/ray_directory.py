@@ -16,13 +16,13 @@ LOOK_S = 0.25
 
 
 class RayDirectory:
-    """The `Directory` of a router without Redis, in which workers register themselves, beside the driver's workers."""
+    """The router's `Directory` where Redis is not used: lists the workers that this driver started on Ray."""
 
     def __init__(self, workers: Sequence[RayWorker]) -> None:
         self._workers = workers
 
     async def run(self, fleet: Discovery) -> None:
-        """Register workers where they are, and forget addresses that they left."""
+        """Register the workers' current addresses, and forget those that they have left."""
         while True:
             found = {worker.address: WorkerRole(worker.plan.role) for worker in self._workers if worker.address}
             for address, role in found.items():

@@ -67,7 +67,7 @@ class RayWorker:
         return ray.remote(WorkerActor).options(**self._options).remote()
 
     async def _result(self, call: Any) -> Any:
-        """The result of a call of the actor. A wait that is cancelled leaves the call alone, as Ray's client needs it."""
+        """The result of a call of the actor. Cancelling the wait does not cancel the call, as Ray's client requires."""
         answer = asyncio.wrap_future(call.future())
         self._answers.add(answer)
         answer.add_done_callback(self._answered)

@@ -1,4 +1,4 @@
-"""`WorkerActor`: one worker process on a node of a Ray cluster. It runs there; everything that it takes and returns is plain."""
+"""`WorkerActor`: runs one worker process on a node of a Ray cluster. Its arguments and results are plain types."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ STATUS_WITH_WORKER = 1
 
 
 class WorkerActor:
-    """Starts the worker's process and ends with it, whereupon Ray restarts the actor, on another node if this one is lost.
+    """Starts the worker's process and ends with it; Ray then restarts the actor, on another node if this one is lost.
 
-    When Ray ends the actor, with the driver or the node, the process notices by its lifeline and drains.
+    When Ray ends the actor, for example because the driver has ended, the lifeline closes and the worker's process drains.
     """
 
     def __init__(self) -> None:
         self._child: WorkerChild | None = None
         self._ports = contextlib.ExitStack()
-        """Keeps the port of metrics while the worker restarts."""
+        """Reserves the metrics port while the worker restarts."""
         self._hurry = asyncio.Event()
         self._stopping = False
         self._loaded = (0, 0)
         self._ready: dict[str, str] = {}
 
     async def start(self, name: str, role: str, given: Mapping[str, str], driver: str) -> dict[str, str]:
-        """Start the worker and wait until it is ready: `address` and `metrics`, or `error`, the reason why it does not start.
+        """Start the worker and wait until it is ready. Returns `address` and `metrics`, or `error`: why it does not start.
 
-        Returns the same again if the worker is there: the answer to an earlier call may have been lost.
+        A repeated call returns the same result if the worker is ready, since the first answer may have been lost.
         given: `PDSERVE_<NAME>` -> text, every setting that is not the default, and the driver's `OTEL_...`.
-        driver: pdserve's version at the driver.
+        driver: the driver's version of pdserve.
         """
         if self._ready:
             return self._ready
         if (own := version("pdserve")) != driver:
             return {"error": f"{name}: pdserve is {own} on node {_own_host()} and {driver} here: they must be equal"}
         try:
-            # Ray's own variables stay, of which CUDA_VISIBLE_DEVICES names the GPU; settings come from the driver alone
+            # Ray's variables stay, since its CUDA_VISIBLE_DEVICES names the GPU; settings come only from the driver
             environ = {key: value for key, value in os.environ.items() if not key.startswith((ENV_PREFIX, "OTEL_"))}
             environ |= {**given, "PDSERVE_HOST": _own_host(), "PDSERVE_ADVERTISE_HOST": _own_host()}
             settings = load_settings(PrefillSettings if role == "prefill" else DecodeSettings, environ=environ)
@@ -74,26 +74,26 @@ class WorkerActor:
         self._loaded = (load.loaded_bytes, load.total_bytes)
 
     async def loaded(self) -> tuple[int, int]:
-        """Bytes of weights that are loaded, and all of them; (0, 0) before."""
+        """(loaded bytes of weights, all bytes of weights); (0, 0) before loading begins."""
         return self._loaded
 
     async def run(self) -> None:
-        """Wait until the worker's process ends by itself, and end this one; returns if `stop` ended it."""
+        """Wait until the worker's process ends; then end this process too, or return if `stop` ended the worker."""
         assert self._child is not None
         code = await self._child.ended()
         if not self._stopping:
             print(f"the worker's process ended with status {code}", file=sys.stderr, flush=True)
-            # any end that Ray is asked for would count as intended, and be followed by no restart
+            # an exit through Ray's API would count as intended, so that Ray would not restart the actor
             os._exit(STATUS_WITH_WORKER)
 
     async def stop(self, drain_s: float) -> None:
-        """Let the worker drain for at most `drain_s` seconds or until `hurry`, then end its process."""
+        """Let the worker drain for at most `drain_s` seconds, or until `hurry`; then end its process."""
         self._stopping = True
         if self._child is not None:
             await self._child.stop(drain_s, self._hurry)
 
     async def hurry(self) -> None:
-        """End open requests."""
+        """End a drain and its open requests."""
         self._hurry.set()
 
 

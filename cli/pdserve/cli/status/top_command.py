@@ -22,16 +22,16 @@ from pdserve.router.telemetry.status_view import StatusView, WorkerView
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 3600.0
 _NARROW = 100
-"""Columns below which tables leave out what is less important."""
+"""Terminal width, in columns, below which tables leave out less important columns."""
 _UNCUT = 1 << 12
 """Width of output that goes to a file or another program."""
 _STATES = {"live": "green", "draining": "yellow"}
 
 
 def run_top(client: StatusClient, interval_s: float, *, once: bool) -> None:
-    """Show frames until `q`, Ctrl-C or end of input; `once` prints one.
+    """Show frames until `q`, Ctrl-C or end of input; with `once`, print one.
 
-    Raises: ConfigError for an interval out of range; NotReached if no router answers at the start; later a frame says so.
+    Raises: ConfigError for an interval out of range; NotReached if no router answers at the start (later, the frame says so).
     """
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError(f"--interval is {interval_s:g}, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} s are allowed")
@@ -62,7 +62,7 @@ def _follow(client: StatusClient, status: StatusView, interval_s: float, console
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds for a key and returns True for `q`. Without a terminal it only waits."""
+    """A function that waits the given seconds for a key and returns True for `q`. Without a terminal it only waits."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -92,7 +92,7 @@ def _sleep(wait_s: float) -> bool:
 
 
 def frame(status: StatusView, width: int, error: str = "", height: int | None = None) -> RenderableType:
-    """One frame. width: columns of the terminal. error: why the status is not newer. height: lines; None: no limit."""
+    """One frame. width: columns of the terminal. error: why the status was not updated. height: lines; None: no limit."""
     narrow = width < _NARROW
     parts: list[RenderableType] = [_headline(status)]
     if error:
@@ -156,7 +156,7 @@ def _workers(workers: list[WorkerView], *, narrow: bool) -> Table:
         worker_id = Text(plain(worker.worker_id))
         state = Text(plain(worker.state), style=_STATES.get(worker.state, "red"))
         if worker.state == "absent":
-            # under the address, which is the last column but one
+            # in the column of the address, the last but one
             cells: list[str | Text] = [""] * 5 if narrow else [*[""] * 8, Text(plain(worker.cause))]
             table.add_row(worker_id, state, *cells)
             continue

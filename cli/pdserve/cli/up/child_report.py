@@ -1,7 +1,8 @@
 """Reports of a child process of `pdserve up` to its parent: JSON lines on a pipe, and a second pipe that detects the parent's end.
 
-child -> parent   {"loaded_bytes": .., "total_bytes": .., "name": ..} while weights load, {"address": ..} when ready,
-                  {"message": ..} when it cannot start: printed by the parent, not by the child
+child -> parent   {"type": "load", "loaded_bytes": .., "total_bytes": ..} while weights load,
+                  {"type": "ready", "worker_id": .., "address": ..} when ready,
+                  {"type": "failed", "message": ..} when it cannot start: printed by the parent, not by the child
 parent -> child   nothing; the pipe is closed when the parent ends, and the child then drains
 """
 
@@ -32,7 +33,7 @@ class FailedReport(msgspec.Struct, forbid_unknown_fields=True, tag="failed"):
 
 Report = LoadReport | ReadyReport | FailedReport
 MAX_MESSAGE_CHARS = 4096
-"""Limit of a message; a report is one line, of which the parent reads at most 64 KiB."""
+"""Limit of a message: a report is one line, and the parent reads at most 64 KiB of a line."""
 
 
 class ReportPipe:
@@ -43,11 +44,11 @@ class ReportPipe:
 
     @property
     def is_open(self) -> bool:
-        """False if there is no parent, or if it has ended."""
+        """False if there is no parent, or if a `send` has found that it ended."""
         return self._descriptor is not None
 
     def send(self, report: Report) -> None:
-        """Write one line; raises nothing if the parent has ended."""
+        """Write one line; no effect if the parent has ended."""
         if self._descriptor is not None:
             try:
                 os.write(self._descriptor, msgspec.json.encode(report) + b"\n")
@@ -56,7 +57,7 @@ class ReportPipe:
 
 
 def read_report(line: bytes) -> Report:
-    """Raises: msgspec.ValidationError for anything that is not a report."""
+    """The report in a line. Raises: msgspec.ValidationError for anything else."""
     report: Report = msgspec.json.decode(line, type=Report)
     return report
 

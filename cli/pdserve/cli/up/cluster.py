@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 CHILD_DRAIN_S = 35.0
 JOIN_S = 10.0
-"""Seconds in which the router reaches a worker that is ready."""
+"""Seconds within which the router should reach a worker that is ready."""
 JOIN_LOOK_S = 0.02
 
 
@@ -58,19 +58,19 @@ class Addresses:
     tls: bool = False
     """True if the front ends have TLS."""
     why_silent: str = ""
-    """Reason why `up` can ask no question; empty if it can."""
+    """Why `up` cannot send a question; empty if it can."""
     has_chat: bool = True
     """False for a model without a chat template, which only completes texts."""
 
 
 WhenReady = Callable[[Addresses], Awaitable[bool]]
-"""Called once the cluster serves; False stops it again."""
+"""Called once the cluster serves; the cluster stops if it returns False."""
 Workers = Sequence["WorkerChild | RayWorker"]
 
 
 @dataclass(frozen=True, slots=True)
 class StartingWorkers:
-    """The router's question whether a worker is being started, until the router may have reached it."""
+    """Tells the router whether any worker is still starting, or has been ready for less than `JOIN_S`."""
 
     workers: Workers
 
@@ -81,20 +81,20 @@ class StartingWorkers:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """The place of the workers with `--ray`."""
+    """The Ray cluster on which `--ray` places the workers."""
 
     address: str
     timeout_s: float
     """Limit of the connection, and of the wait for resources."""
     verbose: bool
-    """Print what workers write at their nodes."""
+    """Print the output of workers on their nodes."""
 
 
 def run_cluster(plan: ClusterPlan, console: Console, when_ready: WhenReady, on_ray: RayCluster | None = None) -> None:
     """Start everything, call `when_ready`, serve until SIGINT or SIGTERM, drain; a second signal ends everything at once.
 
-    on_ray: for a plan with workers on a Ray cluster. Raises: ConfigError, before a worker is started if a port is in use, the
-    model is not found or cannot be served, a GPU is not here, or Ray has no place for the workers.
+    on_ray: the cluster for the workers; None: this machine. Raises: ConfigError; before any worker starts if a port is in use, the
+    model is not found or cannot be served, a GPU is missing, or Ray has no room for the workers.
     """
     raise_descriptor_limit()
     with reserved_ports(plan.ports()) as (port, grpc_port, metrics_port, *ports_of_workers):
@@ -119,7 +119,7 @@ async def _run(
     when_ready: WhenReady,
     directory: Directory | None = None,
 ) -> None:
-    """directory: of workers whose addresses change."""
+    """directory: finds workers whose addresses change; None: the addresses are fixed once the workers have started."""
     shutdown = Shutdown(announce=console.print)
     watchers: list[asyncio.Task[None]] = []
     with shutdown.on_signals():
@@ -174,7 +174,7 @@ async def route(
     directory: Directory | None = None,
     is_starting: IsStarting = nobody_starts,
 ) -> None:
-    """Run the router until `shutdown`, and `when_ready` once it listens. Raises: ConfigError."""
+    """Run the router until `shutdown`; call `when_ready` once it listens. Raises: ConfigError."""
     listening = asyncio.Event()
 
     def listens(http_address: str, grpc_address: str) -> None:

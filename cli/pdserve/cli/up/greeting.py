@@ -23,7 +23,7 @@ class Greeting:
     ) -> None:
         """default_url: the address that `pdserve chat` uses by default.
 
-        image_url: of a picture for the question, which then goes over OpenAI HTTP.
+        image_url: URL of a picture for the question, which then goes over OpenAI HTTP; None: no picture.
         """
         self._console = console
         self._default_url = default_url
@@ -58,7 +58,7 @@ class Greeting:
         return not self._once
 
     async def _ask(self, addresses: Addresses) -> None:
-        """Print the answer, or what a model without a chat template makes of the question. Raises: PdServeError."""
+        """Print the answer, or the continuation of the question if the model has no chat template. Raises: PdServeError."""
         sampling = {"temperature": 0.0, "max_tokens": 64}
         if not addresses.has_chat and self._image_url is None:
             async with GrpcClient(loopback_of(addresses.grpc), addresses.api_key) as completing:

@@ -17,7 +17,7 @@ CHECK_S = 60.0
 
 
 def check_workers(plan: ClusterPlan, folder: Path) -> None:
-    """Ask about devices and the model. A bundled model on CPUs is known to be served, and not asked about.
+    """Check devices and the model. A bundled model on CPUs always works and is not checked.
 
     folder: of the model. Raises: ConfigError naming a worker and the reason.
     """

@@ -34,8 +34,8 @@ def start_module(module: str, descriptor: int) -> ChildProcess:
 def wait_for_exit(process: ChildProcess, timeout: float) -> int:
     """How a process ended, as `ChildProcess.wait` returns it, without reaping it. timeout: seconds.
 
-    Linux 6.18.44 has taken 40 s to reap a process beside busy loops (docs/failure.md), and `wait` does not end before, whatever its
-    timeout.
+    Linux 6.18.44 has taken 40 s to reap a process next to busy loops (docs/failure.md), and until then `wait` does not end, even
+    after its timeout.
     Raises: subprocess.TimeoutExpired.
     """
     try:

@@ -1,4 +1,4 @@
-"""`FrameSocket`: one end of a socket pair in an event loop. Messages are bytes behind their length."""
+"""`FrameSocket`: one end of a socket pair in an event loop. Each message is its length, then its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of a socket between two processes of an engine: bytes behind their length."""
+"""Messages of a socket between two processes of an engine: each is its length, then its bytes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class BodyRoom:
             self._num_bytes = num_bytes
 
     async def grow(self, num_bytes: int) -> None:
-        """Have room for `num_bytes`, before all who have none. Raises: Overloaded when as much does not get free in time."""
+        """Reserve `num_bytes`, before requests that have no room yet. Raises: Overloaded when as much does not get free in time."""
         num_bytes = min(num_bytes, self._budget.max_bytes)
         if num_bytes > self._num_bytes:
             await self._budget._reserve(num_bytes - self._num_bytes, is_first=True)

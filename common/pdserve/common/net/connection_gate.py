@@ -29,7 +29,7 @@ class ConnectionPlace:
         self.is_open = False
         """Set when its protocol has it, which then reports its end."""
         self.end: Callable[[], object] = _nothing
-        """Closes it at once; called by the gate alone."""
+        """Closes it at once; only the gate calls this."""
 
     def waits(self) -> None:
         """The connection waits for a complete header, or is idle between two requests."""

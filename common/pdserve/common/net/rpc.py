@@ -273,7 +273,7 @@ async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
         try:
             await abort_with(context, error)
         except grpc.aio.AbortError as aborted:
-            # who raised it may keep it, as `CallGuard`'s refusals do
+            # the code that raised it may keep it, as `CallGuard` keeps its refusals
             error.__traceback__ = error.__context__ = None
             error = aborted
     error.__traceback__ = error.__context__ = None

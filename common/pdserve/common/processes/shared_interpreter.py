@@ -1,4 +1,4 @@
-"""One interpreter for an engine's thread and the threads that read messages and blocks beside it."""
+"""One interpreter for an engine's thread and the threads that read messages and blocks meanwhile."""
 
 from __future__ import annotations
 

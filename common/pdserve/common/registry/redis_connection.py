@@ -17,7 +17,7 @@ MAX_CONNECTIONS = 8
 
 
 def make_redis(url: RedisUrl, ca_file: str | None = None) -> Redis:
-    """A client whose round trips end within `OPERATION_S` and are never repeated behind our back.
+    """A client whose round trips end within `OPERATION_S` and are never repeated by the client itself.
 
     ca_file: PEM certificates to trust instead of the system's, for rediss://; settings have checked it.
     """

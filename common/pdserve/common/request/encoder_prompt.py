@@ -44,7 +44,7 @@ class EncoderDecoderPrompts(msgspec.Struct, frozen=True, array_like=True):
     max_len: int
     """Tokens of the encoder's prompt, and of the decoder's prompt and output together, at most."""
     audio: AudioProcessorConfig | None = None
-    """The encoder reads sound, and `max_len` is the decoder's alone. None: it reads the prompt."""
+    """The encoder reads sound, and `max_len` counts only the decoder's tokens. None: it reads the prompt."""
     suppressed_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled."""
     begin_suppressed_token_ids: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ class EncoderDecoderPrompts(msgspec.Struct, frozen=True, array_like=True):
         self.verify_sound(request.mm_features)
 
     def verify_sound(self, features: Sequence[MultiModalFeatureSpec], *, needs_samples: bool = False) -> None:
-        """Check that sound is given where the encoder reads it, and there alone. needs_samples: as of `verify_audio`.
+        """Check that sound is given where the encoder reads it, and only there. needs_samples: as `verify_audio`.
 
         Raises: InvalidRequest.
         """

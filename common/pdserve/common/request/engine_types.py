@@ -25,7 +25,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(GenerationRequest, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """A `GenerationRequest`, and what only an engine and its process know of it.
+    """A `GenerationRequest`, and the fields that only an engine and its process need.
 
     `request_id` is unique per attempt, so that a late event of one attempt never meets the next.
     """
@@ -102,7 +102,7 @@ class StreamingUpdate(msgspec.Struct, kw_only=True, array_like=True, omit_defaul
     prompt_token_ids: list[int]
     """Appended to everything that the session has so far, its output included."""
     sampling_params: SamplingParams
-    """Parameters of this turn alone: `max_tokens`, penalties and positions count from its first output token."""
+    """Parameters of this turn only: `max_tokens`, penalties and positions count from its first output token."""
     arrival_time: float = 0.0
     """`time.monotonic()` of this process, seconds."""
     num_kept_output_tokens: int | None = None

@@ -66,7 +66,7 @@ def verify_speculative_tokens(speculative_tokens: int | None) -> None:
 
 
 def verify_priority_is_used(priority: int, scheduling_policy: str) -> None:
-    """scheduling_policy: the setting of those who schedule. Raises: InvalidRequest for a priority without effect."""
+    """scheduling_policy: the workers' setting. Raises: InvalidRequest for a priority without effect."""
     if priority and scheduling_policy == "fcfs":
         raise InvalidRequest(
             f"priority is {priority}, and requests run in order of arrival here (scheduling_policy is fcfs)", "priority"
@@ -149,16 +149,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
     num_kept_output_tokens: int | None = None
     """Session's later turn: output tokens of the turn before that stand, where a stop string ended its text; None: all."""
     lora_name: str = ""
-    """Name of the LoRA adapter; "": the base model alone."""
+    """Name of the LoRA adapter; "": the base model without an adapter."""
     lora_fingerprint: str = ""
     """Fingerprint of that adapter's content, which is an input of `hash_root`, too."""
     mm_features: list[MultiModalFeatureSpec] = []
     """Images of the prompt, in the order of their places."""
     ignorable: tuple[str, ...] = ()
-    """Names of fields that a worker which does not know them may pass over; all others it refuses."""
+    """Names of fields that an older worker may ignore; it refuses all other unknown fields."""
 
     def carried(self) -> dict[str, Any]:
-        """Field -> value, of the carrier alone: what one form of a request gives to the next."""
+        """Field -> value, for the carrier's fields only: what one form of a request gives to the next."""
         return {name: getattr(self, name) for name in GenerationRequest.__struct_fields__}
 
     @property
@@ -187,7 +187,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, omit_defaults=True, forbid
         return max(0.0, self.deadline - time.monotonic())
 
     def verify_client(self) -> None:
-        """Check what a client gives beside the prompt and its parameters, by the client's names. Raises: InvalidRequest."""
+        """Check what a client gives besides the prompt and its parameters, by the client's names. Raises: InvalidRequest."""
         verify_priority(self.priority)
         verify_client_request_id(self.client_request_id)
         verify_speculative_tokens(self.speculative_tokens)

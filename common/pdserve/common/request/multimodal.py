@@ -13,7 +13,7 @@ from pdserve.common.errors import InvalidRequest
 MAX_IMAGES = 256
 """Limit of one prompt, among services."""
 MAX_IMAGE_BYTES = 12 << 20
-"""Pixels of one prompt's images, which travel in one message beside its tokens."""
+"""Pixels of one prompt's images, which travel in one message with its tokens."""
 IDENTIFIER = re.compile(r"[0-9a-f]{32}")
 
 
@@ -55,7 +55,7 @@ def hashed_spans(features: Sequence[MultiModalFeatureSpec], first_token: int = 0
 
 
 def images_extras(features: Sequence[MultiModalFeatureSpec]) -> bytes:
-    """The part of the request digest's `extras` for images and sound, of which some may be behind the last full block."""
+    """The part of the request digest's `extras` for images and sound, some of which may be after the last full block."""
     return b"".join(
         feature.modality.encode() + msgspec.msgpack.encode((feature.identifier, feature.mm_position, feature.grid_thw))
         for feature in features

@@ -1,4 +1,4 @@
-"""`PoolingParams`: what a client asks of a prompt's hidden states, by vLLM's name."""
+"""`PoolingParams`: a client's choice of what is computed from a prompt's hidden states; the name is vLLM's."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     seed: int | None = None
     """Noise is a function of (seed, sequence index, output position)."""
     max_tokens: int | None = 16
-    """Output tokens at most; at least 1. None, from callers of the offline API alone: what the model's length leaves."""
+    """Output tokens at most; at least 1. None, only from callers of the offline API: what the model's length leaves."""
     min_tokens: int = 0
     """EOS and stop token ids are not sampled before this many output tokens."""
     stop: tuple[str, ...] = ()

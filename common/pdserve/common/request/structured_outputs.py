@@ -29,7 +29,7 @@ class StructuredOutputsParams(
     """
 
     json: str | dict[str, Any] | None = None
-    """A JSON schema. Objects have no other properties than it names, unless it says `additionalProperties`."""
+    """A JSON schema. Objects have only the properties that it names, unless it has `additionalProperties`."""
     regex: str | None = None
     """The whole output matches it."""
     choice: Sequence[str] | None = None

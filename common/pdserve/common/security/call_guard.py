@@ -22,7 +22,7 @@ from pdserve.common.security.peer_message import parsed
 log = logging.getLogger(__name__)
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
-"""The method that authenticates by challenge and response: its caller does not know the worker's identity yet."""
+"""The method that authenticates by challenge and response: its caller does not have the worker's identity yet."""
 _GUARDED = "/pdserve."
 
 

@@ -59,7 +59,7 @@ class DeploymentKey:
 
     @property
     def fingerprint(self) -> str:
-        """12 hex digits, equal where keys are equal. For a terminal alone: it is a test for guesses of the key."""
+        """12 hex digits, equal where keys are equal. Only for a terminal: it is a test for guesses of the key."""
         return self.derive(FINGERPRINT)[:_FINGERPRINT_BYTES].hex()
 
 

@@ -1,4 +1,4 @@
-"""`RoleGuard`: the interceptor of a worker's server that lets each method be called by the roles that need it alone.
+"""`RoleGuard`: the interceptor of a worker's server that lets each method be called only by the roles that need it.
 
     router                     StepStreamService, WorkerService
     decode worker              KvSourceService

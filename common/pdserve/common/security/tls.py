@@ -1,7 +1,7 @@
 """TLS identity and trust of a service: PEM files, checked before the service starts.
 
 The check is a handshake with itself in memory: it finds the errors that a peer would find in a certificate, in time for
-a clear message. Contexts are for sockets, the PEM bytes beside them for gRPC, which takes no contexts.
+a clear message. Contexts are for sockets, the PEM bytes for gRPC, which takes no contexts.
 
 What is loaded is one generation. When the files change (`common/net/tls_renewal.py`) another is loaded and replaces it: holders
 of the first call its `current`. Open connections continue.
@@ -129,7 +129,7 @@ def load_identity(
 ) -> TlsIdentity:
     """own_host: the host that peers connect to, for which, or for `server_name`, the certificate must be issued; None: no check.
 
-    role: this service's, which its certificate must name, for the worker `worker_id` if for one alone; peers must have
+    role: this service's, which its certificate must name, for the worker `worker_id` if for only one; peers must have
     roles, too. None: roles do not count.
     Raises: ConfigError naming setting and file: unreadable, no PEM, key and certificate do not fit, not signed by the
     CA, not valid today, made out to another name, or without the role.

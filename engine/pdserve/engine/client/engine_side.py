@@ -1,4 +1,4 @@
-"""`EngineSide`: an engine, the thread it runs in, and its transfers. It does what an `EngineCoreClient` says."""
+"""`EngineSide`: an engine, the thread it runs in, and its transfers. It executes the commands of an `EngineCoreClient`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EngineTransfers(KvOutbox, Protocol):
 
     @property
     def properties(self) -> object:
-        """What the client needs to know of it."""
+        """The properties that the client needs."""
 
     @property
     def state(self) -> object:
@@ -107,7 +107,7 @@ class EngineSide:
             transfers.bind(self)
 
     def handle(self, message: ToEngine) -> None:
-        """Do what the client says. `add_request` does so for `AddRequest`; a process for its own messages."""
+        """Execute a command of the client, except `AddRequest`, which is `add_request`, and the messages of a process."""
         match message:
             case Command():
                 self.post(message.run)

@@ -40,7 +40,7 @@ class EngineSource(Protocol):
         """An engine with an empty cache over the one pool: the last one made owns it."""
 
     def close(self) -> None:
-        """End what was started beside the engine, which must have ended. May be called again."""
+        """End what was started with the engine, which must have ended. May be called again."""
 
 
 class LoadedEngine:

@@ -232,7 +232,7 @@ ToEngine = (
     | FailRequests
 )
 ForReader = EngineCoreOutputs | TransferEvent | Released | EngineFailed
-"""What a client passes on to whoever reads its engine."""
+"""Messages that a client passes on to the reader of its engine."""
 FromEngine = ForReader | LoadedBytes | Loaded | EngineStarted | EngineState | UtilityOutput
 STATE_EVERY_S = 0.25
 """As often as an idle engine's tick moves."""

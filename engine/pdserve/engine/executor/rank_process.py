@@ -1,6 +1,6 @@
 """The process of a rank above 0.
 
-Usage, by `RankProcesses` alone: python -m pdserve.engine.executor.rank_process DESCRIPTOR; or another program that calls `main`.
+Usage, only by `RankProcesses`: python -m pdserve.engine.executor.rank_process DESCRIPTOR; or another program that calls `main`.
 
 DESCRIPTOR is this process's end of a socket pair; the process ends when the other end is closed, by rank 0 or by the end of its
 process. A process that is stopped does not see that, so the kernel kills it together with its parent.
@@ -43,7 +43,7 @@ def _receive(rank_0: socket.socket) -> ToRank | None:
 
 
 MoveBlocks = Callable[[socket.socket, StartRank, LoadedModel], None]
-"""Starts to move the blocks of a rank's pool, as messages of the socket say; returns at once."""
+"""Starts to move the blocks of a rank's pool, by messages of the socket; returns at once."""
 
 
 def _serve(rank_0: socket.socket, start: StartRank, move_blocks: MoveBlocks | None) -> None:

@@ -94,7 +94,7 @@ class TensorParallelExecutor:
         return _RankZeroResult(self, pending, self._has_drafts)
 
     def read(self, pending: StepResult, *, has_drafts: bool) -> ModelRunnerOutput:
-        """Wait for a step. What of its drafts stands depends on rules and errors that are known here alone."""
+        """Wait for a step. Which of its drafts stand depends on rules and errors that only this rank has."""
         with _without_interrupts():
             output = self._ranks.attempt(pending.result)
             self._is_unread = False

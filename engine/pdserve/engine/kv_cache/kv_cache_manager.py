@@ -11,8 +11,8 @@ A sequence's tokens fall into half-open ranges:
     [c, d)  blocks allocated ahead (whole prompt, rest of the last block)
 
 The manager allocates every block and frees them all at once, in `free`. A `KVCacheCoordinator` has the tables of each KV cache
-group. In groups of layers with a window, blocks behind it are freed before the next ones are allocated; `NULL_BLOCK` takes their
-places, and those of blocks behind the window that were never here.
+group. In groups of layers with a window, blocks outside it are freed before the next ones are allocated; `NULL_BLOCK` takes their
+places, and those of blocks outside the window that were never here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KVCacheBlocks:
 
     @property
     def is_null(self) -> bool:
-        """True if no block is in use: there is none, or all are behind the window."""
+        """True if no block is in use: there is none, or all are outside the window."""
         return all(block is NULL_BLOCK for of_group in self.blocks for block in of_group)
 
 
@@ -156,8 +156,8 @@ class KVCacheManager:
         room: tokens; an int for every group alike. computed: cached blocks to begin with, only at admission. keep_free: blocks that
         must remain available afterwards. num_known: places from the first of which `computed` has no block that is loaded; None:
         all.
-        None means that there is no room, though idle sequences have lost theirs, and this one those behind its window; nothing else
-        has changed.
+        None means that there is no room, though idle sequences have lost their blocks, and this one those outside its window;
+        nothing else has changed.
         """
         coordinator, tokens = self.coordinator, self._of_groups(room)
         has_table = coordinator.has_table(request)
@@ -220,7 +220,7 @@ class KVCacheManager:
             request.num_computed_tokens = 0
 
     def trim(self, request: Request, num_tokens: int) -> None:
-        """Release the blocks behind those of a sequence's first `num_tokens` tokens: they were allocated for drafts."""
+        """Release the blocks after those of a sequence's first `num_tokens` tokens: they were allocated for drafts."""
         if self.coordinator.has_table(request):
             for manager in self.coordinator.managers:
                 manager.drop_from(request, manager.num_blocks_for(num_tokens))

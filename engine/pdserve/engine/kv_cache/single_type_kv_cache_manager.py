@@ -103,7 +103,7 @@ class SingleTypeKVCacheManager:
         return [block.block_id for block in new]
 
     def free_skipped(self, request: Request, num_remembered: int) -> int:
-        """Release blocks that nothing needs any more, if the cache knows them; returns their number.
+        """Release blocks that nothing needs any more, if they are in the cache; returns their number.
 
         num_remembered: blocks of the sequence that have entered the cache.
         """
@@ -117,14 +117,14 @@ class SingleTypeKVCacheManager:
             self.pool.remember(block, name)
 
     def drop_from(self, request: Request, num_kept: int) -> None:
-        """Release the blocks behind the first `num_kept`."""
+        """Release the blocks after the first `num_kept`."""
         table = self.tables[request.request_id]
         if len(table) > num_kept:
             self.pool.release(table[num_kept:])
             del table[num_kept:]
 
     def fork(self, request: Request, other: Request, num_full: int) -> KVCacheBlock | None:
-        """Make a table for a sequence that shares another's first `num_full` blocks, with a block of its own behind them.
+        """Make a table for a sequence that shares another's first `num_full` blocks, with its own block after them.
 
         Returns the block of the other at the place of the new one, None if it has none there. The pool has a block.
         """
@@ -155,7 +155,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
-    """Layers with a window: blocks behind it are freed before the next ones are allocated."""
+    """Layers with a window: blocks outside it are freed before the next ones are allocated."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         if request.core.transfer_source:
             if self._is_alone:
                 return request.num_tokens  # a receiver may ask for all of them
-            # a wanted source cannot be preempted. With a block beside each that it shares it lacks none before it has freed these,
+            # a wanted source cannot be preempted. With one block per shared block in addition, it lacks none until it frees these,
             # so of several sources that share blocks the last one always moves on, and then the one before
             num_blocks += sum(block is not NULL_BLOCK and block is not None and block.ref_cnt > 0 for block in computed)
         return min(request.num_tokens, num_blocks * self.block_size)

@@ -43,7 +43,7 @@ class LoraRunner(Protocol):
         """
 
     def with_folders(self, loads: Sequence[LoraLoad]) -> list[LoraLoad]:
-        """The same for the other ranks, which know no folders."""
+        """The same for the other ranks, which have no folders."""
 
     def set_rows(self, slots: IntArray, counts: IntArray) -> bool:
         """Prepare the next forward pass. slots `[S]`: of each row, -1 for none; counts `[S]`: tokens of each row, single ones

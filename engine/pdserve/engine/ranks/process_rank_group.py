@@ -31,7 +31,7 @@ class ProcessRankGroup:
         device: torch.device,
         require_all: Callable[[], None] | None = None,
     ) -> None:
-        """Meet the other ranks. store: a file that does not exist, in a folder of this user alone. require_all: called while one is
+        """Meet the other ranks. store: a file that does not exist, in a folder of only this user. require_all: called while one is
         waited for; raises when it has ended. Raises: RuntimeError, and as `require_all`.
         """
         self.rank = rank

@@ -60,7 +60,7 @@ class RankProcesses:
         """
         self._program = transfer_program or RANK_PROGRAM
         self.transfer_sockets: list[socket.socket] = []
-        """This end of each rank's second socket, from rank 1 on; empty without `transfer_program`. Who uses one closes it."""
+        """This end of each rank's second socket, from rank 1 on; empty without `transfer_program`. Its user closes it."""
         self._owner = os.getpid()
         size = settings.tensor_parallel_size
         self._wait_s = settings.limits.engine_stuck_exit_s or DEFAULT_WAIT_S

@@ -40,7 +40,7 @@ class ProcessorCall:
             self.processor.apply(after, rows)
         except Exception as error:
             if len(rows) > 1:
-                # run each row alone to find the rows that fail
+                # run each row by itself to find the rows that fail
                 for place, row in turn:
                     ProcessorCall(self.name, self.processor, [place], [row]).run(logits, failed)
                 return

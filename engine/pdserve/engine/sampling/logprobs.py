@@ -23,7 +23,7 @@ class LogprobsRows:
     places: IntArray
     """`[R]` rows of the logits."""
     num_top: IntArray
-    """`[R]` number of most likely tokens to report per row, beside the sampled token."""
+    """`[R]` number of most likely tokens to report per row, in addition to the sampled token."""
 
     @classmethod
     def of(cls, num_logprobs: IntArray) -> LogprobsRows | None:

@@ -72,7 +72,7 @@ class SamplingMetadata:
     """The rows that request log-probabilities; None if no row does."""
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Arrays that the stages need on the logits' device, beside the parameters."""
+        """Arrays that the stages need on the logits' device, in addition to the parameters."""
         stages = (self.logprobs, self.grammar_mask, self.token_rules, self.penalties)
         return [array for stage in stages if stage is not None for array in stage.arrays()]
 

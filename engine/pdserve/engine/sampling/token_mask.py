@@ -1,4 +1,4 @@
-"""Rules about single tokens: allowed tokens, forbidden tokens, and biases.
+"""`TokenMask`: rules about single tokens: allowed tokens, forbidden tokens, and biases.
 
 A sequence's parameters become arrays when it enters the batch; a step gathers the arrays of the rows that it samples. The cost of a
 rule is proportional to the number of tokens that it names, not to the vocabulary.
@@ -25,12 +25,12 @@ from pdserve.engine.sampling.token_texts import BadTexts, TokenTexts
 _ANY = -1
 """Padding of a bad word's prefix to the longest prefix, and of positions before the first output token."""
 _KNOWN_BAD_TEXTS = 32
-"""Lists of bad words whose tokens are kept: the sequences of a request, and the turns of a session, have the same."""
+"""Lists of bad words whose tokens are cached; the sequences of a request, and the turns of a session, share a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Token rules of one step's rows. None: no row has such a rule."""
+    """Token rules of one step's rows. A field is None if no row has such a rule."""
 
     allowed: SparseIndices | None = None
     """The only tokens allowed in the rows that have entries here."""
@@ -48,13 +48,13 @@ class TokenMask:
         ]
 
     def apply(self, logits: Tensor, placed: PlacedArrays) -> None:
-        """logits `[N, V]`; changed in place: allowed tokens, then forbidden ones, then biases."""
+        """Change logits `[N, V]` in place: first by allowed tokens, then by forbidden ones, then by biases."""
         if self.allowed is not None:
             index = self.allowed.index(placed)
             kept = logits[index]
             if logits.device.type == "cpu":
                 logits[torch.from_numpy(np.unique(self.allowed.rows))] = -torch.inf
-            else:  # a pass over all rows, but neither a sort nor another array to copy
+            else:  # passes over all rows, but needs neither a sort nor another array on the device
                 has_list = logits.new_zeros(len(logits), dtype=torch.bool).index_fill_(0, index[0], True)
                 logits.masked_fill_(has_list.unsqueeze(-1), -torch.inf)
             logits[index] = kept
@@ -112,9 +112,9 @@ class TokenRuleTable:
         begin_suppressed: Sequence[int] = (),
         texts: TokenTexts | None = None,
     ) -> None:
-        """suppressed: tokens that the model never samples. begin_suppressed: those that it does not sample first.
+        """suppressed: tokens that are never sampled. begin_suppressed: tokens that are not sampled first.
 
-        texts: of the model's tokens; without them `bad_words` has no effect, and only `bad_words_token_ids` has.
+        texts: texts of the model's tokens; None: `bad_words` has no effect, only `bad_words_token_ids` has.
         """
         self._vocab_size = vocab_size
         self._rules: dict[int, _RowRules] = {}
@@ -162,9 +162,9 @@ class TokenRuleTable:
         )
 
     def of_step(self, rows: IntArray, lengths: IntArray, token_ids: IntArray, num_prompt: IntArray) -> TokenMask | None:
-        """Rules for logits whose row i is the batch's row `rows[i]` after `lengths[i]` tokens.
+        """Rules for logits whose row i belongs to the batch's row `rows[i]` after `lengths[i]` tokens; None if there are none.
 
-        token_ids, num_prompt: the batch's, by its rows.
+        token_ids, num_prompt: indexed by the batch's rows.
         """
         if not self._rules:
             return None

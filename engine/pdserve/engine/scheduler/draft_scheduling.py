@@ -59,7 +59,7 @@ class DraftScheduling:
         return most is None or len(self._running) <= most
 
     def of_step(self, step: BatchBuilder, request: Request) -> list[int]:
-        """The drafts of a sequence that a step may compute beside its last known token, which is not scheduled yet."""
+        """The drafts of a sequence that a step may compute after its last known token, which is not scheduled yet."""
         drafts, request.spec_token_ids = request.spec_token_ids, []
         if not drafts or request.num_uncomputed_tokens != 1:
             return []

@@ -2,7 +2,7 @@
 
     WAITING, PREEMPTED --allocate_slots--> WAITING_FOR_REMOTE_KVS --finished--> WAITING, with its blocks
 
-A load is a copy that the executor makes beside the steps of other sequences. It always ends by itself. Until then its blocks are
+A load is a copy that the executor makes during the steps of other sequences. It always ends by itself. Until then its blocks are
 pinned, and so are the slots that it reads: if its sequence ends or loses its blocks before, they are in quarantine.
 """
 
@@ -35,12 +35,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InHost:
-    """Blocks of a sequence behind those that the pool has, which the tier and the pool have together."""
+    """Blocks of a sequence after those that the pool has; the tier or the pool has each of them."""
 
     num_blocks: int = 0
     """Places in each KV cache group."""
     names: tuple[bytes, ...] = ()
-    """Names of the blocks to load, as the tier knows them."""
+    """Names of the blocks to load, by which the tier finds them."""
     places: tuple[tuple[int, int], ...] = ()
     """(KV cache group, place) of each."""
     blocks: KVCacheBlocks = NO_BLOCKS
@@ -68,7 +68,7 @@ class HostLoads:
     """Names of blocks that are loaded for sequences that wait for them."""
     _num_begun: int = field(default=0, init=False)
     num_parked: int = field(default=0, init=False)
-    """Number of sequences that wait for a load alone, with those that will be forked from them; each will need further blocks."""
+    """Number of sequences that wait only for a load, with those that will be forked from them; each will need further blocks."""
 
     def __post_init__(self) -> None:
         self._tier = self._kv.pool.tier
@@ -84,7 +84,7 @@ class HostLoads:
 
     @property
     def num_local(self) -> int:
-        """Number of sequences that wait for a load alone, not also for remote KV."""
+        """Number of sequences that wait only for a load, not also for remote KV."""
         return sum(Wait.REMOTE_KV not in request.waits_for for request in self.requests)
 
     def find(self, request: Request, computed: KVCacheBlocks, limit_tokens: int) -> InHost:

@@ -32,7 +32,7 @@ class LoraSlots:
         return list(self._slots)
 
     def fits(self, fingerprint: str) -> bool:
-        """True if a sequence with this adapter may run beside those that do."""
+        """True if a sequence with this adapter may run together with the running ones."""
         return not fingerprint or fingerprint in self._slots or bool(self._free) or self._idle() is not None
 
     def enter(self, fingerprint: str) -> None:

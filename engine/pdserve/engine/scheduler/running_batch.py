@@ -43,7 +43,7 @@ class RunningBatch(Mapping[str, Request]):
     def new_request_data(
         self, request: Request, block_ids: list[list[int]], num_speculative_tokens: int = 0
     ) -> NewRequestData:
-        """All that the runner must know of a sequence that enters the batch. block_ids: its block tables, per KV cache group."""
+        """All data that the runner needs of a sequence that enters the batch. block_ids: its block tables, per KV cache group."""
         return NewRequestData(
             req_id=request.request_id,
             token_ids=list(request.token_ids),
@@ -156,7 +156,7 @@ class BatchBuilder:
         self.budget -= num_tokens
 
     def put_drafts(self, request: Request, drafts: list[int]) -> None:
-        """Schedule drafts behind the sequence's tokens, which are scheduled already."""
+        """Schedule drafts after the sequence's tokens, which are scheduled already."""
         self.output.scheduled_spec_decode_tokens[request.request_id] = drafts
         self.output.num_scheduled_tokens[request.request_id] += len(drafts)
         self.budget -= len(drafts)

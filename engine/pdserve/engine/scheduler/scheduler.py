@@ -1,4 +1,22 @@
-"""`Scheduler`: chooses the work of each step: apply events, reserve blocks, schedule running sequences, admit waiting ones."""
+"""`Scheduler`: chooses the work of each step.
+
+The life of a sequence here:
+
+1. `add_request` makes a `Request`. Its status names what it waits for, WAITING_FOR_FSM (its grammar) before WAITING_FOR_REMOTE_KVS
+   (blocks from another worker), though it waits for both at once; without either it is WAITING.
+2. For remote KV, `RemoteKvQueue` reserves blocks. When all have landed and the source's first tokens are known, the sequence is
+   ready. A sequence with enough of its prompt in the cache on arrival is computed here instead.
+3. `schedule` gives a step's token budget to running sequences (decoding before prefilling), then to waiting ones in the order of
+   `WaitingQueues`, then to sources that run ahead. A prompt longer than the budget is computed in chunks.
+4. An admitted sequence shares cached blocks, allocates the others and moves to RUNNING. If the host-memory tier has some of its
+   blocks, it is WAITING_FOR_REMOTE_KVS until they are loaded, and then ready.
+5. A running sequence that finds no free block takes those of another: one that runs moves to PREEMPTED and is computed again later,
+   one that still receives ends with `Evicted`.
+6. `update_from_output` caches computed blocks, publishes those that a receiver wants and appends sampled tokens. After its prompt
+   a request forks into its n sequences; a transfer source ends here.
+7. A last token, an abort or an error ends a sequence in any state (FINISHED_*) and frees its blocks; those that a transfer still
+   uses stay pinned until it returns them. The end of a session's turn moves it to WAITING_FOR_STREAMING_REQ.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +125,8 @@ class Scheduler:
             self.finisher.fail(request, refusal)
 
     def _goes_local(self, request: Request) -> bool:
-        """True if a request with a remote source is prefilled here. Decided on arrival; the router then cancels the prefill
-        call."""
+        """Prefill a request with a remote source here if that is cheaper; returns True if so. Decided on arrival; the router then
+        cancels the prefill call."""
         if not self.waiting.prefers_local(request):
             return False
         request.settle_wait(Wait.REMOTE_KV)
@@ -127,7 +145,7 @@ class Scheduler:
     def end_sequence(self, request_id: str, index: int, turn: int | None = None) -> None:
         """End one sequence, whose text is complete at the reader; other sequences continue. No effect if it has ended.
 
-        Of a session the running turn ends. turn: if it is this one; None: whichever it is.
+        A session ends its running turn. turn: number of turns before it, without effect on another turn; None: any turn.
         """
         for request in self._living(request_id):
             if request.core.resumable:

@@ -1,4 +1,4 @@
-"""`SessionCommands`: what a session's reader asks for: the next turn, the end of a turn, the end of the session."""
+"""`SessionCommands`: the commands of a session's reader: the next turn, the end of a turn, the end of the session."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pdserve.engine.arrays import IntArray
 
 NO_DRAFT = -2
-"""In place of a draft behind the last position of a run: no sampled token equals it."""
+"""In place of a draft after the last position of a run: no sampled token equals it."""
 
 
 def confirmed_lengths(
@@ -22,6 +22,6 @@ def confirmed_lengths(
     """
     firsts = np.cumsum(lengths) - lengths
     places = np.arange(len(token_ids)) - np.repeat(firsts, lengths)
-    # a run ends behind the first token that differs from its draft, and before the first that is not usable
+    # a run ends after the first token that differs from its draft, and before the first that is not usable
     end = np.where(is_usable, np.where(token_ids == drafts, len(token_ids) + 1, places + 1), places)
     return np.maximum(np.minimum.reduceat(end, firsts), 1)

@@ -26,7 +26,7 @@ class DraftRows:
     num_tokens: IntArray
     """`[num_rows]`: known tokens of each row."""
     parameters: Callable[[IntArray, int], Any]
-    """(rows `[n]`, number of drafts) -> `SamplingMetadata` of the tokens behind these drafts, without rules."""
+    """(rows `[n]`, number of drafts) -> `SamplingMetadata` of the tokens after these drafts, without rules."""
 
 
 class Drafter(Protocol):

@@ -44,6 +44,6 @@ class NgramDrafter:
         first = int(found[0]) + 1
         drafted: list[int] = tokens[first : first + limit].tolist()
         if self._image_token_id is not None and self._image_token_id in drafted:
-            # it stands for an image in a prompt, and no model says it
+            # it stands for an image in a prompt, and no model predicts it
             return drafted[: drafted.index(self._image_token_id)]
         return drafted

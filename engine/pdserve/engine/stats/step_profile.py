@@ -14,7 +14,7 @@ class StepProfile:
     """Seconds of the steps since the start. Used by the engine's thread."""
 
     def __init__(self, interval_s: float = 0.0, max_steps: int = 0) -> None:
-        """interval_s: least seconds between two lines of the log, 0 for one line alone, after `max_steps`.
+        """interval_s: least seconds between two lines of the log; 0: a single line, after `max_steps`.
 
         max_steps: steps after which nothing is logged any more; 0: no limit. With both 0 nothing is logged.
         """

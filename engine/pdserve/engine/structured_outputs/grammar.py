@@ -35,12 +35,12 @@ class Grammar(Protocol):
     def allowed(self, until: float, num_drafts: int = 0) -> NDArray[np.uint8] | None:
         """Mask of the next token: `[W]` bytes, one bit per token, lowest bit first; the caller must not change it.
 
-        until: `time.monotonic()` seconds. num_drafts: the mask is that of the token behind this many drafts. None if it has not
+        until: `time.monotonic()` seconds. num_drafts: the mask is that of the token after this many drafts. None if it has not
         arrived by then, or if a draft before it is not allowed or ends the text.
         """
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """Ask for the masks behind each of these tokens, which may follow the last one. They replace earlier drafts."""
+        """Request the masks after each of these tokens, which may follow the last one. They replace earlier drafts."""
 
     @property
     def num_drafts(self) -> int:
@@ -95,7 +95,7 @@ class JobQueue:
             job = jobs.popleft()
             del self._jobs[tenant]
             if jobs:
-                self._jobs[tenant] = jobs  # behind all others
+                self._jobs[tenant] = jobs  # after all others
             if job.is_wanted():
                 return job
         return None

@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-"""Variables of the program beside `child_environment`."""
+"""Variables of the program in addition to `child_environment`."""
 
 
 def start_program(arguments: Sequence[str], descriptor: int) -> ChildProcess:

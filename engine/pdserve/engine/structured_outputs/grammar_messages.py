@@ -150,7 +150,7 @@ class Outcome(enum.IntEnum):
     ENDED = 1
     """Accepted, and no token can follow."""
     REFUSED = 2
-    """Not accepted, although the mask allowed it; of a draft: without a mask behind it, for any reason."""
+    """Not accepted, although the mask allowed it; of a draft: it has no mask after it, for any reason."""
     TOKEN_TOO_SLOW = 3
     REQUEST_TOO_SLOW = 4
 

@@ -71,12 +71,12 @@ class _Budget:
 @dataclass(slots=True)
 class _Sequence:
     grammar: GrammarMatcher
-    """Behind the drafts."""
+    """After the drafts."""
     budget: _Budget
     drafts_s: list[float] = field(default_factory=list)
     """Seconds of each draft that the grammar has advanced by since the last confirmed token."""
     takes_drafts: bool = True
-    """False behind a draft that has no mask."""
+    """False after a draft that has no mask."""
 
     def confirm(self, num_drafts: int) -> None:
         """Keep the first drafts as tokens of the sequence, and roll the others back."""
@@ -249,7 +249,7 @@ class GrammarSequences:
         self._progress[:] = slot, 1
         signal.setitimer(signal.ITIMER_PROF, self._limits.kill_s)
         is_allowed = grammar.advance(token_id)
-        # nothing is computed behind the end of a text
+        # nothing is computed after the end of a text
         if has_mask := is_allowed and not grammar.has_ended:
             record["allowed"][0] = grammar.mask()
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -51,7 +51,7 @@ class HostedGrammar:
     _drafts: list[int] = field(default_factory=list, init=False)
     """Drafts that the process has, without confirmed ones."""
     _draft_masks: list[NDArray[np.uint8]] = field(default_factory=list, init=False)
-    """The masks behind them, as far as they have arrived."""
+    """The masks after them that have arrived."""
     _num_confirmed: int = field(default=0, init=False)
     """Drafts that have become tokens and have not been sent to the process."""
     _list_number: int = field(default=NO_DRAFT, init=False)
@@ -99,7 +99,7 @@ class HostedGrammar:
             self._host.ask(Operation.DRAFT, self._slot, token_id, self._list_number)
 
     def _end_drafts(self) -> None:
-        """Have the process keep the confirmed drafts alone; late records of the others are dropped."""
+        """Have the process keep only the confirmed drafts; late records of the others are dropped."""
         if self._has_list:
             self._host.ask(Operation.CONFIRM, self._slot, self._num_confirmed)
         self._drafts, self._draft_masks = [], []

@@ -107,10 +107,10 @@ class StructuredOutputManager:
             self.on_arrival()
 
     def grammar_output(self, requests: Iterable[Request], num_drafts: Callable[[str], int]) -> GrammarOutput:
-        """Masks of the next token of sequences with a grammar, and of the tokens behind their drafts; waits at most `MASK_WAIT_S`
+        """Masks of the next token of sequences with a grammar, and of the tokens after their drafts; waits at most `MASK_WAIT_S`
         for all together.
 
-        num_drafts: req_id -> drafts that the step computes. The first draft without a mask behind it is the last that may be
+        num_drafts: req_id -> drafts that the step computes. The first draft without a mask after it is the last that may be
         confirmed.
         """
         output, until = GrammarOutput(), time.monotonic() + MASK_WAIT_S

@@ -76,6 +76,6 @@ class AttentionBackend(Protocol):
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> AttentionPlan:
         """Prepare a step. Called once per step and spec, before the first `store` of the step.
 
-        May overwrite stale bytes behind a sequence's last token, in its last block. Raises: ValueError for an inconsistent batch,
+        May overwrite stale bytes after a sequence's last token, in its last block. Raises: ValueError for an inconsistent batch,
         or a spec that does not fit the cache or the back end.
         """

@@ -70,7 +70,7 @@ class AttentionBatch:
     seq_lens_cpu: Tensor
     """`seq_lens` on the host."""
     new_tails: Tensor | None = None
-    """`[n]` int64: decode rows whose last block no earlier decode step of their sequence ended in. Only there bytes behind the last
+    """`[n]` int64: decode rows whose last block no earlier decode step of their sequence ended in. Only there bytes after the last
     token may be an earlier owner's, so a back end that needs them finite overwrites them once per block. None: all decode rows."""
     most_chunks: int | None = None
     """Not None: the step is one of those with as many tokens and at most so many chunks that have the same launches, since a back

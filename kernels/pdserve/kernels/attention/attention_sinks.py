@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of the scores alone, which add up to less than 1 with sinks.
+    """Weights of the scores, which add up to less than 1 if there are sinks.
 
     scores `[*, R, S]`, sinks `[*, R, 1]` or None: no sinks -> `[*, R, S]`, a view of a longer row with sinks.
     """

@@ -16,12 +16,12 @@ from pdserve.kernels.attention.score_terms import NO_TERMS, ScoreTerms, bias_at
 
 _GATHER_BYTES = 32 << 20
 _DEVICE_GATHER_BYTES = 1 << 30
-"""Keys and values that one call gathers at most, in bytes, on a processor and on a device. More would exceed the processor's caches
-and grow the workspace without gain."""
+"""Most bytes of keys and values that one call gathers, on a CPU and on a GPU. More would exceed the CPU's caches and enlarge the
+workspace without gain."""
 _PADDING_TOKENS = 1024
-"""Padded keys that cost about as much as one more call per layer."""
+"""Number of padded keys that cost about as much as one more call per layer."""
 _BMM_TOKENS = 2048
-"""From this many padded keys on, two half-precision batched products beat the fused kernel on a processor."""
+"""From this many padded keys on, two batched products in bfloat16 beat the fused kernel on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DecodeGroup:
     by_products: bool
     """Computed by two batched products instead of the fused kernel."""
     distances: Tensor | None = None
-    """`[B, S]` or `[1, S]`, of a spec with a distance bias: tokens from a key to the row's query."""
+    """`[B, S]` or `[1, S]`: tokens from a key to the row's query, for a spec with a distance bias; else None."""
 
 
 def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: AttentionSpec) -> list[DecodeGroup]:
@@ -101,7 +101,7 @@ def _plan_group(
         span = min(num_blocks, (window - 1) // block_size + 2)
         columns = columns[:span] + first_blocks
         positions = positions[: span * block_size] + first_blocks * block_size
-    # Beyond its end a row reads its own last block again: blocks in the padding may hold any bytes.
+    # After its end a row reads its own last block again, because the table's padding names blocks that may hold any bytes.
     tables = tables.gather(1, torch.minimum(columns, last_blocks))
     hidden = positions >= seq_lens
     if window is not None and windowed:
@@ -118,9 +118,9 @@ def _plan_group(
 
 
 def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
-    """Zero the slots after the last token of decode rows, in their last blocks: of all rows, or of `batch.new_tails`."""
+    """In the last block of each decode row, zero the slots after its last token; only for `batch.new_tails` if that is given."""
     rows = batch.new_tails
-    if rows is None:  # but padded ones, of length 0
+    if rows is None:  # all rows except padding, whose length is 0
         rows = batch.seq_lens_cpu[: batch.num_decodes].nonzero().flatten().to(batch.seq_lens.device)
     if len(rows):
         last = batch.seq_lens[rows] - 1
@@ -129,7 +129,7 @@ def clear_decode_tails(batch: AttentionBatch, pages: KvPages) -> None:
 
 
 def _uses_products(like: Tensor, spec: AttentionSpec, num_keys: int) -> bool:
-    """True if two batched products are faster than the fused kernel, or for what the fused kernel lacks."""
+    """True if two batched products are faster than the fused kernel, or do something that it cannot."""
     return (
         spec.softcap is not None
         or spec.sinks

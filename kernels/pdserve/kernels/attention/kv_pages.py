@@ -113,9 +113,9 @@ class KvPages:
     def clear_tails(self, last_blocks: Tensor, num_used: Tensor) -> None:
         """Zero the slots from `num_used[b]` on in block `last_blocks[b]`, in all layers; both `[B]`.
 
-        A masked key has weight 0, but 0 * NaN is NaN: bytes that an earlier owner left, or a peer sent, behind a
+        A masked key has weight 0, but 0 * NaN is NaN: bytes that an earlier owner left, or a peer sent, after a
         sequence's last token must be finite before they are multiplied. The sequence writes into this block in this
-        very step, so no other sequence uses it. `num_used[b] == bs` leaves a block alone.
+        very step, so no other sequence uses it. `num_used[b] == bs` leaves a block unchanged.
         """
         pages = self.kv_cache.view(self.num_blocks, -1, self.block_size, self.head_dim)
         if pages.is_cpu:  # a strided fill per sequence takes 4 us, the indexed fill of a large model's tails 60
@@ -123,7 +123,7 @@ class KvPages:
                 if used < self.block_size:
                     pages[block, :, used:] = 0
             return
-        # whole blocks, since the number of slots is known on the device alone
+        # whole blocks, since only the device has the number of slots
         is_behind = self._offsets >= num_used.unsqueeze(1)
         held = pages.index_select(0, last_blocks).masked_fill_(is_behind[:, None, :, None], 0)
         pages.index_copy_(0, last_blocks, held)

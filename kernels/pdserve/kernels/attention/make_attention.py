@@ -32,7 +32,7 @@ class AttentionBackendError(Exception):
 
 
 def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> AttentionBackend:
-    """name: `auto` for what the table of the device's architecture says."""
+    """name: `auto` takes the choice of the table for the device's architecture."""
     device = kv_cache.device
     if find_spec("triton") is None:
         raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")
@@ -128,7 +128,7 @@ def make_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None
 
 
 def make_cross_attention(name: str, kv_cache: Tensor, dtype: torch.dtype | None = None) -> AttentionBackend:
-    """A back end that attends to pages alone, and never to the `k` and `v` of `attend`: over the encoder's keys of a cache.
+    """A back end that attends only to pages, never to the `k` and `v` of `attend`: over the encoder's keys of a cache.
 
     Arguments: as of `make_attention`. Full chunks in torch's fused attention read those, and back ends of other packages may.
     """

@@ -40,7 +40,7 @@ def num_layers_of(rows_of_head: int, head_dim: int) -> int:
 class QuantizedPages(KvPages):
     """`kv_cache[num_blocks, Hkv, rows, bs, D]` of int8 or float8: of each head 2 L rows of numbers, then those with its scales.
 
-    The scales of a head are `[L, 2, bs]` float32, one run of bytes behind its keys and values.
+    The scales of a head are `[L, 2, bs]` float32, one run of bytes after its keys and values.
     """
 
     def __init__(self, kv_cache: Tensor, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""`ScoreTerms`: what a layer adds to its scores beside `q k^T`."""
+"""`ScoreTerms`: what a layer adds to its scores in addition to `q k^T`."""
 
 from __future__ import annotations
 

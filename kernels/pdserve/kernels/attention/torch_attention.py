@@ -25,14 +25,14 @@ class TorchAttentionBackend:
     is_capturable = False
 
     def __init__(self, kv_cache: Tensor, dtype: torch.dtype | None = None) -> None:
-        """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous, or one that `QuantizedPages` takes. dtype: of queries; needed for
-        the latter alone. Raises: ValueError for another shape.
+        """kv_cache: `[num_blocks, Hkv, L, 2, bs, D]`, contiguous, or one that `QuantizedPages` takes. dtype: of queries, needed
+        only with the latter. Raises: ValueError for another shape.
         """
         self._pages = QuantizedPages(kv_cache, dtype) if is_quantized(kv_cache) else KvPages(kv_cache)
         self._step: StepPlan | None = None
 
     def plan_arrays(self, lengths: StepLengths, specs: Sequence[AttentionSpec]) -> Mapping[str, NDArray[Any]]:
-        """No arrays: `plan` needs lengths on the host alone."""
+        """No arrays: `plan` needs only lengths on the host."""
         return {}
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec) -> TorchAttentionPlan:
@@ -137,7 +137,7 @@ class TorchAttentionPlan:
             out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group, more)
 
     def _attend_chunks(self, layer: int, queries: Tensor, k: Tensor, v: Tensor, out: Tensor, more: ScoreTerms) -> None:
-        """Write the rows behind the decode rows; queries and out `[T, Hkv, G, D]`, out contiguous, k and v those of `attend`."""
+        """Write the rows after the decode rows; queries and out `[T, Hkv, G, D]`, out contiguous, k and v those of `attend`."""
         for plan in self._prefills:
             first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
             if plan.source is None:

@@ -2,7 +2,7 @@
 
     q_x = round(x / s_x),  s_x = max |x| / 127 of the row;   y = (q_x q_w^T) * s_w * s_x + bias
 
-Products and sums of int8 numbers are exact in int32, and a row's scale depends on that row alone: a row of y has the same bits
+Products and sums of int8 numbers are exact in int32, and a row's scale depends only on that row: a row of y has the same bits
 whatever the other rows are, in any number of them. Dynamic quantization of activations per row is that of compressed-tensors
 (`input_activations` with strategy `token`).
 """
@@ -159,7 +159,7 @@ def sums_in_pieces(rows: Tensor, values: Tensor) -> Tensor:
 
 @cache
 def has_exact_int_mm() -> bool:
-    """Say if torch's products of int8 matrices are exact here: oneDNN's for AVX2 saturate at 16 bits on the way."""
+    """True if torch's products of int8 matrices are exact here: oneDNN's for AVX2 saturate at 16 bits on the way."""
     ends = torch.tensor([127, -127, -128], dtype=torch.int8).repeat_interleave(11)
     rows, columns = ends[:, None].expand(33, 64).contiguous(), ends[:, None].expand(33, 64).contiguous().t()
     expected = 64 * ends.int()[:, None] * ends.int()
@@ -167,14 +167,14 @@ def has_exact_int_mm() -> bool:
 
 
 def has_amx() -> bool:
-    """Say if this processor multiplies int8 tiles, and this process may."""
+    """True if this CPU multiplies int8 tiles, and this process may use them."""
     is_there: bool = torch.cpu._is_amx_tile_supported()
     return is_there
 
 
 @cache
 def has_fast_int8() -> bool:
-    """Say if oneDNN multiplies int8 numbers into int32 here without saturation on the way, as VNNI does."""
+    """True if oneDNN multiplies int8 numbers into int32 here without saturation on the way, as VNNI does."""
     is_there = torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()  # type: ignore[no-untyped-call]
     # the variable ONEDNN_MAX_CPU_ISA may withhold it
     return is_there and has_exact_int_mm()

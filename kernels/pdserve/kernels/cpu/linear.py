@@ -251,7 +251,7 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
 
 
 def products_by(dtype: torch.dtype) -> str:
-    """Name of what multiplies matrices of this dtype in main memory here, by number of rows, for people."""
+    """The code that multiplies matrices of this dtype in main memory on this machine, by number of rows, as text for people."""
     linear = make_linear(torch.zeros(1024, _PACKED_FLOAT32_NUMEL // 1024, dtype=dtype))
     library = built_library()
     in_cpp = "" if library is None else f"C++ ({library.levels[0]})"

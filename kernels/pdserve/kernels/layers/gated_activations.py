@@ -1,4 +1,4 @@
-"""Activations of gated MLPs beside `LayerOps.swiglu`."""
+"""Activations of gated MLPs other than `LayerOps.swiglu`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""LoRA beside linear layers: slots of adapters, and what computes their products."""
+"""LoRA for linear layers: slots of adapters, and the code that computes their products."""

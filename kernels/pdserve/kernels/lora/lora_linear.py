@@ -1,4 +1,4 @@
-"""LoRA beside linear layers: `y = x W^T + x A^T B`, with the adapter of each token.
+"""LoRA for linear layers: `y = x W^T + x A^T B`, with the adapter of each token.
 
 Adapters are in slots: a layer has the matrices of all slots in two tensors, and a step names a slot per token. `LoraOps` computes
 the products: in torch operations (`torch_lora.py`, the reference), in C++ on a processor (`native/native_lora.py`) or in Triton
@@ -70,7 +70,7 @@ class LoraStack:
         """Per product: the end of its columns in `b` and in the output."""
         self.columns = [slice(end - size, end) for size, end in zip(out_sizes, self.ends, strict=True)]
         self.ranks = np.zeros((max_loras, len(out_sizes)), np.int64)
-        """`[slots, P]`: rank of the slot's adapter, 0 where it has no matrices; the rows behind it are 0."""
+        """`[slots, P]`: rank of the slot's adapter, 0 where it has no matrices; the rows after it are 0."""
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,7 @@ class LoraLayer(Protocol):
         """`y[t] += x[t] A^T B` with the matrices of token t's slot; y `[T, out]`, x `[T, in]`, of the stack's dtype.
 
         Tokens without an adapter keep their bits. A decode row has the same bits whatever the other rows' adapters are, if it
-        shares its own with as many rows. Called in steps for which `set_rows` returned True alone.
+        shares its own with as many rows. Called only in steps for which `set_rows` returned True.
         """
 
 

@@ -1,4 +1,4 @@
-"""Chooses the implementation of `LoraOps`, by the device, the dtype and the setting `kernels`."""
+"""`make_lora_ops`: chooses the implementation of `LoraOps` by device, dtype and the setting `kernels`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOGGER = logging.getLogger(__name__)
 def make_lora_ops(
     kernels: str, dtype: torch.dtype, device: torch.device, *, max_loras: int, max_tokens: int
 ) -> LoraOps:
-    """The implementation for the setting `kernels`. `auto`: C++ on a processor where it is built, Triton on a GPU where it is
+    """The implementation for the setting `kernels`. `auto`: on a CPU the C++ kernels if they are built, on a GPU Triton if it is
     installed, else torch.
 
-    dtype: of the model. max_loras: slots. max_tokens: of one step. Raises: LayerOpsError, as `make_layer_ops`.
+    dtype: the model's. max_loras: slots. max_tokens: most tokens of a step. Raises: LayerOpsError, as `make_layer_ops`.
     """
     if takes_triton(kernels, device):
         # lazy: CPU services never import Triton

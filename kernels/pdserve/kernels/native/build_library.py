@@ -165,7 +165,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Build, and say in one line whether the library is there, and why not."""
+    """Build, and print in one line whether the library is there, and if not, why."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY_FOLDER
     try:
         print(f"kernels in C++: built, {build(folder)}")

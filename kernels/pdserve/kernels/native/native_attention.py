@@ -2,7 +2,7 @@
 
 A KV head's keys are read once for all of its query heads, decode's in place. The keys of a decode row are cut into pieces of 256
 tokens by the row's own length, and joined in order; those of a chunk's row are taken in tiles that begin at multiples of 64 tokens.
-So a row has the same bits whatever is beside it, with any number of threads, and a chunk's row wherever the chunk begins.
+So a row has the same bits whatever is next to it, with any number of threads, and a chunk's row wherever the chunk begins.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class NativeAttentionPlan(TorchAttentionPlan):
 
     def __init__(self, step: StepPlan, pages: KvPages, spec: AttentionSpec, backend: NativeAttentionBackend) -> None:
         self._backend = backend
-        # held here: calls have addresses alone
+        # held here, since calls have only addresses
         self._tables = step.batch.block_tables
         if self._tables.stride(-1) != 1:
             self._tables = self._tables.contiguous()

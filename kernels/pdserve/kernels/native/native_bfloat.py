@@ -1,7 +1,7 @@
 """Products with a bfloat16 matrix in C++ (`bfloat_rows.h`), which reads oneDNN's packed weight in place, or `in_blocks`' copy.
 
 A block of the weight is prefetched, and multiplied by all rows while it is in a cache; sums are float32 and are rounded once, to
-bfloat16, or not at all. A row has the same bits whatever is beside it, with any number of threads.
+bfloat16, or not at all. A row has the same bits whatever is next to it, with any number of threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def has_pairs(weight: Tensor) -> bool:
 
 def in_blocks(weight: Tensor) -> Tensor:
     """A copy of a bfloat16 weight `[out, in]` that `has_pairs`, as C++ reads it: `[blocks, in / 2, CHANNELS, 2]`, with zeros
-    behind the last output.
+    after the last output.
     """
     num_outputs, num_inputs = weight.shape
     num_blocks = -(-num_outputs // CHANNELS)
@@ -87,7 +87,7 @@ class NativeBfloatRows(NativeRows):
         level: one of `library.levels`; default: the fastest.
         """
         super().__init__(len(weight))
-        # held here: the call has addresses alone
+        # held here, since the call has only addresses
         self._packed = packed
         self._bias = None if bias is None else bias.float().contiguous()
         self._num_inputs = weight.shape[1]

@@ -1,8 +1,8 @@
 """A mixture of experts in C++ (`expert_rows.h`): one call sorts the tokens by expert, and reads each chosen expert's weights once.
 
 Products, activations and the weighted sum are made in float32. The rows between the two products are rounded to the dtype of the
-matrices; beside int8 matrices both inputs are rounded as in `int8_linear.py`. The order of a token's sums depends on the shapes and
-its own experts alone: a token has the same bits whatever is beside it, with any number of threads.
+matrices; with int8 matrices both inputs are rounded as in `int8_linear.py`. The order of a token's sums depends only on the shapes
+and its own experts: a token has the same bits whatever is next to it, with any number of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def _blocked(matrix: Tensor) -> Tensor:
-    """`[out, in]` -> `[blocks, padded / together, 64, together]`, zeros behind the matrix."""
+    """`[out, in]` -> `[blocks, padded / together, 64, together]`, zeros after the matrix."""
     together = _TOGETHER[matrix.dtype]
     whole = F.pad(matrix, (0, -matrix.shape[1] % together, 0, -matrix.shape[0] % _CHANNELS)).contiguous()
     return whole.view(-1, _CHANNELS, whole.shape[1] // together, together).transpose(1, 2).contiguous()
@@ -51,7 +51,7 @@ class NativeExperts:
             alpha=activation.alpha, limit=activation.limit, shift=activation.shift, parallel=library.parallel
         )
         self._dtype: torch.dtype | None = None
-        # held here: the call has addresses alone
+        # held here, since the call has only addresses
         self._held: list[object] = []
         remaining = iter(experts)
         first = next(remaining)

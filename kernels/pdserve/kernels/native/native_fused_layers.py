@@ -38,7 +38,7 @@ class NativeFusedLayers:
 
     def __init__(self, layers: Sequence[LayerParts], library: NativeLibrary, level: int) -> None:
         """layers: at least one, of which `can_fuse` says True. level: index in `library.levels`."""
-        # held here: the call has addresses alone
+        # held here, since the call has only addresses
         self._layers = tuple(layers)
         self._run, self._level, self._sum_rows = library.fused_layers, level, library.fused_sum_rows
         specs = [layer.spec for layer in layers]

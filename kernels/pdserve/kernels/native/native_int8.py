@@ -29,7 +29,7 @@ class BlockedValues(NamedTuple):
 
     address: int
     padded: int
-    """Inputs, with the zeros behind them."""
+    """Inputs, with the zeros after them."""
     owner: object
     """Holds the memory."""
 
@@ -52,7 +52,7 @@ def _padded(count: int, unit: int) -> int:
 
 
 def blocked(values: Tensor) -> Tensor:
-    """`[out, in]` int8 -> `[blocks, padded / 4, 64, 4]`: 4 inputs of each of 64 channels side by side, zeros behind the matrix."""
+    """`[out, in]` int8 -> `[blocks, padded / 4, 64, 4]`: 4 inputs of each of 64 channels side by side, zeros after the matrix."""
     num_outputs, num_inputs = values.shape
     whole = F.pad(values, (0, -num_inputs % _INPUT_UNIT, 0, -num_outputs % _CHANNELS)).contiguous()
     quads = whole.view(torch.int32).view(-1, _CHANNELS, whole.shape[1] // _QUAD)
@@ -91,7 +91,7 @@ class NativeInt8Rows(NativeRows):
         """plain: the same values `[out, in]`; not kept. scales: float32 `[out]`. level: one of `library.int8_levels`; default: the
         fastest."""
         super().__init__(len(plain))
-        # held here: the call has addresses alone
+        # held here, since the call has only addresses
         self._values = values
         self._offsets = plain.sum(1, dtype=torch.int32).mul_(_ZERO)
         self._scales = scales.contiguous()

@@ -1,7 +1,7 @@
 """Layer operations on a processor: norms, SwiGLU and rotation in C++ (`layer_rows.h`), everything else as `TorchLayerOps`.
 
 Each takes one pass over its rows where torch operations take three to six. Numbers are float32 inside and are rounded once. A row
-has the same bits whatever is beside it, with any number of threads.
+has the same bits whatever is next to it, with any number of threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LoRA products on a processor: those of decode rows and short chunks in C++ (`lora_rows.h`), long chunks in torch operations.
+"""LoRA products on a CPU: those of decode rows and short chunks in C++ (`lora_rows.h`), long chunks in torch operations.
 
-A and B of each adapter are read once per step, and in place. The sums of a token are float32, and are made in an order that depends
-on the layer and the adapter's rank alone: a token has the same bits whatever is beside it, with any number of threads.
+A and B of each adapter are read once per step, and in place. The sums of a token are float32, in an order that depends only on the
+layer and the adapter's rank: a token has the same bits whatever is next to it, with any number of threads.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _FIRST_SUMS = (
     0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
 )  # fmt: skip
 _SUMS_AT = tl.constexpr(192)
-"""Place of `_FIRST_SUMS` behind the words of the secret."""
+"""Place of `_FIRST_SUMS` after the words of the secret."""
 _WORDS_OF_KIBIBYTE = tl.constexpr(128)
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in two launches, whose grids depend on the numbers of tokens and experts alone."""
+"""A mixture of experts in two launches, whose grids depend only on the numbers of tokens and experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEWEST_ROWS = 16
 
 @triton.jit
 def _find_rows(starts, tiles, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of this program's tile, NUM_EXPERTS behind the last, and the tile's places in the list of rows."""
+    """The expert of this program's tile, NUM_EXPERTS after the last, and the tile's places in the list of rows."""
     tile = tl.program_id(1)
     number = tl.arange(0, BLOCK_E)
     ends = tl.load(tiles + 1 + number, mask=number < NUM_EXPERTS, other=2147483647)
@@ -38,7 +38,7 @@ def activate_rows(
     """`act(gate x, up x)` in float32, rounded once, for BLOCK_M rows of one expert and BLOCK_N of its SIZE columns.
 
     order: numbers of the pairs of token and expert, sorted by expert, those of expert e from starts[e] on; tiles[e]: number of the
-    expert's first tile -> inner `[T * k, SIZE]` in this order. Programs (columns, tile); those behind the last tile end at once.
+    expert's first tile -> inner `[T * k, SIZE]` in this order. Programs (columns, tile); those after the last tile end at once.
     """
     expert, place = _find_rows(starts, tiles, NUM_EXPERTS, BLOCK_E, BLOCK_M)
     if expert < NUM_EXPERTS:

@@ -65,7 +65,7 @@ class LaunchConfigs:
     """Columns of an expert's matrix per program."""
     expert_warps: int = 4
     expert_stages: int = 3
-    """Loads of inputs that are under way beside the product."""
+    """Loads of inputs that are in flight during the product."""
     max_registers: int | None = 255
     """See `register_limit`."""
 

@@ -37,10 +37,10 @@ class TritonLayerOps:
     def add_norm(self, residual: Tensor, x: Tensor, linear: Linear | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         """Two launches: the product adds to the residual and the norm follows, or a plain product, then addition and norm.
 
-        Both are two launches. In passes over `[T, H]` beside the product itself, the first moves 4 (the product reads and writes
-        the residual, the norm reads it and writes its result), the second 5 (the product writes, the kernel reads both and writes
-        both), and rounds the product once more. The second remains for products whose epilogue cannot add: `add_in_product` of
-        the table is False then, and for experts, whose sum is no product.
+        In passes over `[T, H]` in addition to the product itself, the first way needs 4 (the product reads and writes the residual,
+        the norm reads it and writes its result), the second 5 (the product writes, the kernel reads both and writes both), and it
+        rounds the product once more. The second is for products whose epilogue cannot add (`add_in_product` of the table is False),
+        and for experts, whose sum is no product.
         """
         if linear is not None and self._configs.add_in_product:
             residual = linear.add_to(residual, x)
@@ -66,7 +66,7 @@ class TritonLayerOps:
         return swiglu(gate_up, self._configs)
 
     def grouped_experts(self, x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
-        """Two launches beside the sorting and the sum in torch; activations of another form in torch."""
+        """Two launches in addition to the sorting and the sum in torch; activations of another form in torch."""
         activation = GatedActivation.of(stack.gate)
         if activation is None:
             return grouped_products(x, weights, experts, stack, self.swiglu)

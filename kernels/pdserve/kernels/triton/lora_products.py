@@ -1,4 +1,4 @@
-"""LoRA products of tokens with different adapters, in two launches that depend on the number of tokens alone."""
+"""LoRA products of tokens with different adapters, in two launches that depend only on the number of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shrink_tokens(
 ):  # fmt: skip
     """`x A^T` over a part of the inputs, for BLOCK_T tokens of one slot and BLOCK_R rows of its A.
 
-    Programs (tile, slot, block of rows and part); those behind a slot's last token end at once. tokens are sorted by slot, those of
+    Programs (tile, slot, block of rows and part); those after a slot's last token end at once. tokens are sorted by slot, those of
     slot s from starts[s] on -> shrunk `[SPLITS, num_tokens, ROWS]` float32, by place in tokens. Reference: `TorchLoraOps`.
     """
     slot = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Norm of queries and keys, rotary embedding, and the write of keys and values to their pages, in one launch."""
+"""One launch that normalizes queries and keys, applies the rotary embedding, and writes keys and values to their pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.kernels.layers.rms_norm import HeadNorm
 from pdserve.kernels.triton.launch_configs import LaunchConfigs
 
 
-# a specialised layer number would be compiled once for 0, once for 1 and once for multiples of 16
+# with a specialised layer number, Triton would compile once for 0, once for 1 and once for multiples of 16
 @triton.jit(do_not_specialize=["layer"])
 def rotate_and_store_heads(
     qkv, weights, phases, slots, pages,
@@ -22,9 +22,9 @@ def rotate_and_store_heads(
 ):  # fmt: skip
     """BLOCK_H heads of one token: queries, keys and values are heads 0 to HQ + 2 HKV - 1 of its row of qkv.
 
-    A query or key is multiplied by its norm and weights, then pairs of neighbours (e, o) become (e cos - o sin, e sin + o cos), in
-    float32 and rounded once; phases `[T, D / 2, 2]` holds cos and sin, computed once per step, since they take a thousand
-    instructions. It is written back, and a key or value also to its slot. A slot below 0 is written nowhere.
+    A query or key is normalized and multiplied by its weights. Then each pair of neighbours (e, o) becomes (e cos - o sin,
+    e sin + o cos), in float32 and rounded once. phases `[T, D / 2, 2]` holds cos and sin, which take a thousand instructions and
+    are computed once per step. Queries and keys are written back, keys and values to their slots unless the slot is below 0.
     Reference: `HeadNorm`, `rotate_heads`, `TorchAttentionPlan.store`.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -1,5 +1,5 @@
-"""Numbers that the kernels of sampling share: a row's parameters (`kernels/sampled_rows.py`), its highest logit, scaled logits,
-the order of tokens."""
+"""Device functions that the sampling kernels share: a row's parameters (`kernels/sampled_rows.py`), its highest logit, scaled
+logits, the order of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def float_parameter(parameters, which, row, N):
 
 @triton.jit
 def top_of_row(values, ids, row, parts, PARTS: tl.constexpr):
-    """The highest value of the row's parts, and the lowest id that has it; both `[N, S]`."""
+    """The highest value of the row's parts, and the lowest id that has it. values, ids: `[N, parts]`, the best of each part."""
     part = tl.arange(0, PARTS)
     mask = part < parts
     held = tl.load(values + row * parts + part, mask=mask, other=float("-inf"))
@@ -36,7 +36,7 @@ def top_of_row(values, ids, row, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def is_drawn(top, temperature):
-    """A row whose highest logit is infinite has no distribution: it gets its most likely token."""
+    """True for rows sampled at random. A row whose highest logit is infinite has no distribution and gets its most likely token."""
     return (temperature > 0) & (tl.abs(top) < float("inf"))
 
 
@@ -55,13 +55,13 @@ def is_limited(parameters, row, N, V):
 
 @triton.jit
 def scaled_logits(values, top, temperature):
-    """y; a division that is rounded as the processor's, unlike `/`."""
+    """y, with a division that is rounded as on the CPU, unlike `/`."""
     return tl.div_rn(values - top, tl.where(temperature > 0, temperature, 1.0))
 
 
 @triton.jit
 def ordered(values, ids):
-    """uint64 numbers in the order of tokens: a higher logit is higher, of equal logits the lower id; -0 equals 0."""
+    """uint64 keys that order tokens: a higher logit has a higher key; of equal logits, the lower id has it; -0 equals 0."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
     return (key.to(tl.uint64) << 32) | (0xFFFFFFFF - ids.to(tl.uint32)).to(tl.uint64)
@@ -69,7 +69,7 @@ def ordered(values, ids):
 
 @triton.jit
 def lowest_logit(top, temperature, floor):
-    """The lowest logit whose y (`scaled_logits`) is at least `floor`; about that one where floor is the lowest y that is drawn."""
+    """The lowest logit whose y (`scaled_logits`) is at least `floor`; approximate where `floor` is the lowest y that is drawn."""
     found = top + floor * temperature
     if floor > _LOWEST_Y:
         # y rises with the logit
@@ -84,7 +84,7 @@ def lowest_logit(top, temperature, floor):
 
 @triton.jit
 def _of_key(key):
-    """The float32 with this place among all: negative ones below 0."""
+    """The float32 at this position in the order of all float32 numbers; negative keys are negative numbers."""
     bits = tl.abs(key).to(tl.int32)
     value = bits.to(tl.float32, bitcast=True)
     return tl.where(key < 0, -value, value)

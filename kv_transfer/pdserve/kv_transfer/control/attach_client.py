@@ -308,7 +308,7 @@ def _finish(transfer: ReceiverTransfer, finished: kv_source_pb2.Finished) -> Non
 
 
 def _failure(error: request_pb2.Error) -> PdServeError:
-    """The source's error, which says something of the transfer alone: nothing of the request, nor for this worker's engine."""
+    """The source's error, which concerns only the transfer, neither the request nor this worker's engine."""
     cause = errors.from_code(error.code, error.message[:MAX_CAUSE_CHARS])
     if isinstance(cause, TransferFailed | LayoutMismatch | PermissionDenied):
         return cause

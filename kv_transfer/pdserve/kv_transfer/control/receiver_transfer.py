@@ -1,7 +1,19 @@
 """`ReceiverTransfer`: one transfer at the worker that decodes. Runs in the asyncio thread.
 
-The control stream opens when the request arrives. The transfer sends `Want` when the engine has reserved blocks, reads published
-blocks while the source computes later chunks, and reports landed blocks to the engine.
+The life of a transfer here:
+
+1. ATTACHING: the control stream opens when the request arrives. `attached`: the source has chosen the connector and the digest
+   algorithm, and has named the place of each head group (ATTACHED).
+2. `room`: the engine has reserved blocks. With the stream open, `Want` asks for them (RECEIVING).
+3. `published`: wanted blocks are read as the source publishes them, while it computes later chunks.
+4. A block has landed when it is read and verified. The engine and the source get the number that landed without a gap.
+5. `finished`: the source has computed the prompt. Its request digest is compared, and its first tokens go to the engine.
+6. After 4 and 5 for all wanted blocks the transfer is LANDED: it sends `Release` and reports `fenced`.
+
+A broken stream is opened again and changes no state; reads continue. After a failed read the transfer attaches again over the next
+connector, once all reads over the failed one have ended. Without another connector, after any other error, or when the request
+ends, it closes the stream and cancels its reads (DRAINING if it was RECEIVING). After the last of them it is FAILED or CANCELLED,
+and `fenced` lets the engine reuse the blocks.
 """
 
 from __future__ import annotations
@@ -47,13 +59,13 @@ class ReceiverEvents(Protocol):
         `failed`."""
 
     def source_finished(self, transfer: ReceiverTransfer, num_tokens: int, token_ids: tuple[int, ...]) -> None:
-        """The source has computed the whole prompt; count and request digest agree."""
+        """The source has computed the whole prompt, and the request digests agree; `num_tokens` is not compared yet."""
 
     def failed(self, transfer: ReceiverTransfer, cause: PdServeError) -> None:
         """No more blocks will arrive; `fenced` follows."""
 
     def fenced(self, transfer: ReceiverTransfer) -> None:
-        """No read of this transfer writes any more, so all blocks may be returned. Called once, if blocks were reserved."""
+        """No read of this transfer will write any more, so all blocks may be returned. Called once, if blocks were reserved."""
 
 
 class ControlStream(Protocol):
@@ -71,7 +83,7 @@ class ControlStream(Protocol):
 
 
 class ReceiverTransfer:
-    """One transfer: landed blocks, active reads, and reports."""
+    """One transfer, from the request's arrival until no read can write."""
 
     def __init__(self, request_id: str, source: SourceRef, connectors: ConnectorSet, events: ReceiverEvents) -> None:
         self.request_id = request_id
@@ -82,10 +94,10 @@ class ReceiverTransfer:
         self.fell_back_from: list[str] = []
         """Connectors that failed in this transfer, in order."""
         self.cause: PdServeError | None = None
-        """The error with which it failed."""
+        """The error that ended it; None if there was none."""
         self.began_at = time.monotonic()
         self.source_recomputes = False
-        """True while the source computes the prompt again, since its blocks had been reused when they were asked for."""
+        """True while the source computes the prompt again, because its blocks had been reused before `Want` arrived."""
         self._falls_back = False
         self._connectors = connectors
         self._events = events
@@ -149,7 +161,7 @@ class ReceiverTransfer:
 
     @property
     def awaits_source(self) -> bool:
-        """True if blocks were asked for over a control stream that is open, and the source is to publish them, or to finish."""
+        """True if `Want` was sent over the open control stream, and the source has still to publish blocks or to finish."""
         asked = self._stream is not None and self._local_blocks is not None and not self._falls_back
         missing = self.num_published < self.num_blocks or not self._source_finished
         return asked and missing and not self.source_recomputes and not self.is_ending
@@ -187,7 +199,7 @@ class ReceiverTransfer:
     def attached(
         self, stream: ControlStream, connector: str, groups: Sequence[GroupSource], digest: BlockDigest
     ) -> None:
-        """Handle `Accepted`, also after a break: the source has chosen connector and digest, and says where each head group is."""
+        """Handle `Accepted`, also after a break. groups: where the source has each head group."""
         if self.is_ending:
             stream.close()
             return
@@ -242,7 +254,7 @@ class ReceiverTransfer:
             self.fail(error)
 
     def finished(self, num_tokens: int, request_digest: bytes, token_ids: tuple[int, ...]) -> None:
-        """Handle the end of the source's prefill; compares count and request digest."""
+        """Handle the end of the source's prefill; fails if the request digests differ."""
         if self._source_finished or self.is_ending:
             return
         if self._local_blocks is None:
@@ -299,7 +311,7 @@ class ReceiverTransfer:
         self._finish_if_done()
 
     def _fall_back(self, cause: TransferFailed) -> bool:
-        """Continue over the next connector, if there is one. It does not read into blocks that other reads may still write."""
+        """Continue over the next connector; False if there is none. Its reads begin after those over the failed one have ended."""
         name = self.connector_name
         rest = [other for other in self._connectors.names if other not in self.given_up and other != name]
         if not rest:

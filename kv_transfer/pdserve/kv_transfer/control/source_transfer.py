@@ -1,7 +1,18 @@
 """`SourceTransfer`: one transfer at the worker that computed the blocks. Runs in the asyncio thread.
 
-It expires if no receiver attaches in time, if the control stream is broken for longer than the grace, or when the lease ends. In
-every case the grant is fenced before the blocks are returned.
+The life of a transfer here:
+
+1. OPEN: the prefill call has announced it. The receiver must attach within `attach_timeout_s`.
+2. The first stream fixes the digest algorithm and the head groups. A later stream replaces the earlier one, and continues after the
+   blocks that have landed.
+3. `want`: the receiver has reserved blocks; the engine begins to settle the prompt's blocks from there on.
+4. `settled`: the grant admits reads of these blocks, and the stream publishes their digests.
+5. COMPLETE: all wanted blocks are published and the prefill has its result, which the stream sends.
+6. `release`: the receiver has all blocks (RELEASED).
+
+A transfer expires if no receiver attaches in time, if its stream stays broken for longer than `grace_s`, or when its lease ends. It
+also ends with the prefill call (CANCELLED), a drain (REVOKED) or an error of the engine (FAILED). After any end the grant is fenced
+before the blocks are returned.
 """
 
 from __future__ import annotations
@@ -62,8 +73,8 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, tag=True):
     request_digest: bytes
     lease_s: float
     num_blocks: int
-    """Blocks of the request's prompt that a receiver may want, the length of its `TransferOrder`; a `Want` beyond them is
-    refused."""
+    """Number of the prompt's blocks that a receiver may want, the length of its `TransferOrder`; a `Want` beyond it fails the
+    transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ class PublishedRange:
 
     first_index: int
     digests: tuple[int, ...]
-    """One per block; with head groups one per group, all of a block together."""
+    """One per block; with head groups, one per group of each block, block by block."""
     block_ids: tuple[int, ...]
 
 
@@ -126,12 +137,12 @@ class SourceTransfer:
         self.connector_name = ""
         """The connector of the last `Accepted`."""
         self.digest: BlockDigest | None = None
-        """Algorithm of the blocks' digests, fixed with the first stream."""
+        """Algorithm of the blocks' digests, fixed by the first stream."""
         self.began_at = time.monotonic()
         self._limits = limits
         self._events = events
         self.groups: tuple[HeadGroup, ...] = ()
-        """Head groups, fixed with the first stream; empty: whole blocks of rank 0."""
+        """Head groups, fixed by the first stream; empty: whole blocks of rank 0."""
         self.group_tokens: tuple[bytes, ...] = ()
         """One per group."""
         self.is_divided = False
@@ -165,7 +176,7 @@ class SourceTransfer:
     # ---- the control stream
 
     def divide(self, groups: tuple[HeadGroup, ...]) -> None:
-        """Fix the head groups, at the first stream; a later one has the same. Raises: TransferFailed for others."""
+        """Fix the head groups by the first stream. Raises: TransferFailed if a later stream has other groups."""
         if self.is_divided:
             if groups != self.groups:
                 raise TransferFailed(
@@ -222,7 +233,7 @@ class SourceTransfer:
         self.num_landed = max(self.num_landed, min(num_blocks, self.num_wanted))
 
     def release(self) -> None:
-        """Handle `Release`: the receiver has all blocks, or has given up if the prefill has not ended."""
+        """Handle `Release`: the receiver has all blocks if the transfer is COMPLETE, else it has given up."""
         if self.state is SourceState.COMPLETE:
             self.landed(self.num_wanted)
             self._end(SourceState.RELEASED, None)
@@ -232,8 +243,9 @@ class SourceTransfer:
     # ---- the engine
 
     def permit(self, first_index: int, block_ids: Sequence[int]) -> None:
-        """Let the receiver read final blocks of all head groups. Any thread may call it, before it asks ranks for the digests: a
-        rank that answers has done what it was told before, so no read arrives too early.
+        """Let the receiver read final blocks of all head groups. Safe from any thread.
+
+        Call it before requesting the ranks' digests: a rank handles messages in order, so after its digests it admits the reads.
         """
         for group, grant in zip(self.groups, self._group_grants, strict=True):
             grant.publish(first_index, group.source.numbers(block_ids))

@@ -212,7 +212,7 @@ class HostSlots:
 
 
 class _SideStream:
-    """Work on a device beside the engine's, one call after the other."""
+    """Work on a device during the engine's, one call after the other."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         """priority: as of `torch.cuda.Stream`, lower numbers first."""

@@ -2,7 +2,7 @@
 
 nixl.py             NixlConnector: one agent that serves, two for each peer that is read from
 nixl_connection.py  reads windows, condemns agents     nixl_peer.py   an agent and its source; the fence
-agent_pool.py       agents made ahead of time          nixl_agent.py  NIXL behind types
+agent_pool.py       agents made ahead of time          nixl_agent.py  NIXL with types
 nixl_settings.py    settings, metadata                 pull/          block reader, peer connections and read queue, as with TCP
 
 A source does not take part in a read and cannot refuse it: a token grants nothing, and a closed grant stops no read. The digest of

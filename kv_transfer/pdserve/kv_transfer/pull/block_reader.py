@@ -77,7 +77,7 @@ class BlockReader(Generic[Address]):
     _connect: Callable[[Address, int], Connection]
     """(address, parts) -> a connection for the pool divided into `parts`, made within a bounded time; or raises TransferFailed."""
     _max_resting: int | None = None
-    """Most peers whose idle connections are kept, beside the last one used; None: no limit, they close after their idle time."""
+    """Most peers whose idle connections are kept, without the last one used; None: no limit, they close after their idle time."""
     counters: Totals = field(default_factory=Totals, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _closed: bool = field(default=False, init=False)

@@ -77,7 +77,7 @@ class LocalRequest:
         return new
 
     def ended_here(self, output: EngineCoreOutput) -> bool:
-        """True if a stop string has ended the output's sequence, which the engine does not know."""
+        """True if a stop string has ended the output's sequence; the engine does not report that."""
         return output.finish_reason is None and self.processor.states[output.index].finished
 
     @property

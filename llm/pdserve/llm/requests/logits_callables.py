@@ -1,4 +1,4 @@
-"""`CallerLogitsProcessors`: functions of the caller as logits processors, beside the installed plug-ins.
+"""`CallerLogitsProcessors`: functions of the caller as logits processors, in addition to the installed plug-ins.
 
 Requests carry names and no code, and a function has a name from the registration until the last reference to its
 `LogitsCallable`, which the request's owner keeps. An engine in another process never sees one.

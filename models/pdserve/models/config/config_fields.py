@@ -131,7 +131,7 @@ _SAME: Mapping[str, Callable[[Dimensions], float]] = {
 def check_fields(config: JsonObject, architecture: str, read: Collection[str], own: Dimensions) -> tuple[str, ...]:
     """Refuse fields for computations that the decoder does not have.
 
-    architecture: for messages. read: fields of this architecture beside those of all. Returns the names that are in no list.
+    architecture: for messages. read: fields of this architecture, without those of all. Returns the names that are in no list.
     Raises: UnsupportedModel naming the field and its value.
     """
     unknown = []

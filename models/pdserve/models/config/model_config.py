@@ -84,7 +84,7 @@ class ModelConfig:
     classifier: ClassifierConfig | None = None
     """The classification head in place of the language-model head; None: the model generates."""
     vision: VisionConfig | None = None
-    """The vision encoder; None: the model takes text alone."""
+    """The vision encoder; None: the model takes only text."""
     hybrid_kv_cache: bool = False
     """True: layers with a window and others are KV cache groups of their own, where that saves memory."""
 
@@ -223,7 +223,7 @@ class FamilyLayers:
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""
     own_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields of config.json that `read` reads beside those of all families. `config/config_fields.py` refuses every other field
+    """Fields of config.json that `read` reads, without those of all families. `config/config_fields.py` refuses every other field
     that changes the computation."""
     default_num_kv_heads: ClassVar[int | None] = None
     """Used if config.json has no `num_key_value_heads`; None: `num_attention_heads`."""

@@ -12,7 +12,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 def rope_of_layer_type(
     config: JsonObject, layer_type: str, head_dim: int, max_positions: int, default_theta: float
 ) -> RopeParameters:
-    """`rope_parameters` of `layer_type`; `rope_scaling`, as older files have it, is for layers without windows alone.
+    """`rope_parameters` of `layer_type`; `rope_scaling`, as older files have it, is only for layers without windows.
 
     default_theta: used where `rope_parameters` has none. Raises: ConfigError, UnsupportedModel.
     """
@@ -26,7 +26,7 @@ def rope_of_layer_type(
     fields = {} if given is None else {name: given.get(name) for name in given.names}
     if layer_type == "full_attention" and (scaling := config.child("rope_scaling")) is not None:
         fields |= {name: scaling.get(name) for name in scaling.names}
-    # transformers looks for it beside the layer types, where it is not
+    # transformers looks for it next to the layer types, where it is not
     fields.pop("truncate", None)
     alone = JsonObject({"rope_parameters": fields}, config.where)
     return RopeParameters.from_config(alone, head_dim, max_positions, default_theta=default_theta)

@@ -66,11 +66,11 @@ class RopeParameters:
         may_be_partial: bool = False,
         default_original: int | None = None,
     ) -> RopeParameters:
-        """Read `rope_scaling`, or `rope_parameters` if that is absent; `rope_theta` may also be a field beside either.
+        """Read `rope_scaling`, or `rope_parameters` if that is absent; `rope_theta` may also be a field next to either.
 
         As in transformers, `rope_scaling` replaces the whole of `rope_parameters`, its `rope_theta` included.
         may_be_partial: the family rotates only a part of a head where `partial_rotary_factor` says so. default_original: length
-        before the context was extended, where no field beside the rope parameters has it; None: theirs.
+        before the context was extended, where no field next to the rope parameters has it; None: theirs.
         Raises: UnsupportedModel, ConfigError.
         """
         rope = _rope_fields(config, default_theta)

@@ -56,7 +56,7 @@ class VisionConfig:
 def language_config(config: JsonObject) -> JsonObject:
     """config.json as that of the language model, with `vision_config` and the fields of the whole.
 
-    Fields of the language model stand in `text_config`, or beside the others in older files.
+    Fields of the language model are in `text_config`, or next to the others in older files.
     """
     text = config.child(_TEXT)
     if text is None:

@@ -33,7 +33,7 @@ class CrossDecoderLayer:
     mlp_norm: ResidualNorm
 
     def store_encoded(self, hidden: Tensor, tokens: EncoderTokens) -> None:
-        """Write keys and values of the encoder's output `[Te, H]`, and zeros into the slots behind each prompt."""
+        """Write keys and values of the encoder's output `[Te, H]`, and zeros into the slots after each prompt."""
         kv = self.cross_kv(hidden).view(len(hidden), 2 * self.num_heads, self.head_dim)
         if tokens.num_slots > len(hidden):
             # a block's bytes have a digest, so none may be an earlier owner's

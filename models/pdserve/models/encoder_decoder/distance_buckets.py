@@ -30,7 +30,7 @@ class DistanceBuckets:
     def table(self, weight: Tensor, num_tokens: int) -> Tensor:
         """The bias between all tokens of a prompt: weight `[num_buckets, Hq]` -> `[Hq, n, n]`, queries before keys.
 
-        Half of the buckets are for keys behind the query.
+        Half of the buckets are for keys after the query.
         """
         places = torch.arange(num_tokens, device=weight.device)
         behind = places - places.unsqueeze(1)

@@ -56,7 +56,7 @@ class EncoderLayer:
         qkv = self.qkv(x).view(len(x), 3, self.num_heads, self.head_dim).permute(1, 2, 0, 3)
         parts = []
         for place, (end, length) in enumerate(zip(accumulate(lengths), lengths, strict=True)):
-            # each prompt alone: the result does not depend on the others of the step
+            # each prompt by itself: the result does not depend on the others of the step
             q, k, v = qkv[:, :, end - length : end].unsqueeze(1)
             mask = None if biases is None else biases[place].unsqueeze(0)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)

@@ -28,7 +28,7 @@ class EncoderDecoderConfig(ModelConfig):
     has_distance_bias: bool
     """True: positions are a bias of the self attention."""
     audio: AudioProcessorConfig | None = None
-    """How sound becomes the encoder's input; `max_position_embeddings` is then the decoder's alone. None: the encoder reads
+    """How sound becomes the encoder's input; `max_position_embeddings` is then only the decoder's. None: the encoder reads
     tokens."""
     suppressed_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled."""

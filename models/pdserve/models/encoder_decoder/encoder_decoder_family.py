@@ -27,23 +27,26 @@ MAX_HEADS = 1 << 16
 
 @dataclass(frozen=True)
 class EncoderDecoderFamily(FamilyLayers, ABC):
-    """A subclass is a file of this folder. Its fields are the family's own options; those of `FamilyLayers` are not used."""
+    """Base class of the families in this folder. A subclass's fields are its options; those of `FamilyLayers` are not used."""
 
     reads_audio: ClassVar[bool] = False
-    """True: the encoder reads sound, and a request's prompt is the decoder's."""
+    """True if the encoder reads sound; the decoder then reads a request's prompt."""
 
     @classmethod
     @abstractmethod
     def read_fields(cls, config: JsonObject, common: dict[str, Any]) -> EncoderDecoderConfig:
-        """common: fields of `EncoderDecoderConfig` that all families read alike. Raises: ConfigError, UnsupportedModel."""
+        """Read the family's fields of config.json. common: fields of `EncoderDecoderConfig` that are equal for all families.
+
+        Raises: ConfigError, UnsupportedModel.
+        """
 
     @abstractmethod
     def load(self, config: EncoderDecoderConfig, source: WeightSource, make_loader: MakeLoader) -> EncoderDecoder:
-        """Read the weights; the loader has checked that all were. Raises: ConfigError, UnsupportedModel."""
+        """Read the weights; the loader checks that none is left unread. Raises: ConfigError, UnsupportedModel."""
 
 
 def read_activation(config: JsonObject, field: str, default: str) -> str:
-    """A name in `ACTIVATIONS`. Raises: ConfigError, UnsupportedModel."""
+    """The activation that the field names, a key of `ACTIVATIONS`. Raises: ConfigError, UnsupportedModel."""
     name = config.text(field, default)
     if name not in ACTIVATIONS:
         raise UnsupportedModel(f"{config.where}: {field} is {name[:80]!r}; supported: {', '.join(ACTIVATIONS)}")

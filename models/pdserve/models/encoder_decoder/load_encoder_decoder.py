@@ -1,4 +1,4 @@
-"""`read_encoder_decoder_config` and `load_encoder_decoder`: a model with an encoder from its folder."""
+"""`read_encoder_decoder_config` and `load_encoder_decoder`: read a model with an encoder from its folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OTHER_NAMES: Mapping[str, str] = {
     "MBartModel": "MBartForConditionalGeneration",
     "T5WithLMHeadModel": "T5ForConditionalGeneration",
 }
-"""Architectures of published checkpoints, which transformers loads as the other: bodies with a tied head, and an old name."""
+"""Architecture of a published checkpoint -> the one that transformers loads it as: bodies with a tied head, and an old name."""
 
 
 def encoder_decoder_architecture(config: JsonObject) -> str | None:
@@ -56,7 +56,7 @@ def encoder_decoder_architecture(config: JsonObject) -> str | None:
 
 
 def read_encoder_decoder_config(folder: Path, dtype: str = "auto") -> EncoderDecoderConfig:
-    """The folder's dimensions and options. Arguments: as of `read_config`. Raises: ConfigError, UnsupportedModel."""
+    """The dimensions and options of the folder's model. Arguments: as `read_config`. Raises: ConfigError, UnsupportedModel."""
     config = JsonObject.of_model(folder)
     architecture = encoder_decoder_architecture(config)
     if architecture is None:
@@ -139,7 +139,7 @@ def _suppressed(folder: Path, config: JsonObject, vocab_size: int) -> dict[str, 
 
 
 def _sources(folder: Path, config: JsonObject) -> list[JsonObject]:
-    """The files that say how text is generated, the first one that has a field counts."""
+    """The files that say how text is generated; for each field, the first file that has it counts."""
     path = folder / "generation_config.json"
     return [JsonObject.read(path), config] if path.exists() else [config]
 
@@ -158,7 +158,7 @@ def load_encoder_decoder(
     quantization: Quantization = None,
     progress: Callable[[LoadProgress], None] | None = None,
 ) -> EncoderDecoder:
-    """Read the weights. Arguments: as of `load_decoder`. Raises: ConfigError, UnsupportedModel."""
+    """Read the weights. Arguments: as `load_decoder`. Raises: ConfigError, UnsupportedModel."""
     config = read_encoder_decoder_config(folder, dtype)
     if config.unknown_fields:
         log.warning(

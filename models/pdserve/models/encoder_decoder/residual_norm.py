@@ -15,7 +15,7 @@ Norm = LayerNorm | RmsNorm
 
 @dataclass(frozen=True, slots=True)
 class ResidualNorm:
-    """A norm, and its place beside the addition."""
+    """A norm, and its place before or after the addition."""
 
     norm: Norm
     is_first: bool

@@ -1,4 +1,4 @@
-"""Whisper: an encoder of sound, beside a decoder like BART's."""
+"""Whisper: an encoder of sound with a decoder like BART's."""
 
 from __future__ import annotations
 

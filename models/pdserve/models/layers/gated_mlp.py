@@ -14,7 +14,7 @@ from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.weights.weight_loader import WeightLoader
 
 GATES: Mapping[str, Gate | None] = {"silu": None, "gelu_pytorch_tanh": geglu_tanh}
-"""Name of an activation in config.json -> what computes it; None: `LayerOps.swiglu`."""
+"""Name of an activation in config.json -> its gate; None: `LayerOps.swiglu` computes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class GatedMlp:
     """`down(act(gate x) * up x)`."""
 
     gate_up: Linear
-    """Gate and up side by side."""
+    """The weights of gate and up in one matrix, gate first."""
     down: Linear
     gate: Gate | None = None
     """None: SiLU."""
@@ -56,7 +56,7 @@ class GatedMlp:
         return self.down(self._inner(x, ops))
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
-        """`s = residual + mlp(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""
+        """(s, `norm(s)`) with `s = residual + mlp(x)`; all `[T, H]`. The residual may be overwritten."""
         return ops.add_norm(residual, self._inner(x, ops), self.down, norm)
 
     def _inner(self, x: Tensor, ops: LayerOps) -> Tensor:

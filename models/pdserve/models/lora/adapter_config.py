@@ -22,7 +22,7 @@ _HARMLESS = words(
 )
 """Fields of training, of bookkeeping, and those that decide which modules have tensors, which the tensors show."""
 _WITHOUT_OTHER_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base model as it is; others train beside changed base weights."""
+"""Values of `init_lora_weights` that leave the base model as it is; others train with changed base weights."""
 _CAUSAL = "CAUSAL_LM"
 
 
@@ -35,7 +35,7 @@ class AdapterConfig:
     scale: float
     """`lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`."""
     target_modules: tuple[str, ...] | None
-    """Names or ends of names of the modules that have tensors; None: a pattern, so that the tensors alone show it."""
+    """Names or ends of names of the modules that have tensors; None: a pattern, so that only the tensors show it."""
 
     @classmethod
     def parse(cls, data: bytes, where: str, max_rank: int) -> AdapterConfig:

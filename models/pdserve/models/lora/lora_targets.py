@@ -121,7 +121,7 @@ def with_lora_targets(
     max_tokens: int = 1 << 16,
     shard: RankShard = WHOLE,
 ) -> tuple[Decoder, LoraTargets]:
-    """The decoder with slots for adapters beside the projections of attention and of its gated MLPs.
+    """The decoder with slots for adapters of the projections of attention and of its gated MLPs.
 
     Experts, embedding, output head and vision encoder take none. kernels: the setting. max_tokens: of one step. shard: of the
     decoder; each rank has its part of B, or of A where the inputs are divided.

@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
     """`[Hq]`"""
     module: nn.Module
     others: Mapping[str, Any]
-    """Arguments beside these."""
+    """Other arguments."""
 
 
 class AttentionStep(Protocol):

@@ -165,7 +165,7 @@ def _tensors(
         return {target.name: weights.tensor(name, *state[target.name].shape, dtype=dtypes[target.name])}
     borrowed = set()
     for name, pattern in target.sources:
-        # copies of a layer's experts would be in memory beside the tensor that is made of them, and leave holes there
+        # copies of a layer's experts would be in memory together with the tensor that is made of them, and leave holes there
         tensor = weights.borrowed(name, *source.shape(name), dtype=dtypes[target.name])
         borrowed.add(tensor.untyped_storage().data_ptr())
         target.converter.add_tensor(target.name, name, pattern, tensor)

@@ -1,7 +1,7 @@
 """`StoredQuantization`: how a checkpoint's matrices are quantized, from `quantization_config` of config.json.
 
 One method is read, `compressed-tensors`, in the forms with one number per weight: eight bits, symmetric, one scale per output
-channel or per matrix. Which matrices are quantized shows in the weight files: `NAME.weight_scale` stands beside `NAME.weight`.
+channel or per matrix. Which matrices are quantized shows in the weight files: `NAME.weight_scale` stands next to `NAME.weight`.
 """
 
 from __future__ import annotations

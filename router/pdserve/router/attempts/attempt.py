@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 TRANSFER_ID_BYTES = 16
 LANDED_WITHIN_S = 5.0
-"""Seconds within which the receiver says that all blocks have landed, once the source says so."""
+"""Seconds after the source's report of a release within which the receiver must report that all blocks have landed."""
 PUBLISHED_WITHIN_S = 10.0
 """Seconds within which a source that has computed the prompt publishes further blocks of those that it was asked for."""
 SOURCE_ANSWER_S = 0.25
@@ -262,7 +262,7 @@ class Attempt:
             case Ended():
                 self._timeline.merge(event.moments)
                 if event.released and self._remote and not self._landed and not self._over:
-                    # the receiver's own report may still arrive, and does soon if the source says the truth
+                    # the receiver's own report may still arrive, and does soon if the source is right
                     self._end_later(
                         LANDED_WITHIN_S,
                         TransferFailed(
@@ -404,7 +404,7 @@ class Attempt:
                 self._end(AttemptFailed(error, self.placement.prefill, in_transfer=True))
             else:
                 self._awaits_source = False
-                # the source may have refused the request for what is in it, which its own call says
+                # the source may have refused the request for its content; its own call then has the cause
                 self._end_later(SOURCE_ANSWER_S, error)
         elif isinstance(error, DeadlineExceeded):
             self._end(AttemptFailed(error))

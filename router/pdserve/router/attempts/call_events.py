@@ -94,7 +94,7 @@ class LandedEvent(msgspec.Struct, gc=False):
 
 
 class UnknownEvent(msgspec.Struct, gc=False):
-    """An event that this router does not know, from a newer worker."""
+    """An event of a newer worker, unknown to this router."""
 
 
 PrefillCallEvent = Admitted | PromptLogprobs | Computed | Ended | UnknownEvent
@@ -156,7 +156,7 @@ class CallReader(abc.ABC, Generic[M, E]):
         """The event as a plain value; `UnknownEvent` for an unknown one. Raises: PeerError if it has more than was requested."""
 
     def tokens(self, index: int, first_position: int, token_ids: list[int]) -> Outputs:
-        """Outputs that are tokens alone. Raises: PeerError."""
+        """Outputs with only tokens. Raises: PeerError."""
         self._verify_tokens(first_position, token_ids)
         if token_ids and self._sampling.logprobs is not None:
             raise PeerError(f"a worker sent log-probabilities of 0 tokens for {len(token_ids)} tokens")

@@ -26,7 +26,7 @@ DEATHS = 2
 DEATHS_IN_ALL = 3
 """The same number including workers that had not admitted it."""
 SUSPICION = 1.5
-"""Least sum of the request's shares in these deaths for a refusal: for example 1 (alone) and 1/2 (with one other request)."""
+"""Least sum of the request's shares in these deaths for a refusal: for example 1 (no other request) and 1/2 (one other request)."""
 LATELY_S = 1.0
 """Seconds. Requests that left a worker within this time before its death may have left because of it."""
 _MAX_ENTRIES = 4096
@@ -128,7 +128,7 @@ class _Death:
 
     worker: RemoteWorker
     share: float
-    """The request's share in the death: 1 if it was alone at the worker."""
+    """The request's share in the death: 1 if it was the worker's only request."""
     was_admitted: bool
     outlives_return: bool
     """True: counts although the worker reconnects, because its engine stalled and the request had work that may cause that."""

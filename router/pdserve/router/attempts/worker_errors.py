@@ -1,7 +1,7 @@
-"""`believed`: what a worker's error says of a request, as far as the router can check it.
+"""`believed`: the error that a router takes over from a worker, as far as it can check it.
 
-A worker that lies, or is broken, must not decide what a client hears. Its error counts as the request's own only where the request
-has what the error is about; every other one says something of the worker, and the request is tried elsewhere.
+A compromised or broken worker must not decide which error a client gets. Its error counts as the request's own only if the request
+has the part that the error is about; every other error is the worker's, and the request is tried elsewhere.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pdserve.router.workers.call_failure import CallFailed
 MAX_TEXT_CHARS = 2000
 """Characters of a worker's message about a request, at most."""
 MAX_RETRY_AFTER_S = 60.0
-"""Seconds after which a worker may ask a request to come back, at most."""
+"""Most seconds for which a worker may delay a retry."""
 DEADLINE_MARGIN_S = 0.25
-"""A worker may say that the deadline has passed so much earlier than it does here."""
+"""Seconds by which a worker may report the deadline earlier than it passes here."""
 _LARGE_BYTES = 1 << 20
 """Every worker takes requests of this size."""
 

@@ -1,4 +1,4 @@
-"""`IgnoredFields`: fields of clients that the router does not know, where the setting `unknown_fields` ignores them."""
+"""`IgnoredFields`: fields of clients that are unknown to the router, where the setting `unknown_fields` ignores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses fields of a client's message that this router does not know, so that no option of a newer client is ignored."""
+"""Refuses fields of a client's message that are unknown to this router, so that no option of a newer client is ignored."""
 
 from __future__ import annotations
 

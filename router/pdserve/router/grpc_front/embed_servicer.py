@@ -94,7 +94,7 @@ class EmbedServicer(InferenceServiceServicer):
     ) -> None:
         """Write the answer to the context.
 
-        build: the requests, and what `answer` gets beside their vectors. field: the client's name of the inputs.
+        build: the requests, and what `answer` gets in addition to their vectors. field: the client's name of the inputs.
         """
         inference = self.inference
         with inference.telemetry.count_rejections():

@@ -11,7 +11,7 @@ _LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\
 
 
 def one_line_each(events: bytes) -> bytes:
-    """events: of ASCII and JSON, in whose strings alone other characters can be. They mean the same afterwards."""
+    """events: of ASCII and JSON, whose strings may have other characters. They mean the same afterwards."""
     if events.isascii():
         return events
     for end, escape in _LINE_ENDS:

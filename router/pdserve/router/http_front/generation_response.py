@@ -111,7 +111,7 @@ class GenerationResponse(Response):
         before_end: Callable[[], Awaitable[None]] | None = None,
         content_type: str = JSON,
     ) -> None:
-        """before_end: called once before the client can know that its answer is complete. content_type: of a whole answer."""
+        """before_end: called once before the client can see that its answer is complete. content_type: of a whole answer."""
         super().__init__()
         self._content_type = content_type
         self._before_end = before_end

@@ -43,7 +43,7 @@ FORMS: Mapping[str, type[msgspec.Struct]] = {"/v1/audio/transcriptions": Transcr
 OPEN_PATHS = ("/", "/health", "/ping", "/ready", "/live", "/openapi.json", "/docs")
 """Paths that need no API key."""
 STREAMED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/audio/transcriptions")
-"""Paths that answer with server-sent events if the body asks for them."""
+"""Paths that answer with server-sent events if the body requests them."""
 PROBE_PATHS = ("/health", "/ping", "/ready")
 """Paths whose answer has the same form with status 503."""
 MEDIA_TYPES = {

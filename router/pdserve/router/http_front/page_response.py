@@ -16,7 +16,7 @@ _POLICY = (
     "frame-ancestors 'none'",
     "base-uri 'none'",
 )
-"""The page may ask this router, and have icons in itself."""
+"""The page may request this router, and contain icons as data URLs."""
 
 
 def page_response(page: str) -> Response:

@@ -187,7 +187,7 @@ class ResponsesHttp:
         if previous is not None:
             conversation = previous.items[:-1] + b"," + conversation[1:]
             self._verify_num_bytes(len(conversation))
-            # whoever continues it decodes all of it
+            # a request that continues it decodes all of it
             verify_num_values(conversation, inference.bodies.model_len, "previous_response_id")
         return _Prepared(
             body,

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's formats; they have limits and do not delay generations."""
+"""`/tokenize` and `/detokenize`, in vLLM's formats, with limits that keep them from delaying generation."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from pdserve.text.prompt import ChatInput, max_text_bytes, verify_text_bytes
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_TOKENS = 5 << 17
-"""Most tokens to detokenize, unless the model's length is larger; the library temporarily takes about 60 bytes per token."""
+"""Most tokens to detokenize, or the model's length if that is larger; the library temporarily takes about 60 bytes per token."""
 _DETOKENIZED_BYTES, _TOKEN_BYTES = 10, 40
-"""Memory per byte, and per token, of a body of token ids and of the answer; more is known once the text's length is."""
+"""Memory of token ids and their answer, per byte of the body, then per token once they are parsed; `_TEXT_BYTES` refines it."""
 _TOKENIZED_BYTES = 16
 """Memory per byte of a body with a text, and of its answer."""
 _TEXT_BYTES = 3
-"""Memory per byte of a text of tokens, which is there once more as JSON."""
+"""Memory per byte of the detokenized text, which exists also as JSON."""
 _FEW_TOKENS = 1 << 12
 _LEAST_BYTES = 1024
 MAX_TOKEN_STRS = 1 << 18
@@ -189,14 +189,14 @@ class TokenizationHttp:
         return self._answer(request, client, _DETOKENIZED_BYTES, load)
 
     def _token_ids(self, body: DetokenizeBody, client: Client) -> array[int]:
-        """4 bytes each, while they wait: a list has ten times as many. Raises: as `_verified`."""
+        """The body's token ids at 4 bytes each while they wait; a list takes ten times as much. Raises: as `_verified`."""
         tokens = self._verified(body, client).tokens
         limits = self._inference.limits()
         verify_token_ids("tokens", tokens, limits.vocab_size if limits else self._inference.tokenizer.vocab_size)
         return array("I", tokens)
 
     def _num_text_bytes(self, token_ids: array[int]) -> int:
-        """Bytes of the text of all tokens. Raises: InvalidRequest for a longer one than any answer may have."""
+        """Bytes of the text of all tokens. Raises: InvalidRequest if they exceed `max_answer_bytes`."""
         piece = self._inference.tokenizer.token_piece
         num_bytes = sum(count * len(piece(token_id)) for token_id, count in Counter(token_ids).items())
         if num_bytes > (most := self._inference.settings.limits.max_answer_bytes):
@@ -216,8 +216,8 @@ class TokenizationHttp:
     def _answer(
         self, request: Request, client: Client, bytes_each: int, load: Callable[[BodyRoom], Awaitable[bytes]]
     ) -> Response:
-        """The response with the result of `load`, for which there is room before the body is read: what is parsed, and waits, is
-        larger than the body. bytes_each: of all that is held, for a byte of the body."""
+        """The response with the result of `load`, whose memory is reserved before the body is read, as the parsed body is larger.
+        bytes_each: memory per byte of the body, for all that is held."""
         bodies, counted = self._inference.bodies, self._inference.telemetry.count_rejections
 
         async def counted_load(room: BodyRoom) -> bytes:
@@ -243,4 +243,4 @@ class TokenizationHttp:
 
 
 def _any_number(num_tokens: int) -> None:
-    """Accept any number of tokens: a client may ask by how much a text is too long."""
+    """Accept any number of tokens: a client may want to learn by how much a text is too long."""

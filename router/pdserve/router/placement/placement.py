@@ -22,7 +22,7 @@ the workers' measured rates in prompt tokens per second:
     local(u)  = (waiting at D + u * (2 + requests at D)) / rate of D
     remote(u) = (waiting at P + uncached at P) / rate of P + u * bytes of a token / bandwidth
 
-Neither contains a step's cost beside its prompt tokens: both need a step.
+Neither contains a step's cost apart from its prompt tokens: both need a step.
 
 While D prefills, every request at D stalls, so the time counts once for each of them, once for the prompt itself, and once for
 requests that arrive meanwhile: with an idle D and an idle P of equal speed, P prefills. The attempt contains the u at which both
@@ -107,7 +107,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.load_blocks + UNCACHED_WEIGHT * self.uncached_tokens / COST_BLOCK_TOKENS
 
     def _held_blocks(self, num_cached: int) -> int:
-        """Blocks of this prompt behind the first `num_cached` places, of all KV cache groups together."""
+        """Blocks of this prompt after the first `num_cached` places, of all KV cache groups together."""
         return self.worker.num_prompt_blocks(self.num_tokens, num_cached)
 
     def share(self, *, prefills: bool, grows: bool) -> LoadEstimate:
@@ -321,7 +321,7 @@ def _moved_token_bytes(decode: Candidate) -> float:
     layout = decode.worker.identity.layout
     if layout.num_groups == 1:
         return layout.total_block_bytes / layout.block_size
-    # blocks behind a window stay where they are
+    # blocks outside a window stay where they are
     num_blocks = layout.num_prompt_blocks(decode.num_tokens, decode.confirmed_blocks)
     return num_blocks * layout.total_block_bytes / decode.unconfirmed_tokens
 

@@ -183,7 +183,7 @@ def merged_status(
 
 
 def _merged_workers(processes: Sequence[Sequence[WorkerView]]) -> list[WorkerView]:
-    """Each worker once, as the process sees it that knows most of them, with the calls of all processes."""
+    """Each worker once, as it is seen by the process that sees most of them, with the calls of all processes."""
     num_calls: Counter[tuple[str, str, str]] = Counter()
     found: dict[tuple[str, str, str], WorkerView] = {}
     for workers in sorted(processes, key=lambda workers: sum(not each.cause for each in workers), reverse=True):

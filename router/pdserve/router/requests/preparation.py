@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class ClientRequest(PromptRequest, kw_only=True, gc=False):
-    """One prompt, as a front end understood it: what the workers get, and what only the router needs to know."""
+    """One prompt, as a front end understood it: what the workers get, and what only the router needs."""
 
     constraint_field: str = "structured_outputs"
     """The client's name of the field that asks for a form, for error messages."""
@@ -122,7 +122,7 @@ class Preparation:
         audio: AudioProcessor | None = None,
     ) -> None:
         """model_len: the model's length in tokens, which bounds texts before a worker is known. images: of a model with images;
-        max_held_image_bytes: see `RouterSettings`. remote_images: None if images are data URLs alone; the caller closes it. audio:
+        max_held_image_bytes: see `RouterSettings`. remote_images: None if images are only data URLs; the caller closes it. audio:
         of a model that writes what is said."""
         self._preparer = PromptPreparer(tokenizer, images, audio)
         self.audio = audio
@@ -191,7 +191,7 @@ class Preparation:
             self._held_images.take(_num_image_bytes(encoded.features))
             request.mm_features = list(encoded.features)
         if isinstance(prompt, TranscriptInput):
-            # the samples are there: the file's bytes are not kept beside them
+            # the samples are there, so the file's bytes are not kept, too
             request.prompt = msgspec.structs.replace(prompt, file=b"")
         return encoded.token_ids
 
@@ -283,7 +283,7 @@ def _num_image_bytes(features: Iterable[MultiModalFeatureSpec]) -> int:
 
 
 def _is_short(prompt: Prompt) -> bool:
-    """True for a text, or a chat of plain texts alone, of at most `SHORT_CHARS` characters."""
+    """True for a text, or a chat of only plain texts, of at most `SHORT_CHARS` characters."""
     if isinstance(prompt, TextInput):
         return len(prompt.text) <= SHORT_CHARS
     if not isinstance(prompt, ChatInput) or prompt.tools or prompt.template_variables:

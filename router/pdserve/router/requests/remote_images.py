@@ -34,7 +34,7 @@ def _resolve(host: str) -> list[str]:
 
 
 class RemoteImages:
-    """Used on the event loop alone; `close` it.
+    """Used only on the event loop; `close` it.
 
     A connection goes to an address that was checked, so that a name that resolves otherwise a moment later changes nothing.
     Redirects are not followed, no proxy is asked, and no connection serves two images. Nothing of an answer is kept but its file,

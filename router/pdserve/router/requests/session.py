@@ -122,7 +122,7 @@ class SessionPromptTask(PromptTask):
         record: RequestTrace,
     ) -> None:
         if session.worker is not None:
-            # the worker knows the adapter since the first turn
+            # the worker has the adapter since the first turn
             request = msgspec.structs.replace(request, lora_name="")
         super().__init__(request_id, 0, request, stream, services, record)
         self._session = session

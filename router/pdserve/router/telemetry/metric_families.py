@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 _ADDED = ("counter", "histogram")
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 _OF_GAUGES: dict[str, Callable[[Iterable[float]], float]] = {
-    # each process knows the same workers, blocks and certificates
+    # all processes have the same workers, blocks and certificates
     "pdserve_workers": max,
     "pdserve_indexed_blocks": max,
     "pdserve_redis_up": min,

@@ -10,7 +10,7 @@ import msgspec
 MAX_WORKERS = 256
 MAX_TENANTS = 32
 MAX_SLOWEST = 10
-"""Most entries of each list; totals are beside them."""
+"""Most entries of each list; separate fields have the totals."""
 
 
 class PhaseView(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,14 +42,14 @@ class Discovery(Protocol):
 
 
 class Directory(Protocol):
-    """A source of addresses of workers, and of their blocks unless the fleet reads these itself, which runs beside a fleet."""
+    """A source of addresses of workers, and of their blocks unless the fleet reads these itself. Runs while the fleet does."""
 
     async def run(self, fleet: Discovery) -> None:
         """Register workers until cancelled; one that reads blocks keeps the prefix index equal to those of live workers."""
 
 
 IsStarting = Callable[[], Awaitable[bool]]
-"""Returns whether a worker is being started or restarted, by whoever starts the workers of this router."""
+"""Returns True if the process that starts this router's workers is starting or restarting one."""
 
 
 async def nobody_starts() -> bool:

@@ -60,7 +60,7 @@ ENTRIES_AT_ONCE = 64
 
 
 class RedisDirectory:
-    """Polls Redis beside the fleet. Owns the Redis client."""
+    """Polls Redis for the fleet. Owns the Redis client."""
 
     def __init__(self, redis: Redis, where: str, namespace: str, held: KvEventSink, key: DeploymentKey) -> None:
         """where: the server's name for the log. held: receives the workers' blocks. key: verifies records."""

@@ -163,7 +163,7 @@ class RemoteWorker:
         return self.identity.num_blocks // self.identity.layout.num_groups
 
     def num_sequence_tokens(self, num_tokens: int, num_encoder_tokens: int) -> int:
-        """Tokens of a prompt behind the positions of an encoder, which are padded to a full block."""
+        """Tokens of a prompt after the positions of an encoder, which are padded to a full block."""
         block_size = self.identity.layout.block_size
         return -(-num_encoder_tokens // block_size) * block_size + num_tokens
 

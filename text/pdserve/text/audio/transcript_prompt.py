@@ -1,4 +1,4 @@
-"""`TranscriptPrompt`: the tokens with which a decoder begins to write what is said, as a model's `generation_config.json` says."""
+"""`TranscriptPrompt`: the tokens with which a decoder begins a transcript, by a model's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TranscriptPrompt:
     languages: Mapping[str, int]
     """Tokens of languages, by a code such as `en`; empty for a model of one language."""
     tasks: Mapping[str, int]
-    """Empty for a model of one language, which transcribes alone."""
+    """Empty for a model of one language, which can only transcribe."""
     no_timestamps: int | None
     previous: int | None
     """Begins a text that precedes the sound."""

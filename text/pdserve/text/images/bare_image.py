@@ -95,7 +95,7 @@ def _jpeg(data: bytes) -> BareImage:
         raise _too_many("segments")
     if size is None:
         raise NoImage("it has no frame")
-    # within a scan 0xFF precedes 0 or the number of a restart alone
+    # within a scan 0xFF precedes only 0 or the number of a restart
     last = data.find(bytes((0xFF, _END_OF_IMAGE)), place)
     last = len(data) if last < 0 else last + 2
     num_scans = data.count(bytes((0xFF, _START_OF_SCAN)), place, last)

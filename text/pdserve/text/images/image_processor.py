@@ -125,7 +125,7 @@ def _pillow_image(image: object, where: str, field: str) -> Image:
 
 
 def _upright(file: OpenedImage, where: str, field: str) -> Image:
-    """The image of a file, turned as its EXIF data say. Raises: InvalidRequest."""
+    """The image of a file, rotated by its EXIF data. Raises: InvalidRequest."""
     from PIL.Image import Transpose
 
     turn = {

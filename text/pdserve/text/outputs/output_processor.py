@@ -91,7 +91,7 @@ class RequestState:
             and first_position == len(ledger)
             and token_ids
         ):
-            # new tokens alone, as most outputs
+            # only new tokens, as in most outputs
             if text := self._detokenizer.add(token_ids):
                 self._texts.append(text)
             ledger.extend(token_ids)

@@ -49,7 +49,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
 
 class RequestMetadata(msgspec.Struct, kw_only=True):
-    """Facts about a request beside its text."""
+    """Facts about a request other than its text."""
 
     cached_tokens: int | None
     """Prompt tokens that needed no computing."""

@@ -57,7 +57,7 @@ class JsonCall:
         self._escaped = False
         self._is_key = False
         self._is_bare = False
-        """True if the text is that of the arguments alone, and the call ends with it."""
+        """True if the text is only the arguments, and the call ends with it."""
         self._arguments: list[str] | None = None
         """Pieces that have not been taken; None before the arguments begin."""
 

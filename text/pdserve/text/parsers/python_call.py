@@ -160,7 +160,7 @@ class PythonCall:
 
     def _close(self, char: str) -> bool:
         self._emit("}" if char == "}" else "]")
-        # a comma before the bracket is allowed in Python alone
+        # a comma before the bracket is allowed only in Python
         self._separator, self._open, self._expect = "", self._open[:-1], _Expect.COMMA
         return True
 

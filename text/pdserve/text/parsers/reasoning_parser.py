@@ -39,7 +39,7 @@ class _State(enum.Enum):
 class ReasoningParser:
     """Parses the text of one answer; the joined deltas do not depend on how the text is cut into pieces.
 
-    Reasoning is at the beginning of an answer alone: tags further on are text. White space around it is dropped. Reasoning whose
+    Reasoning is only at the beginning of an answer: tags further on are text. White space around it is dropped. Reasoning whose
     tag is never closed lasts to the end.
     """
 

@@ -1,4 +1,4 @@
-"""Chat messages to prompt text, by the model's own Jinja template in a sandbox."""
+"""`ChatTemplate`: turns chat messages into a prompt's text by the model's own Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ _MAX_DEPTH = 64
 _MARK_BYTES = 16
 """Random bytes that mark the end of a message; no client can know them."""
 _REASON_CHARS = 120
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""The place of an object in memory, as Python writes it."""
 """Characters of a template's error that are shown; the error may repeat the messages."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""The address of an object in memory, as Python writes it."""
 
 
 class ChatTemplate:
     """One compiled template. Rendering is safe from any thread, and limited in time and memory (`template_budget.py`).
 
     Source: the environment (whitespace control, filters, globals, `generation` blocks) is that of transformers'
-    `apply_chat_template`, so that a model's template gives the text the model was trained on.
+    `apply_chat_template`, so that a model's template gives the text that the model was trained on.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], origin: str, name: str = "the model's chat template"
     ) -> None:
-        """special_tokens: variables such as `bos_token`. origin: the file, for messages. name: for clients.
+        """special_tokens: variables such as `bos_token`. origin: the template's file, for operators' messages. name: the template's
+        name in messages to clients.
 
-        Raises: ConfigError when the template does not compile.
+        Raises: ConfigError if the template does not compile.
         """
         self._name = name
         self._special_tokens = dict(special_tokens)
@@ -55,7 +56,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: chat template, line {error.lineno}: {error.message!s:.300}") from error
         except Exception as error:
-            # jinja2 translates the template to Python and compiles that; an expression may nest too deeply for either step
+            # jinja2 translates the template to Python and compiles it; an expression may nest too deeply for either step
             kind = type(error).__name__
             raise ConfigError(f"{origin}: the chat template does not compile: {kind}: {error!s:.200}") from error
 
@@ -72,7 +73,7 @@ class ChatTemplate:
         """The prompt's text.
 
         continue_final_message: end the text with the content of the last message, which the model then continues.
-        tools: as in OpenAI's API; for a template without tools they are written into the system message.
+        tools: as in OpenAI's API; they are written into the system message if the template does not use tools.
         variables: the client's variables for this template, such as `enable_thinking`.
         hide: applied to every string of the client before it reaches the template.
         Raises: InvalidRequest if the messages are malformed, the template refuses them, or rendering exceeds its budget.
@@ -95,7 +96,7 @@ class ChatTemplate:
         given = {
             "documents": None,
             **named,
-            # set after the client's variables, so that these cannot be replaced
+            # set after the client's variables, so that a client cannot replace them
             **self._special_tokens,
             "messages": plain if self._knows_tools else as_plain_text(plain, tools),
             "tools": tools,
@@ -143,10 +144,10 @@ def _until_mark(text: str, mark: str) -> str:
 def plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     """One message in plain JSON types, its content flattened to one string, as text-only templates expect.
 
-    Text parts are joined by newlines (as vLLM does); absent content becomes empty. A field that is null is dropped, since clients
-    return messages of answers with all of their fields. Others pass through. A message with images (`chat_images.py`) remains a
-    list of parts.
-    Raises: InvalidRequest naming the part type that is not text, or the malformed field.
+    Text parts are joined by newlines (as vLLM does); absent content becomes empty. A null field is dropped, since clients send back
+    the messages of answers with all of their fields. Other fields pass through. The content of a message with images
+    (`chat_images.py`) remains a list of parts.
+    Raises: InvalidRequest naming a part's type that is not text, or a malformed field.
     """
     where = f"{FIELD}[{place}]"
     if not isinstance(message, Mapping):
@@ -194,7 +195,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of exact JSON types, without subclasses: the sandbox cannot check the methods of other types."""
+    """A copy in exact JSON types, without subclasses, because the sandbox cannot check the methods of other types."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth >= _MAX_DEPTH:

@@ -1,10 +1,10 @@
 """`LiteralSpecials`: encodes special tokens in a client's messages as plain text.
 
-A tokenizer recognises `<|im_end|>` anywhere in a text, so a client that writes a part of a message could end it and begin another
-in another role. Each special token in a client's text is replaced by a number before the chat template is rendered, and the number
-is encoded as the special token's plain text afterwards. Templates may still trim, compare and cut messages, and special tokens of
-the template remain special. A prefix of a special token at the end of a text is replaced, too, because the next text might complete
-it.
+A tokenizer recognises `<|im_end|>` anywhere in a text, so a client could write it in a message to end that message and begin one
+in another role. Each special token in a client's text is therefore replaced by a number before the chat template is rendered, and
+the number is encoded afterwards as the special token's plain text. Templates may still trim, compare and cut messages, and special
+tokens of the template remain special. A prefix of a special token at the end of a text is replaced, too, because the next text
+might complete it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 _NONCE_DIGITS = 30
-"""Digits of the random number; a client cannot guess 30. Filters for JSON, case and white space leave digits unchanged."""
+"""Digits of the random number, too many for a client to guess. Filters for JSON, case and white space leave digits unchanged."""
 _PLACE_DIGITS = 6
 
 
@@ -25,10 +25,10 @@ class LiteralSpecials:
     """The special tokens of one tokenizer. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend) -> None:
-        """backend: is only read."""
+        """backend: the tokenizer, which is not changed."""
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special} - {""}
         self._wholes = re.compile(_pattern(special)) if special else None
-        # a special token of letters and digits alone is also an ordinary word, such as a role
+        # a prefix of only letters and digits may be an ordinary word, such as a role
         self._beginnings = {one[:end] for one in special for end in range(1, len(one)) if not one[:end].isalnum()}
         self._plain = Backend.from_str(backend.to_str())
         self._plain.encode_special_tokens = True
@@ -38,7 +38,7 @@ class LiteralSpecials:
         return LiteralsOfPrompt(self)
 
     def hide(self, text: str, mark: Callable[[str], str]) -> str:
-        """The text with each special token replaced by `mark(token)`, also a prefix of one at the text's end."""
+        """The text with each special token, and a prefix of one at the text's end, replaced by `mark` of it."""
         if self._wholes is None:
             return text
         text = self._wholes.sub(lambda match: mark(match[0]), text)
@@ -76,7 +76,7 @@ class LiteralsOfPrompt:
         return "".join(text for text, _ in self._parts(rendered))
 
     def encode(self, rendered: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of the rendered text. encode: encodes the template's text, with special tokens."""
+        """Token ids of the rendered text. encode: encodes the template's text and recognises special tokens."""
         ids: list[int] = []
         for text, is_literal in self._parts(rendered):
             if text:
@@ -84,7 +84,7 @@ class LiteralsOfPrompt:
         return ids
 
     def _parts(self, rendered: str) -> Iterator[tuple[str, bool]]:
-        """Pieces of the text in order, each with True for a client's special token."""
+        """Pieces of the text in order, each with True if it is a client's special token."""
         for place, piece in enumerate(self._marks.split(rendered)):
             yield (self._hidden[int(piece)], True) if place % 2 else (piece, False)
 

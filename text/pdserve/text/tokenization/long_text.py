@@ -1,8 +1,8 @@
 """`LongText`: tokenizes a long text in parts, so that memory is proportional to a part and not to the text.
 
 The library temporarily takes 150 to 350 bytes of memory per byte of a text: offsets, spellings, alignments. Byte-level BPE (GPT-2,
-Llama 3, Qwen) first splits a text into words by a regular expression that looks ahead by one character and never back. From the
-beginning of any word on, a text is therefore tokenized as if that word were its beginning.
+Llama 3, Qwen) first splits a text into words by a regular expression that looks ahead by one character and never back. A text can
+therefore be cut before any word: the rest is tokenized as if it were a text of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PART_BYTES = 1 << 16
 MAX_WORD_BYTES = 1 << 17
 """Largest run of text that the tokenizer does not split; its tokens depend on each other."""
 _LOOK_AHEAD_BYTES = 64
-"""More than any known regular expression looks ahead, plus the beginning of one word."""
+"""More bytes than any known regular expression looks ahead, plus the beginning of one word."""
 _LOOKS_BACK = ("(?<", r"\b", r"\B", r"\A", r"\G", r"\K")
 _SAMPLE = "It's  12345 words,\n\n über-naïve 你好。世界 <b>'re</b>\t x_y  \r\n 🙂🙂  end \u0301a"
 
@@ -32,7 +32,7 @@ class LongText:
     """Tokenizes as `Tokenizer.encode` of the library does, without special tokens around the text. Safe from any thread."""
 
     def __init__(self, backend: Backend, *, normalizes: bool) -> None:
-        """Use `of`."""
+        """Call `of` instead, which checks the tokenizer."""
         self._backend = backend
         self._normalizes = normalizes
         added = backend.get_added_tokens_decoder()
@@ -41,13 +41,13 @@ class LongText:
         self._num_bytes = [num_bytes.get(token_id, 0) for token_id in range(max(num_bytes) + 1)]
         longest = max((len(token.content.encode()) for token in added.values()), default=0)
         self._margin_bytes = longest + _LOOK_AHEAD_BYTES
-        # the library looks for these before it normalizes the text between them
+        # the library splits off these tokens before it normalizes the text between them
         contents = sorted((token.content for token in added.values() if not token.normalized), key=len, reverse=True)
         self._kept = re.compile(f"({'|'.join(map(re.escape, contents))})") if contents else None
 
     @classmethod
     def of(cls, backend: Backend, pre_tokenizer: Any, normalizer: Any) -> LongText | None:
-        """None for a tokenizer whose words may depend on the text before them.
+        """The tokenizer's `LongText`; None if its words may depend on the text before them.
 
         pre_tokenizer, normalizer: objects of tokenizer.json.
         """
@@ -71,14 +71,13 @@ class LongText:
     def encode(self, text: str, field: str, count: Callable[[int], None]) -> list[int]:
         """The text's token ids. Holds no GIL while the library works.
 
-        field: the client's name of the text. count: called with the number of tokens so far after each part but the last; may
-        raise. Raises: InvalidRequest for a run that cannot be split and is longer than a limit between half of `MAX_WORD_BYTES` and
-        `MAX_WORD_BYTES`.
+        field: the client's name of the text. count: gets the number of tokens so far after each part but the last; may raise.
+        Raises: InvalidRequest for an unsplittable run that exceeds a limit between half of `MAX_WORD_BYTES` and `MAX_WORD_BYTES`.
         """
         return self._encode(self._normalized(text), field, count, PART_BYTES)
 
     def _normalized(self, text: str) -> str:
-        """Normalize as the library does. A part of a normalized text is normalized, too."""
+        """Normalize as the library does. Each part of the result is normalized, too."""
         if not self._normalizes or unicodedata.is_normalized("NFC", text):
             return text
         between = self._kept.split(text) if self._kept is not None else [text]
@@ -118,9 +117,9 @@ class LongText:
         return encoding.ids, encoding.word_ids
 
     def _cut(self, ids: list[int], words: list[int | None], num_bytes: int) -> tuple[int, int]:
-        """(tokens at the beginning of a part that are final whatever text follows, their bytes); 0 if there are none.
+        """(number of leading tokens of a part that no following text can change, their bytes); both 0 if there are none.
 
-        num_bytes: length of the part.
+        num_bytes: bytes of the part.
         """
         dropped = 0
         for place in range(len(ids) - 1, 0, -1):
@@ -149,7 +148,7 @@ def _splits_ahead(pre_tokenizer: Any) -> bool:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") is not False:
         return False
     if last.get("use_regex", True):
-        # GPT-2's regular expression, alone or after a step that separates digits
+        # GPT-2's regular expression, by itself or after a step that separates digits
         return all(step.get("type") == "Digits" and step.get("individual_digits") for step in before)
     return len(before) == 1 and _isolates_ahead(before[0])
 

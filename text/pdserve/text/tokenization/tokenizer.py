@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, *, parse_special: bool = True) -> Tokenizer:
-        """Read tokenizer.json and the JSON files beside it.
+        """Read tokenizer.json and the JSON files next to it.
 
         parse_special: False encodes special tokens in clients' chat messages as plain text.
         Raises: ConfigError naming the missing or invalid folder or file.
@@ -281,7 +281,7 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """The prompt's text and token ids. options: of `apply_chat_template`.
 
-        add_special_tokens: add special tokens beside those of the template. verify: called with the text before it is tokenized.
+        add_special_tokens: add special tokens to those of the template. verify: called with the text before it is tokenized.
         count: as in `encode`. Without `parse_special`, special tokens in the client's texts are encoded as plain text. Raises:
         InvalidRequest.
         """
@@ -385,5 +385,5 @@ def _checked_token_bytes(backend: Backend, decoder: Any, special_token_ids: froz
         text = detokenizer.add(token_ids) + detokenizer.flush()
         return text == backend.decode(token_ids, skip_special_tokens=False)
 
-    # each token alone, as the first of a text, then all together
+    # each token by itself, as the first of a text, then all together
     return token_bytes if all(agrees([token_id]) for token_id in sample) and agrees(sample) else None

@@ -37,7 +37,7 @@ _OTHER_TOKENIZERS = {
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """Parsed JSON files beside tokenizer.json; a missing file is an empty object."""
+    """Parsed JSON files next to tokenizer.json; a missing file is an empty object."""
 
     path: Path
     tokenizer_config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""`RankServer`: the transfers of a rank above 0, in its own process, as rank 0 asks for them."""
+"""`RankServer`: carries out rank 0's orders for transfers, in the process of a rank above 0."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from pdserve.worker.ranks.transfer_messages import (
 
 
 class RankServer:
-    """Messages are read in the thread that calls `run`; digests have a thread of their own, so that no read waits for them."""
+    """Handles messages in the thread that calls `run`, and digests in another thread, so that no read waits for them."""
 
     def __init__(self, rank_0: socket.socket, connectors: ConnectorSet) -> None:
-        """connectors: this rank's, which serve its pool."""
+        """connectors: serve this rank's pool."""
         self._rank_0 = rank_0
         self._connectors = connectors
         self._sending = threading.Lock()
@@ -48,7 +48,7 @@ class RankServer:
         self._digesting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-digests")
 
     def run(self) -> None:
-        """Until rank 0 closes the socket; then all reads and grants are ended."""
+        """Serve until rank 0 closes the socket; then end all reads and grants."""
         names = self._connectors.names
         self.tell(RankServes({name: self._connectors.metadata(name) for name in names}))
         try:
@@ -59,7 +59,7 @@ class RankServer:
             self._connectors.close()
 
     def tell(self, message: FromRank) -> None:
-        """Send a message, from any thread; without effect after the end of rank 0."""
+        """Send a message, from any thread; no effect if rank 0 has ended."""
         with self._sending, contextlib.suppress(OSError):
             send_frame(self._rank_0, encode(message))
 

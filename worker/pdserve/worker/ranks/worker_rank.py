@@ -1,6 +1,6 @@
-"""The process of a worker's rank above 0: it computes its part of each step, and moves its part of the KV blocks.
+"""The process of a worker's rank above 0, which computes its part of each step and moves its part of the KV blocks.
 
-Usage, by `RankProcesses` alone: python -m pdserve.worker.ranks.worker_rank DESCRIPTOR
+Usage, only by `RankProcesses`: python -m pdserve.worker.ranks.worker_rank DESCRIPTOR
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ log = logging.getLogger(__name__)
 
 
 def rank_settings(start: StartRank) -> WorkerSettings:
-    """The settings with the role, whose certificates are used, and with the rank's data port, if that is fixed."""
+    """The worker's settings in the class of its role, which determines the certificates, and with the rank's data port if that is
+    fixed."""
     kind = PrefillSettings if start.section == PrefillSettings.section else DecodeSettings
     fields = {name: getattr(start.settings, name) for name in WorkerSettings.__struct_fields__}
     return kind(**fields | {"data_port": start.settings.data_port and start.settings.data_port + start.rank})
 
 
 def move_blocks(transfers: socket.socket, start: StartRank, model: LoadedModel) -> None:
-    """Serve and read blocks of this rank's pool, in threads. Raises: ConfigError."""
+    """Start the threads that serve this rank's blocks and read into them. Raises: ConfigError."""
     share_interpreter()
     settings = rank_settings(start)
     tls = settings.tls()
@@ -50,7 +51,7 @@ def _run(server: RankServer) -> None:
     try:
         server.run()
     except Exception:
-        # rank 0 notices the end of this process, and ends the worker
+        # when this process ends, rank 0 ends the worker
         log.exception("the transfers of a rank failed")
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Values between a worker and the transfers of its engine, which may be in another process."""
+"""Values exchanged between a worker and the transfers of its engine, which may run in another process."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class TransferCounts(msgspec.Struct, frozen=True, array_like=True):
     num_expected: int = 0
     """Transfers as source that have not ended."""
     num_pinned: int = 0
-    """Blocks that sources hold for their receivers."""
+    """Blocks that transfers as source keep for their receivers."""
     num_fallbacks: int = 0
-    """Transfers that went on over another connector, since start."""
+    """Transfers since start that continued over another connector."""
     is_quarantine_full: bool = False
-    """True if so much of the pool waits for abandoned reads that nothing new is received."""
+    """True if abandoned reads have blocked so much of the pool for so long that the worker receives no further blocks."""
     num_ended: Mapping[tuple[str, str], int] = {}
     """Transfers since start by (role, outcome)."""
 
 
 class Receiving(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The transfer of a request's blocks goes on, or waits for its source: `TransferProgress`."""
+    """The transfer of a request's blocks makes progress, or waits for its source; see `TransferProgress`."""
 
     awaits_source: bool
 
@@ -66,7 +66,7 @@ TransferNews = Receiving | BlocksLanded | SourceEnded
 
 
 class ReceivedBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """The transfer that delivered a request's blocks, at the request's end."""
+    """State at the request's end of the transfer that delivered its blocks."""
 
     connector_name: str
     """The last connector; empty if no source has accepted."""
@@ -82,12 +82,12 @@ class ReceivedBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 def typed(value: Any, kind: type[T]) -> T:
-    """A value of the transfer side, whichever process it is from."""
+    """The value as `kind`; values from another process are converted."""
     return value if isinstance(value, kind) else msgspec.convert(value, kind)
 
 
 def news_of(event: Any) -> TransferNews:
-    """`TransferEvent.event`, whichever process it is from."""
+    """`TransferEvent.event` as one of its types; events from another process are converted."""
     if isinstance(event, Receiving | BlocksLanded | SourceEnded):
         return event
     news: TransferNews = msgspec.convert(event, TransferNews)

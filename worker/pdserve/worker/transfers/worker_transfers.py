@@ -60,7 +60,7 @@ class WorkerTransfers:
     manager: KvTransferManager
     """From `begin_transfers` on."""
     source_transfers: SourceTransfers
-    """Likewise."""
+    """From `begin_transfers` on."""
     _side: EngineSide
     _identity: PeerId
 

@@ -33,7 +33,7 @@ def prefilling_locally_event() -> decode_pb2.DecodeEvent:
 
 
 def output_events(output: EngineCoreOutput, names: Mapping[str, tuple[str, ...]]) -> Iterator[decode_pb2.DecodeEvent]:
-    """The `Outputs` message of one output of the engine, after the prompt's log-probabilities. names: see `outputs_to_wire`."""
+    """The prompt's log-probabilities, then the `Outputs` message, of one output of the engine. names: see `outputs_to_wire`."""
     for piece in prompt_logprobs_to_wire(output.prompt_logprobs, output.first_prompt_position):
         yield decode_pb2.DecodeEvent(prompt_logprobs=piece)
     yield outputs_event(output, names)

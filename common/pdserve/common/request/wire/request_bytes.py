@@ -131,7 +131,7 @@ def _verify_sampling_entries(parts: Parts, vocab_size: int | None) -> None:
 
 
 def num_entries(part: bytes | msgspec.Raw | None) -> int:
-    """Entries of an encoded array or map, by its header alone; 0 for anything else."""
+    """Entries of an encoded array or map, read only from its header; 0 for anything else."""
     data = memoryview(part or b"")
     first = data[0] if data else 0
     if 0x80 <= first <= 0x9F:

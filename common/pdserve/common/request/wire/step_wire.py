@@ -69,7 +69,7 @@ class StepTokens(NamedTuple):
 
 
 class StepEvent(NamedTuple):
-    """An event of a call other than new tokens alone."""
+    """An event of a call that is more than new tokens."""
 
     key: int
     message: bytes = b""

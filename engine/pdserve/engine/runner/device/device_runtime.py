@@ -1,4 +1,4 @@
-"""`DeviceRuntime`: what the runner needs of a device beside tensors: events, and memory that a copy does not wait for."""
+"""`DeviceRuntime`: what the runner needs of a device in addition to tensors: events, and memory that a copy does not wait for."""
 
 from __future__ import annotations
 

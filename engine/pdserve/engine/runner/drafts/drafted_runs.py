@@ -20,7 +20,7 @@ from pdserve.engine.speculation.confirmed_runs import NO_DRAFT, confirmed_length
 
 
 def without_late_masks(plan: SampledPlan, grammar: GrammarOutput) -> SampledPlan:
-    """The plan in which no run goes on behind its last position that has a mask, for rows with a grammar."""
+    """The plan in which no run goes on after its last position that has a mask, for rows with a grammar."""
     if plan.runs is None:
         return plan
     num_masks = Counter(grammar.structured_output_request_ids)

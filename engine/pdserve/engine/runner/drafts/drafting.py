@@ -1,4 +1,4 @@
-"""`Drafting`: asks the drafter for the drafts of the next step."""
+"""`Drafting`: gets the drafts of the next step from the drafter."""
 
 from __future__ import annotations
 

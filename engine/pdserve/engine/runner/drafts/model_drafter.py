@@ -1,9 +1,9 @@
-"""`ModelDrafter`: drafts what a smaller model of the same vocabulary says.
+"""`ModelDrafter`: drafts the tokens that a smaller model of the same vocabulary predicts.
 
 The model samples with the noise and the parameters of the sequence itself, without its rules, so that at any temperature a draft is
-right wherever both models would say the same. Its keys and values depend on tokens alone: a row's are kept as far as the tokens for
-which they were computed are those of its sequence. So nothing is to be done when a sequence leaves the batch or comes back into
-another row, or when drafts were wrong; what is missing is computed, with at most `max_num_tokens` tokens per step.
+right wherever both models predict the same token. Its keys and values depend only on tokens: a row keeps those whose tokens are
+still its sequence's. So nothing is to be done when a sequence leaves the batch or comes back into another row, or when drafts were
+wrong; missing keys and values are computed, with at most `max_num_tokens` tokens per step.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ModelDrafter:
         return hidden
 
     def _sample(self, hidden: Tensor, rows: IntArray, number: int, wanted: DraftRows) -> Tensor:
-        """`[R]` tokens behind `number` drafts, on the device; hidden `[R, H]`."""
+        """`[R]` tokens after `number` drafts, on the device; hidden `[R, H]`."""
         logits = self._model.compute_logits(hidden)
         metadata: SamplingMetadata = wanted.parameters(rows, number)
         packed_rows = None

@@ -1,1 +1,1 @@
-"""Encoders in the model runner: of images, and of prompts beside a decoder."""
+"""Encoders in the model runner: of images, and of prompts for a decoder."""

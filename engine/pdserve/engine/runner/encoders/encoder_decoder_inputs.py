@@ -40,7 +40,7 @@ class EncoderDecoderInputs:
     def of_model(
         cls, config: EngineConfig, model: DecoderModel, batch: InputBatch, kv_cache: Tensor
     ) -> EncoderDecoderInputs | None:
-        """None for a decoder alone. Raises: AttentionBackendError."""
+        """None for a model without an encoder. Raises: AttentionBackendError."""
         dimensions = getattr(model, "config", None)
         if not isinstance(dimensions, EncoderDecoderConfig):
             return None
@@ -101,7 +101,7 @@ class EncoderDecoderInputs:
             block_tables=table.part(rows, first_blocks, seq_lens),
             device=self._device,
         )
-        # decode rows stay at their places; those that began in this step come behind them
+        # decode rows stay at their places; those that began in this step come after them
         began = np.flatnonzero((counts == 1) & (step.counts[places] > 1))
         if new_tails is not None:
             new_tails = torch.cat((new_tails, self._placed(began)))
@@ -177,6 +177,6 @@ class _StepRows:
 
 
 def _runs(values: IntArray, firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Each value `counts` times, and beside it the numbers from its first on."""
+    """(each of `values`, repeated by its count; for each copy its `firsts` plus 0, 1, ...)."""
     starts = np.cumsum(counts) - counts
     return np.repeat(values, counts), np.arange(int(counts.sum())) - np.repeat(starts - firsts, counts)

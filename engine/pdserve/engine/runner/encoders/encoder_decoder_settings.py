@@ -33,7 +33,7 @@ def verify_encoder_decoder(settings: WorkerSettings, config: ModelConfig) -> Non
 
 
 def encoder_decoder_prompts(config: ModelConfig, max_model_len: int) -> EncoderDecoderPrompts | None:
-    """None for a decoder alone. Raises: ConfigError for a length without room for a token."""
+    """None for a model without an encoder. Raises: ConfigError for a length without room for a token."""
     if not isinstance(config, EncoderDecoderConfig):
         return None
     if config.audio is not None and max_model_len < _MIN_AUDIO_LEN:

@@ -36,7 +36,7 @@ def image_encoder(
 
 
 def encoder_bytes(folder: Path, settings: WorkerSettings, config: ModelConfig) -> int:
-    """Bytes beside the weights that images take: the encoder's cache, and what encoding the largest image needs, an estimate.
+    """Bytes that images take without the weights: the encoder's cache, and an estimate of what encoding the largest image needs.
 
     0 for a model without images. Raises: ConfigError.
     """
@@ -47,7 +47,7 @@ def encoder_bytes(folder: Path, settings: WorkerSettings, config: ModelConfig) -
     cached = encoder.encoder_cache_size * (1 + vision.num_deepstack) * config.hidden_size * size
     pixels = 3 * vision.temporal_patch_size * vision.patch_size**2 * _FLOAT_BYTES
     hidden, inner = (int(vision.values[name]) for name in ("hidden_size", "intermediate_size"))
-    # beside the residual and its norm: queries, keys and values with their rotation in float32, or the MLP's products
+    # in addition to the residual and its norm: queries, keys and values with their rotation in float32, or the MLP's products
     attention, mlp = 3 * hidden * size + 4 * hidden * _FLOAT_BYTES, 3 * inner * size
     of_patch = _PIXEL_COPIES * pixels + 2 * hidden * size + max(attention, mlp)
     return cached + encoder.max_image_tokens * vision.merge_size**2 * of_patch

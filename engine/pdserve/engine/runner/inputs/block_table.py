@@ -34,7 +34,7 @@ class BlockTable:
             self._changes.append((row * self._block_ids.shape[1] + first, block_ids))
 
     def truncate(self, row: int, num_tokens: int) -> None:
-        """Drop the blocks behind those of a row's first `num_tokens` tokens."""
+        """Drop the blocks after those of a row's first `num_tokens` tokens."""
         self._num_blocks[row] = min(self._num_blocks[row], -(-num_tokens // self._block_size))
 
     def keep_changes(self) -> None:

@@ -59,7 +59,7 @@ class InputBatch:
         self.num_pending = 0
         """Rows of which `is_pending` may be True."""
         self.num_drafts = np.zeros(rows, dtype=np.int64)
-        """Drafts that stand in `token_ids` behind the row's known tokens."""
+        """Number of drafts in `token_ids` after the row's known tokens."""
         self.num_speculative = np.zeros(rows, dtype=np.int64)
         """Tokens to draft for the row after a step, at most."""
         self._block_size = config.block_size
@@ -184,14 +184,14 @@ class InputBatch:
         self.num_sequences[rows] = 1
 
     def put_drafts(self, req_id: str, token_ids: list[int]) -> None:
-        """Put drafts behind a row's known tokens; `append_run` follows."""
+        """Put drafts after a row's known tokens; `append_run` follows."""
         row = self.rows[req_id]
         end = self.num_tokens[row]
         self.token_ids[row, end : end + len(token_ids)] = token_ids
         self.num_drafts[row] = len(token_ids)
 
     def append_run(self, row: int, token_ids: list[int]) -> None:
-        """Append the tokens of a step with drafts, and drop the blocks behind them. token_ids: none if the step is repeated."""
+        """Append the tokens of a step with drafts, and drop the blocks after them. token_ids: none if the step is repeated."""
         end = self.num_tokens[row]
         self.token_ids[row, end : end + len(token_ids)] = token_ids
         self.num_tokens[row] += len(token_ids)

@@ -1,7 +1,7 @@
 """`MropePositions`: rotary positions of sequences with images, which have three axes: time, height and width.
 
 A text token has one position on all axes. An image's tokens have the position after the text before it, plus their row and column;
-the text after it continues behind the longer side. So an output token's position is its place plus a constant, the sequence's
+the text after it continues after the longer side. So an output token's position is its place plus a constant, the sequence's
 `mrope_position_delta`.
 """
 

@@ -27,7 +27,7 @@ class DraftedRuns:
     offsets: IntArray
     """`[C]`: number of drafts before each position."""
     drafts: IntArray
-    """`[C]`: the draft behind each position, `NO_DRAFT` for none."""
+    """`[C]`: the draft after each position, `NO_DRAFT` for none."""
 
     @classmethod
     def of(cls, batch: InputBatch, sampled: IntArray) -> DraftedRuns:
@@ -48,7 +48,7 @@ class DraftedRuns:
 
 @dataclass(frozen=True, slots=True)
 class SampledPlan:
-    """The rows whose last known token a step computes: a token is sampled for each of their sequences, and behind each of their
+    """The rows whose last known token a step computes: a token is sampled for each of their sequences, and after each of their
     drafts."""
 
     rows: IntArray
@@ -63,7 +63,7 @@ class SampledPlan:
     metadata: SamplingMetadata
     """Parameters and rules of the N tokens; without rules if `is_pending`."""
     is_pending: bool
-    """True if the host does not know the tokens before, on which rules depend."""
+    """True if the host does not have the preceding tokens, on which rules depend."""
     runs: DraftedRuns | None = None
     """None: no row has drafts."""
 

@@ -49,7 +49,7 @@ class StepInputs:
     """None if no row is sampled."""
 
     def output_rows(self) -> Tensor | None:
-        """`[N]`: the tokens behind which the step samples; None: behind each."""
+        """`[N]`: the tokens after which the step samples; None: after each."""
         if self.sampled is None:
             return self.token_ids.new_empty(0)
         ends = self.sampled.ends

@@ -80,7 +80,7 @@ class LoadedModel:
     encoder: EncoderConfig | None = None
     """None for a model without images."""
     encoder_decoder: EncoderDecoderPrompts | None = None
-    """None for a decoder alone."""
+    """None for a model without an encoder."""
     token_texts: TokenTexts | None = None
     """None without a tokenizer, and on ranks above 0."""
 
@@ -152,7 +152,7 @@ class LoadedModel:
         max_model_len, step_tokens = self.max_model_len, settings.step_tokens
         if self.encoder_decoder is not None:
             max_model_len = self.encoder_decoder.max_sequence_len(settings.block_size)
-            # the longest prompt or sound is encoded in one step, beside a token of each running sequence
+            # the longest prompt or sound is encoded in one step, with a token of each running sequence
             step_tokens = max(step_tokens, max_model_len - self.max_model_len + settings.max_num_seqs)
         return EngineConfig(
             block_size=settings.block_size,

@@ -1,4 +1,4 @@
-"""`allocating`: memory that a setting asks for, or one sentence with what fits."""
+"""`allocating`: allocates the memory of a setting, or fails with a sentence that says how much fits."""
 
 from __future__ import annotations
 

@@ -38,16 +38,16 @@ class MemoryNeeds:
     step: int
     process: int
     transfers: int
-    """With a GPU: memory beside the pool through which blocks pass, on each side."""
+    """With a GPU: memory outside the pool through which blocks pass, on each side."""
     host_tier: int
     """Main memory for blocks that the pool reuses, of each rank."""
     on_gpu: bool
     ranks: int = 1
     """Processes that share the model on this machine; each has a GPU of its own."""
     draft_model: int = 0
-    """Weights and cache of the model that drafts, which rank 0 alone has."""
+    """Weights and cache of the model that drafts, which only rank 0 has."""
     images: int = 0
-    """Beside the weights: kept outputs of the vision encoder, and what encoding the largest image needs, an estimate."""
+    """In addition to the weights: kept outputs of the vision encoder, and what encoding the largest image needs, an estimate."""
 
     @property
     def host(self) -> int:

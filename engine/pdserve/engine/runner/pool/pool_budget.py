@@ -25,7 +25,7 @@ from pdserve.kernels.sampled_rows import PackedRows, SamplingStages, packed
 from pdserve.models.model_inputs import ModelInputs
 
 GRAPH_BYTES = 4 << 20
-"""A captured graph's own memory, beside that of its tensors: an estimate, no graph has been measured."""
+"""A captured graph's own memory, without that of its tensors: an estimate, no graph has been measured."""
 _TABLE_ENTRY_BYTES = 8
 _MIB = 1 << 20
 
@@ -37,7 +37,7 @@ class DeviceMemory(Protocol):
         """Counts all processes."""
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Bytes that `work` has at once, beside those that are allocated before."""
+        """Bytes that `work` has at once, without those that were allocated before."""
 
 
 class CudaMemory:
@@ -61,7 +61,7 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class LargestSteps:
-    """The steps of a worker that need most memory. They read and write block 0 of the caches alone."""
+    """The steps of a worker that need most memory. They read and write only block 0 of the caches."""
 
     model: DecoderModel
     attention: Sequence[AttentionBackend]

@@ -1,4 +1,4 @@
-"""The size of the KV pool from a worker's settings and a model's dimensions, before either is loaded."""
+"""The size of the KV pool, computed from a worker's settings and a model's dimensions before the model is loaded."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _DYNAMIC = (
 
 
 def with_kv_cache_groups(config: ModelConfig, settings: WorkerSettings) -> ModelConfig:
-    """The configuration with a KV cache group per kind of layer, but for the code of `transformers` and with
-    `disable_hybrid_kv_cache_manager`."""
+    """The configuration with one KV cache group per kind of layer; unchanged with `disable_hybrid_kv_cache_manager` or if the code
+    of `transformers` computes the model."""
     if settings.disable_hybrid_kv_cache_manager or config.implementation:
         return config
     return replace(config, hybrid_kv_cache=True)
 
 
 def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
-    """Blocks of the host-memory tier. block_bytes: of one block. Raises: ConfigError if it holds none."""
+    """Number of blocks in the host-memory tier. block_bytes: bytes of one block. Raises: ConfigError if it holds none."""
     num_slots = (settings.kv_host_mib << 20) // block_bytes
     if num_slots < 1:
         raise ConfigError(f"kv_host_mib is {settings.kv_host_mib}, one block has {block_bytes} bytes")
@@ -34,7 +34,7 @@ def host_slots(settings: WorkerSettings, block_bytes: int) -> int:
 
 
 def pool_setting(settings: WorkerSettings) -> str:
-    """The setting that gives the pool its size, with its value."""
+    """The setting that determines the pool's size, with its value, as text."""
     if settings.num_blocks is not None:
         return f"num_blocks {settings.num_blocks}"
     return f"kv_cache_mib {settings.pool_mib}" if settings.pool_mib is not None else "what is left of the GPU"
@@ -49,13 +49,13 @@ def pool_size(
 ) -> tuple[int, int]:
     """(blocks of the pool, tokens of the longest sequence that pool, model and settings allow).
 
-    groups: KV cache groups. block_bytes: of one block, and of what else there is once per block. left_bytes: of a GPU, where no
-    setting has the pool's size. Raises: ConfigError naming the setting, its value and the limit.
+    groups: KV cache groups. block_bytes: bytes of one block and of everything else that exists once per block. left_bytes: free
+    bytes of a GPU, if no setting determines the pool's size. Raises: ConfigError naming the setting, its value and the limit.
     """
     num_bytes = (settings.pool_mib or 0) << 20 if left_bytes is None else left_bytes
     num_blocks = num_bytes // block_bytes
     if settings.num_blocks is not None:
-        # as much memory as so many blocks of all layers
+        # the memory of `num_blocks` blocks of all layers
         num_blocks = settings.num_blocks * model.num_layers // groups[0].layout.num_layers
     if num_blocks < 2:
         raise ConfigError(f"kv_cache_mib {settings.pool_mib} holds {num_blocks} blocks of {block_bytes} bytes")

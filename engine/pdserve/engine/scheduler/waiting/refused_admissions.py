@@ -14,7 +14,7 @@ class _Refused:
     num_tokens: int
     """Tokens of the sequence when it was refused; a session's next turn has more."""
     num_known: int
-    """Blocks of it that the prefix cache had, also behind one that it had not."""
+    """Its blocks that the prefix cache had, also after one that it did not have."""
     num_remembered: int
     num_forgotten: int
     """The pool's counters."""
@@ -34,7 +34,7 @@ class RefusedAdmissions:
     def add(self, request: Request) -> None:
         """Note that the pool had too few blocks for a sequence that has none.
 
-        No effect where blocks may come from a tier, or are missing behind a window: fewer than its tokens take may do then.
+        No effect where blocks may come from a tier, or are missing outside a window: fewer than its tokens take may do then.
         """
         pool = self._kv.pool
         if pool.tier is None and self._kv.keeps_every_block:

@@ -48,7 +48,7 @@ class Receive:
     request: Request
     order: TransferOrder
     first_index: int
-    """Blocks of lower numbers were in the prefix cache here, are loaded from the host-memory tier, or lie behind the window."""
+    """Blocks of lower numbers were in the prefix cache here, are loaded from the host-memory tier, or are outside the window."""
     num_blocks: int
     """Blocks to receive, the partial last one included."""
     held: set[int]

@@ -156,7 +156,7 @@ class WaitingQueues:
             return Refusal.NO_ENCODER_ROOM
         room = self.room(request, cached, num_tokens, computed)
         if in_host:
-            # what follows the load is computed when that has ended: a group with a window needs room for it alone
+            # what follows the load is computed when that has ended: a group with a window needs room only for it
             num_loaded = cached + len(in_host) * self._config.block_size
             room = self._kv.room(request, num_loaded, num_loaded, in_host.blocks)
         if request.is_unwanted_source and not self._may_run_ahead(request, room, running):

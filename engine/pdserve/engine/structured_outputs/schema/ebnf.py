@@ -1,4 +1,4 @@
-"""`Rules`: the rules of a grammar in xgrammar's EBNF, and the texts that they are made of."""
+"""`Rules`: the rules of a grammar in xgrammar's EBNF, and the expressions that they consist of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TooLarge(Exception):
 
 
 class Rules:
-    """Rules by name. Equal bodies are one rule, so that its masks are computed once."""
+    """Rules by name. Equal bodies share one rule, so that its masks are computed once."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -22,7 +22,7 @@ class Rules:
         self._keyed: dict[Hashable, str] = {}
 
     def add(self, body: str) -> str:
-        """The name of a rule with this body. Raises: TooLarge."""
+        """The name of the rule with this body, which is added if it is new. Raises: TooLarge."""
         name = self._names.get(body)
         if name is None:
             name = self._names[body] = self._reserve()
@@ -37,7 +37,7 @@ class Rules:
         return name
 
     def once(self, key: Hashable, body: Callable[[str], str]) -> str:
-        """The name of the rule with this key; `body` makes its body from its name, the first time. Raises: TooLarge."""
+        """The name of the rule with this key. body: makes a new rule's body from its name. Raises: TooLarge."""
         name = self._keyed.get(key)
         if name is None:
             name = self._keyed[key] = self._reserve()
@@ -49,7 +49,7 @@ class Rules:
         return name
 
     def text(self, root: str) -> str:
-        """The grammar whose text is this expression."""
+        """The grammar with this expression as its root."""
         return "\n".join([f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._bodies.items())])
 
 
@@ -59,12 +59,12 @@ def literal(text: str) -> str:
 
 
 def one_of(ways: Iterable[str]) -> str:
-    """An expression for any of these."""
+    """An expression for any of these alternatives."""
     return " | ".join(ways)
 
 
 def group(ways: Iterable[str]) -> str:
-    """As `one_of`, as a part of a sequence."""
+    """As `one_of`, in parentheses where a sequence needs them."""
     known = list(dict.fromkeys(ways))
     return known[0] if len(known) == 1 else f"({one_of(known)})"
 

@@ -37,8 +37,9 @@ class AttentionConfigs:
     max_registers: int | None = 255
     """See `register_limit`; for decode, and for prefill in float32."""
     prefill_registers: int | None = None
-    """Likewise, for prefill in half precision. A limit where a multiprocessor has shared memory for one program over heads of 128
-    alone: fewer registers per thread would admit no second one; on sm_100 also because windows over heads of 64 would spill."""
+    """The same limit for prefill in half precision. It is set where a multiprocessor has shared memory for only one program over
+    heads of 128, so that fewer registers per thread would admit no second one; on sm_100 also because windows over heads of 64
+    would spill."""
     fused: tuple[str, ...] = ("flash",)
     """Kernels of `fused_attention`, the preferred one first."""
 

@@ -14,14 +14,14 @@ from pdserve.kernels.triton.attention.attention_configs import AttentionConfigs
 
 _LOG2E = math.log2(math.e)
 _SMALLEST_DOT = 16
-"""Rows and columns of the smallest product of a GPU's tensor cores."""
+"""Rows and columns of the smallest matrix product of a GPU's tensor cores."""
 _MASKED_KEYS = 64
-"""Keys of a prefill tile, at most, where heads are padded to a power of two."""
+"""Most keys of a prefill tile where heads are padded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """Sizes of the tiles for one spec over one cache, all powers of two but `group` and `prefill_tokens`."""
+    """Sizes of the tiles for one spec over one cache. All but `group` and `prefill_tokens` are powers of two."""
 
     group: int
     """G"""
@@ -33,7 +33,7 @@ class HeadTile:
     decode_warps: int
     """At least one per 16 rows."""
     prefill_rows: int
-    """Rows of a prefill tile: G per token, and less than G unused ones."""
+    """Rows of a prefill tile: G per token, and fewer than G unused ones."""
     prefill_tokens: int
     """Tokens of a prefill tile."""
     prefill_keys: int
@@ -44,8 +44,8 @@ class HeadTile:
 
 
 def head_tile(spec: AttentionSpec, kv_cache: Tensor, configs: AttentionConfigs) -> HeadTile:
-    """The table's tiles. float32 takes a quarter of the rows and the fewest keys, and padded heads fewer keys, or a tile would not
-    fit the registers."""
+    """The tile sizes of `configs`, reduced where a tile would not fit the registers: float32 gets a quarter of the rows and the
+    fewest keys, padded heads get fewer keys."""
     group = spec.num_heads // spec.num_kv_heads
     head_dim = max(triton.next_power_of_2(spec.head_dim), _SMALLEST_DOT)
     group_rows = max(triton.next_power_of_2(group), _SMALLEST_DOT)

@@ -122,7 +122,7 @@ def decode_attention(
     distance_bias: Tensor | None = None,
     seq_lens: Tensor | None = None,
 ) -> None:
-    """Two launches that depend on B alone.
+    """Two launches that depend only on B.
 
     q `[B, Hq, D]`, rows may be strided; tables `[B, N]` int32; pieces `[>= n, 4]`, count `[1]` and first_piece `[B + 1]` int32, of
     `cut_into_pieces`; part `[>= n * Hq * D]` and lse `[>= n * Hq]` float32, overwritten; sinks `[Hq]`, contiguous, of a spec that

@@ -16,7 +16,7 @@ ALIGNMENT = 128
 def cut_into_pieces(seq_lens: NDArray[np.int64], window: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Pieces of B rows, for `attend_pieces` and `join_pieces`.
 
-    A row is cut by its own length alone, so its result has the same bits whatever rows are beside it. seq_lens `[B]`: 0 for a row
+    A row is cut only by its own length, so its result has the same bits whatever rows are next to it. seq_lens `[B]`: 0 for a row
     without keys; window: keys that a row sees, its own included; None: all -> pieces `[n, 4]`: row, first key, end, place in the
     order of rows; the longest pieces come first, so that short ones fill the end of a launch. `[B + 1]`: row i has places
     `first_piece[i]..first_piece[i + 1] - 1`.

@@ -121,7 +121,7 @@ class StepLists:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlaces:
-    """Places of the parts of a decode list, which depend on the number of rows alone."""
+    """Places of the parts of a decode list, which depend only on the number of rows."""
 
     count: int
     """Number of pieces."""

@@ -29,7 +29,7 @@ class TritonAttentionBackend:
     """Implements `AttentionBackend`. A step of decode rows is capturable: its launches depend on the number of rows only. So is
     one of chunks with `most_chunks`, whose launches depend on that and the number of tokens.
 
-    Lengths are in lists on the device, at addresses that stay. Bytes behind a sequence's end are not read, so none is overwritten.
+    Lengths are in lists on the device, at addresses that stay. Bytes after a sequence's end are not read, so none is overwritten.
     """
 
     is_capturable = True

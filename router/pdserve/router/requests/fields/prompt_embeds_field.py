@@ -24,7 +24,7 @@ def read_embeds(data: bytes, field: str, max_tokens: int) -> EmbedsInput:
 
 
 def read_base64_embeds(text: str, field: str, max_tokens: int) -> EmbedsInput:
-    """Likewise, of base64, whose length is checked before it is decoded."""
+    """The same from base64, whose length is checked before it is decoded."""
     _verify_allowed(field, max_tokens)
     if len(text) > _BASE64_CHARS:
         raise _too_large(f"{len(text)} characters of base64", field)

@@ -1,4 +1,4 @@
-"""`RetryState`: what the next attempt needs to know of earlier attempts at the same sequences."""
+"""`RetryState`: what the next attempt needs from earlier attempts at the same sequences."""
 
 from __future__ import annotations
 
