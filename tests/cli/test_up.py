@@ -39,7 +39,10 @@ from tests.support.waiting import HANG_S, wait_until
         (["up", "--host", "0.0.0.0"], "host is '0.0.0.0', which is not loopback: "),
         (["up", "a", "--model", "b"], "MODEL is 'a' and --model is 'b': give one of them"),
         (["up", "--port", "0", "--grpc-port", "0", "/no/such"], "model '/no/such': no such folder"),
-        (["up", "--served-model-name", " "], "served_model_name has ' ', 1 to 256 printable characters are needed"),
+        (
+            ["up", "--served-model-name", "a\tb"],
+            "served_model_name has 'a\\tb', 1 to 256 printable characters are needed",
+        ),
     ],
 )
 def test_errors_are_one_line_with_status_2(

@@ -41,7 +41,9 @@ REST = logprobs([("b", -3.0), ("z", -0.25), ("y", -2.0)], [("c", -math.inf), ("c
 
 
 def asked(call, full):
-    """As many entries per token as the call asks for."""
+    """As many entries per token as the call asks for; None for a call that asks for none."""
+    if call.request.sampling_params.logprobs is None:
+        return None
     width = 1 + call.request.sampling_params.logprobs
     kept = [place for place in range(len(full.token_ids)) if place % full.width < width]
     return request_pb2.Logprobs(

@@ -56,7 +56,7 @@ async def test_what_decode_reports_to_hold_is_prefilled_there(cluster):
     await ask_until(cluster, LONG, lambda placement: placement["kind"] == "local")
     call = cluster.of("decode").calls[-1]
     assert not call.sent.decode.HasField("source")
-    assert call.request.attempt.local_prefill_tokens == 16
+    assert call.sent.decode.local_prefill_tokens == 16
 
 
 async def ask_until(cluster, prompt, done):
@@ -79,9 +79,9 @@ async def test_decode_says_no_and_prefill_does_it(cluster):
     assert await cluster.text(prompt=LONG) == said(5)
     local, remote = decode.calls[-2:]
     assert not local.sent.decode.HasField("source")
-    assert local.request.attempt.local_prefill_tokens >= len(LONG)
+    assert local.sent.decode.local_prefill_tokens >= len(LONG)
     assert remote.sent.decode.HasField("source")
-    assert not remote.request.attempt.HasField("local_prefill_tokens")
+    assert not remote.sent.decode.HasField("local_prefill_tokens")
     assert [it["kind"] for it in (await placements(cluster))[:2]] == ["remote", "local"]
     assert [it["hint"] for it in (await placements(cluster))[:2]] == ["remote", "any"]
 

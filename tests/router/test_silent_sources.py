@@ -34,7 +34,6 @@ AWAITS, GOES_ON = (
     decode_pb2.DecodeEvent(receiving=decode_pb2.Receiving(awaits_source=awaits)) for awaits in (True, False)
 )
 REST = [decode_outputs(position, said(5)[position], "length" if position == 4 else None) for position in range(1, 5)]
-STEPS = pytest.mark.parametrize("steps", [True, False], ids=["step stream", "own stream"])
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +65,14 @@ def num_calls(cluster: Cluster, role: str) -> int:
 
 
 @pytest.mark.few(1)
-@STEPS
 @pytest.mark.parametrize("asked_first", [True, False], ids=["asked, computed", "computed, asked"])
-async def test_a_source_that_computed_and_publishes_nothing_is_given_up(cluster, steps, asked_first):
+async def test_a_source_that_computed_and_publishes_nothing_is_given_up(cluster, asked_first):
     computed, asked = asyncio.Event(), asyncio.Event()
     wait_p = [lambda w, c: asked.wait(), 0.02] if asked_first else []
     wait_d = [] if asked_first else [lambda w, c: computed.wait(), 0.02]
     prefill = play(PREFILL_ADMITTED, *wait_p, first(), lambda w, c: computed.set(), forever)
     decode = play(ADMITTED, *wait_d, AWAITS, lambda w, c: asked.set(), forever)
-    await two_of_each(cluster, prefill, decode, step_streams=steps)
+    await two_of_each(cluster, prefill, decode)
     assert await cluster.text() == said(5)
     assert num_calls(cluster, "decode") == 2
     await cluster.idle()

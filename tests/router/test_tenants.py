@@ -51,7 +51,7 @@ async def root_of(cluster, name, **fields):
     """The hash root that the workers get for a client's request."""
     before = len(cluster.of("decode").calls)
     assert (await complete(cluster, name, **fields)).status_code == 200
-    return cluster.of("decode").calls[before].request.request.hash_root
+    return cluster.of("decode").calls[before].request.hash_root
 
 
 async def test_tenants_share_no_prefix_and_the_keys_of_one_tenant_do(cluster, tmp_path):
@@ -139,7 +139,7 @@ async def test_priority_outside_of_the_keys_range_is_refused_with_its_field(clus
         before = len(cluster.of("decode").calls)
         response = await complete(cluster, name, priority=priority)
         if response.status_code == 200:
-            return cluster.of("decode").calls[before].request.request.priority
+            return cluster.of("decode").calls[before].request.priority
         return response.json()["error"]["param"]
 
     assert [await sent("alice", value) for value in (0, 1, 2, 5, 6, -1)] == [

@@ -38,9 +38,7 @@ class Known:
         """`running_pair` does."""
 
 
-async def answer(
-    folder: Path, *, steps: bool = True, engine_process: bool = False, **settings: Any
-) -> tuple[dict[str, Any], int]:
+async def answer(folder: Path, *, engine_process: bool = False, **settings: Any) -> tuple[dict[str, Any], int]:
     """(a completion through a router and two workers, transfers that ended at the receiver)"""
     cluster: Any = Cluster(folder, "")
     async with running_pair(
@@ -53,9 +51,7 @@ async def answer(
     ) as pair:
         cluster.workers += [Known("prefill", pair.p), Known("decode", pair.d)]
         try:
-            await cluster.start(
-                prefill=0, decode=0, request_timeout_s=HANG_S, local_prefill="never", step_streams=steps, **settings
-            )  # fmt: skip
+            await cluster.start(prefill=0, decode=0, request_timeout_s=HANG_S, local_prefill="never", **settings)
             body = {"prompt": list(range(3, 83)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             response = await cluster.http.post("/v1/completions", json=body)
         finally:
@@ -65,23 +61,13 @@ async def answer(
         return response.json(), sum(pair.d.engine.transfer_counts.num_ended.values())
 
 
-@pytest.mark.parametrize(
-    ("steps", "engine_process"),
-    [
-        (True, False),
-        pytest.param(False, False, marks=pytest.mark.slow),
-        pytest.param(True, True, marks=pytest.mark.slow),
-    ],
-    ids=["step stream", "own stream", "engine process"],
-)
+@pytest.mark.parametrize("engine_process", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_source_that_publishes_nothing_ends_its_attempts(
-    tiny_checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, steps: bool, engine_process: bool
+    tiny_checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, engine_process: bool
 ) -> None:
     monkeypatch.setattr(SourceTransfer, "settled", lambda *_: None)
     folder = tiny_checkpoints("llama")
-    said, num_ended = await answer(
-        folder, steps=steps, engine_process=engine_process, on_kv_failure="remote", max_attempts=2
-    )
+    said, num_ended = await answer(folder, engine_process=engine_process, on_kv_failure="remote", max_attempts=2)
     assert said["error"]["code"] == "transfer_failed", said
     if not engine_process:
         assert num_ended == 2

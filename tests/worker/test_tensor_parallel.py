@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
+from pdserve.common.errors import PdServeError
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.worker.worker import Worker
@@ -89,7 +89,7 @@ async def test_i6_the_death_of_a_rank_is_its_workers_and_ends_its_transfers(
         os.kill(rank_1_of(victim), signal.SIGKILL)
         async with asyncio.timeout(2 * DEATH_S):
             await victim.engine.died.wait()
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(PdServeError):
             await asked
         await eventually(lambda: not transfers_of(other).manager.num_open, "the other side's transfer ends")
         assert not other.engine.died.is_set()
