@@ -114,8 +114,8 @@ $(SITE)/.installed: deploy/requirements/site.txt deploy/install.py
 	touch $@
 
 family-records: $(VENV)/.dev  ## measure model families whose configuration or transformers changed, and rewrite docs/models.md
-	PYTHONSAFEPATH= $(BIN)/python -m tests.support.family_exactness
-	PYTHONSAFEPATH= $(BIN)/python -m tests.support.any_family_record
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.models.family_exactness
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.models.any_family_record
 	$(BIN)/python -m generated_docs --write
 
 # benchmarks import what lies beside them

@@ -23,9 +23,9 @@ from conditions import conditions, print_conditions
 
 sys.path.append(str(Path(__file__).parents[1]))
 from pdserve.llm import LLM, SamplingParams
-from tests.support.checkpoints import make_checkpoint
-from tests.support.oracle import Oracle
-from tests.support.same_seeds import MIXES, answers, difference, params, prompts
+from tests.support.engine.same_seeds import MIXES, answers, difference, params, prompts
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.oracle import Oracle
 
 VOCAB_SIZE = 16_000
 BATCHES = (1, 16, 64)

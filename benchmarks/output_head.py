@@ -28,7 +28,7 @@ from torch import Tensor
 from pdserve.kernels.cpu.linear import make_linear, make_output_head
 from pdserve.models.decoder import Decoder
 from pdserve.models.loading import load_decoder
-from tests.support.paged_run import PagedRun
+from tests.support.kernels.paged_run import PagedRun
 
 
 def pieces(folder: Path, length: int, positions: int) -> Iterator[list[int]]:

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.support.run_reaper import pytest_configure as pytest_configure
+from tests.support.run.run_reaper import pytest_configure as pytest_configure
 
 if TYPE_CHECKING:
-    from tests.support.fuzz_cases import Fuzzer
-    from tests.support.tls_authority import Authority
+    from tests.support.inputs.fuzz_cases import Fuzzer
+    from tests.support.processes.tls_authority import Authority
 
 pytest_plugins = (
-    "tests.support.chosen_cases",
-    "tests.support.run_report",
-    "tests.support.file_schedule",
+    "tests.support.run.chosen_cases",
+    "tests.support.run.run_report",
+    "tests.support.run.file_schedule",
 )
 
 # a run in the background of a shell ignores it, and so would every process that a test interrupts
@@ -69,7 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoints("qwen2", **options)`: `make_checkpoint` in a folder that the whole session shares; read only."""
-    from tests.support.checkpoints import make_checkpoint
+    from tests.support.models.checkpoints import make_checkpoint
 
     made: dict[str, Path] = {}
 
@@ -85,7 +85,7 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """The CA of this deployment. The whole session shares it: issue from it, and leave its own file as it is."""
-    from tests.support.tls_authority import Authority
+    from tests.support.processes.tls_authority import Authority
 
     return Authority(tmp_path_factory.mktemp("tls") / "ca")
 
@@ -93,7 +93,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="session")
 def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """A CA of others, shared likewise."""
-    from tests.support.tls_authority import Authority
+    from tests.support.processes.tls_authority import Authority
 
     return Authority(tmp_path_factory.mktemp("tls") / "other-ca")
 
@@ -118,7 +118,7 @@ def _drop(record: logging.LogRecord) -> bool:
 def fuzzer(request: pytest.FixtureRequest) -> Iterator[Fuzzer]:
     """Fuzzer of a test marked `fuzz`, for its part of the time; its results are printed at the end of the run."""
     from pdserve.common.processes.allocator import return_large_blocks
-    from tests.support.fuzz_cases import Fuzzer, seconds_of
+    from tests.support.inputs.fuzz_cases import Fuzzer, seconds_of
 
     return_large_blocks(128 << 10)
     # pytest keeps every log record until the test ends: after tens of thousands of cases they are most of its memory

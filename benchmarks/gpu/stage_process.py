@@ -32,7 +32,7 @@ def interpreter(stage: Stage) -> Any:
     """
     if not stage.launches or find_spec("triton") is None:
         return nullcontext()
-    from tests.support.triton_interpreter import interpreted
+    from tests.support.kernels.triton_interpreter import interpreted
 
     return interpreted(zlib.crc32(stage.name.encode()))
 

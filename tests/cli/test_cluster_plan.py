@@ -14,7 +14,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
-from tests.support.reserved_port import reserved_port
+from tests.support.processes.reserved_port import reserved_port
 
 KEY = "a key of many characters"
 

@@ -14,7 +14,7 @@ from pdserve.cli.clients import conversation
 from pdserve.cli.clients.conversation import WIDE, summary, timeline_table
 from pdserve.cli.clients.grpc_client import ClientMessage, Delta
 from pdserve.common.timeline import ARRIVED, FINISHED, FIRST_TOKEN, PHASES, Timeline
-from tests.support.reserved_port import reserved_port
+from tests.support.processes.reserved_port import reserved_port
 
 MS = 1_000_000
 

@@ -10,7 +10,7 @@ from pdserve.cli.doctor.finding import Verdict
 from pdserve.cli.doctor.port_check import check_descriptors
 from pdserve.common.address.descriptors import KEPT_BACK, default_max_connections, raise_descriptor_limit
 from pdserve.common.settings.router_settings import RouterSettings
-from tests.support.settings_with import settings_with
+from tests.support.engine.settings_with import settings_with
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.cli.doctor.lora_check import check_adapters
 from pdserve.common.settings.worker_settings import DecodeSettings
-from tests.support.lora_adapters import make_adapter
-from tests.support.settings_with import settings_with
+from tests.support.engine.settings_with import settings_with
+from tests.support.models.lora_adapters import make_adapter
 
 Check = Callable[..., list[Finding]]
 

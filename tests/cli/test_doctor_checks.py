@@ -27,7 +27,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSetti
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.kernels.cpu.free_memory import free_memory
 from pdserve.models.model_folder import model_folder
-from tests.support.tls_authority import Authority
+from tests.support.processes.tls_authority import Authority
 
 Folders = Callable[..., Path]
 SECRET = "0123456789abcdef"

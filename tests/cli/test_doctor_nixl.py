@@ -16,8 +16,8 @@ from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.kv_transfer.nixl import nixl_probe
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_probe import NixlView, ReadView, UcxTransport
-from tests.support.pretend_device import pretended_device
-from tests.support.pretend_pool import PretendedPool, digest_on_device, reachable_by_nixl
+from tests.support.engine.pretend_device import pretended_device
+from tests.support.engine.pretend_pool import PretendedPool, digest_on_device, reachable_by_nixl
 
 
 def verdicts(findings: list[Finding]) -> list[str]:

@@ -17,8 +17,8 @@ from pdserve.common.registry.registry import Keys, RecordSigner, WorkerRecord
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.worker_settings import PrefillSettings
-from tests.support.redis_server import RedisServer, redis_server
-from tests.support.reserved_port import reserved_port
+from tests.support.processes.redis_server import RedisServer, redis_server
+from tests.support.processes.reserved_port import reserved_port
 
 SECRET = "0123456789abcdef"
 KEYS = Keys("test")

@@ -15,7 +15,7 @@ from pdserve.cli.doctor.finding import Finding, Verdict
 from pdserve.common.net.rpc import bind, make_server
 from pdserve.common.security.tls import ServerTls
 from pdserve.common.settings.router_settings import RouterSettings
-from tests.support.tls_authority import Authority, IssuedFiles
+from tests.support.processes.tls_authority import Authority, IssuedFiles
 
 
 def verdicts(findings: list[Finding]) -> list[str]:

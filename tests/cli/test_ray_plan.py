@@ -19,8 +19,8 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.common.worker_identity import WorkerRole
-from tests.support.reserved_port import reserved_port
-from tests.support.waiting import eventually
+from tests.support.processes.reserved_port import reserved_port
+from tests.support.run.waiting import eventually
 
 
 def plan(

@@ -18,8 +18,8 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.runner.loading.startup_check import StartupQuestion, startup_answer
 from pdserve.models.model_folder import model_folder
-from tests.support.checkpoints import edit_json
-from tests.support.waiting import HANG_S
+from tests.support.models.checkpoints import edit_json
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.timeout(4 * HANG_S)
 

@@ -27,7 +27,7 @@ from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.api_key_file import key_hash, new_key
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.models.model_folder import model_folder
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 
 @pytest.mark.parametrize(

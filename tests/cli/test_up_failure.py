@@ -14,8 +14,8 @@ from pdserve.cli.service_commands import ReportedFailure, serve_worker
 from pdserve.cli.up.child_report import MAX_MESSAGE_CHARS, FailedReport, ReportPipe, read_report
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.worker_settings import PrefillSettings
-from tests.support.checkpoints import edit_json
-from tests.support.waiting import HANG_S
+from tests.support.models.checkpoints import edit_json
+from tests.support.run.waiting import HANG_S
 
 
 @pytest.fixture

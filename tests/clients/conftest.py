@@ -11,8 +11,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.support.up_cluster import UpCluster, running_up
-from tests.support.waiting import HANG_S
+from tests.support.processes.up_cluster import UpCluster, running_up
+from tests.support.run.waiting import HANG_S
 
 PYTHON = os.environ.get("PDSERVE_PYTHON", ".venv/bin/python")
 """The interpreter of the product's own environment."""

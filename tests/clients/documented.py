@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.up_cluster import ENVIRON, UpCluster
-from tests.support.waiting import HANG_S
+from tests.support.processes.up_cluster import ENVIRON, UpCluster
+from tests.support.run.waiting import HANG_S
 
 IMPORT_HANG_S = 3 * HANG_S
 """A library takes up to 5 s of processor time to import, so that a busy machine may need longer than for any other wait."""

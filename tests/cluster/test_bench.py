@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.cli.app import app
-from tests.support.cluster_processes import Cluster, pd_cluster
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.processes.cluster_processes import Cluster, pd_cluster
+from tests.support.run.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.process
 

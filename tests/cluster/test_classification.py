@@ -13,9 +13,9 @@ import torch
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
-from tests.support.checkpoints import make_classifier
-from tests.support.cluster_processes import running_cluster
-from tests.support.waiting import HANG_S
+from tests.support.models.checkpoints import make_classifier
+from tests.support.processes.cluster_processes import running_cluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

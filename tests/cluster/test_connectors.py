@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, pd_cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.process
 

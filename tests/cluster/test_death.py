@@ -14,13 +14,13 @@ import grpc.aio
 import httpx
 import pytest
 
-from tests.support.cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
-from tests.support.forked_process import ForkedProcess
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.phase_pauses import PhasePauses
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import KEY, Cluster, Service, pd_cluster, running_cluster
+from tests.support.processes.forked_process import ForkedProcess
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 

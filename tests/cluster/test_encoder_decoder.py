@@ -13,9 +13,9 @@ import pytest
 
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
-from tests.support.encoder_decoder_checkpoints import GreedyAnswers, make_encoder_decoder
-from tests.support.waiting import HANG_S
+from tests.support.models.encoder_decoder_checkpoints import GreedyAnswers, make_encoder_decoder
+from tests.support.processes.cluster_processes import Cluster, pd_cluster, running_cluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ import pytest
 from demo_image_model.conversations import BOTH, COLOUR, SHAPE, answer_to
 from demo_image_model.evaluate import upright_pictures
 from demo_image_model.pictures import Picture, draw
-from tests.support.image_checkpoints import data_url
-from tests.support.up_cluster import ENVIRON, UpCluster, running_up
-from tests.support.waiting import HANG_S
+from tests.support.models.image_checkpoints import data_url
+from tests.support.processes.up_cluster import ENVIRON, UpCluster, running_up
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

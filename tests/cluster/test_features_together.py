@@ -16,14 +16,14 @@ import pytest
 from pdserve.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from pdserve.v1 import request_pb2
 from pdserve.worker.ranks.join_ranks import WORKER_RANK
-from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.family_checkpoints import make_windowed_model
-from tests.support.features import GROUPS, TOGETHER, WITH_GROUPS, settings_of
-from tests.support.inference_client import InferenceClient
-from tests.support.lora_adapters import make_adapter
-from tests.support.random_prompts import prompt_of
-from tests.support.tls_authority import Authority
-from tests.support.waiting import HANG_S
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import make_windowed_model
+from tests.support.models.features import GROUPS, TOGETHER, WITH_GROUPS, settings_of
+from tests.support.models.lora_adapters import make_adapter
+from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.tls_authority import Authority
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S
+from tests.support.inputs.hostile_grammars import SLOW_TO_COMPILE, SLOW_TO_MATCH
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from pdserve.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
-from tests.support.cluster_processes import Cluster, pd_cluster
-from tests.support.features import DRAFTS, settings_of
-from tests.support.image_checkpoints import FAMILIES, chat_of, chat_text, make_image_checkpoint, picture
-from tests.support.llm_requests import greedy, sampled
-from tests.support.lora_adapters import adapter_flags
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import greedy, sampled
+from tests.support.models.features import DRAFTS, settings_of
+from tests.support.models.image_checkpoints import FAMILIES, chat_of, chat_text, make_image_checkpoint, picture
+from tests.support.models.lora_adapters import adapter_flags
+from tests.support.processes.cluster_processes import Cluster, pd_cluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -16,8 +16,7 @@ from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 from pdserve.worker.make_engine import ENGINE_PROGRAM
-from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
-from tests.support.image_checkpoints import (
+from tests.support.models.image_checkpoints import (
     FAMILIES,
     ImageOracle,
     chat_of,
@@ -27,8 +26,9 @@ from tests.support.image_checkpoints import (
     make_image_checkpoint,
     picture,
 )
-from tests.support.served_file import serving_file
-from tests.support.waiting import HANG_S
+from tests.support.processes.cluster_processes import Cluster, pd_cluster, running_cluster
+from tests.support.processes.served_file import serving_file
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import pd_cluster, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import NEAR_TIE, Oracle
-from tests.support.phase_pauses import PhasePauses
-from tests.support.random_prompts import prompt_of
-from tests.support.rounded_keys import rounded_keys
-from tests.support.waiting import HANG_S, eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import NEAR_TIE, Oracle
+from tests.support.models.rounded_keys import rounded_keys
+from tests.support.processes.cluster_processes import pd_cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -18,13 +18,13 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.v1 import decode_pb2
-from tests.support.cluster_processes import KEY, Cluster, pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.signed_channel import identity_of, signed
-from tests.support.waiting import HANG_S
-from tests.support.worker_call import WorkerCall
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import KEY, Cluster, pd_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.signed_channel import identity_of, signed
+from tests.support.transfers.worker_call import WorkerCall
 
 pytestmark = pytest.mark.process
 

@@ -13,12 +13,12 @@ import grpc
 import httpx
 import pytest
 
-from tests.support.cluster_processes import Cluster, pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.lora_adapters import make_adapter, merged_checkpoint
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.lora_adapters import make_adapter, merged_checkpoint
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, pd_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 GIVEN, WATCHED = ("alpha", "beta"), "gamma"

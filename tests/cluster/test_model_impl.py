@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.any_family import make_any_family
-from tests.support.checkpoints import save_tokenizer
-from tests.support.cluster_processes import pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.any_family import make_any_family
+from tests.support.models.checkpoints import save_tokenizer
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import pd_cluster
+from tests.support.processes.inference_client import InferenceClient
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from pdserve.v1 import request_pb2
-from tests.support.cluster_processes import pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import pd_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 
@@ -24,7 +24,7 @@ SETTINGS = ("dtype=float32", "num_blocks=128", "max_num_batched_tokens=32", "log
 FLAGS = tuple(f"--{setting}" for setting in SETTINGS)
 PROMPT = [3 + (place * place) % 290 for place in range(70)]
 TOKENS = range(320)
-CODE = Path(__file__).parents[1] / "support/logits_plugins.py"
+CODE = Path(__file__).parents[1] / "support/engine/logits_plugins.py"
 
 
 def install(folder: Path) -> None:

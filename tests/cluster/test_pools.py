@@ -11,11 +11,11 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tests.support.cluster_processes import Cluster, pd_cluster
-from tests.support.inference_client import Answer, InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, pd_cluster
+from tests.support.processes.inference_client import Answer, InferenceClient
+from tests.support.run.waiting import eventually
 
 pytestmark = pytest.mark.process
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.support.cluster_processes import Cluster, pd_cluster
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.processes.cluster_processes import Cluster, pd_cluster
+from tests.support.run.waiting import HANG_S, wait_until
 
 pytestmark = [
     pytest.mark.process,

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from pdserve.common.net.http_server import listening_socket
-from tests.support.ray_cluster import START_S, RayNodes, RayUp, ray_nodes
-from tests.support.waiting import HANG_S, eventually, wait_until
+from tests.support.processes.ray_cluster import START_S, RayNodes, RayUp, ray_nodes
+from tests.support.run.waiting import HANG_S, eventually, wait_until
 
 pytest.importorskip("ray", reason="needs the extra `ray`, which `make test-all` installs")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import Cluster, Service, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.redis_server import RedisServer, redis_server
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.cluster_processes import Cluster, Service, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.redis_server import RedisServer, redis_server
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 

@@ -15,9 +15,9 @@ import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from tests.support.cluster_processes import pd_cluster
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import pd_cluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

@@ -14,11 +14,11 @@ import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, request_pb2
-from tests.support.cluster_processes import Cluster, pd_cluster, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.phase_pauses import PhasePauses
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.cluster_processes import Cluster, pd_cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.cluster_processes import Cluster, Service, pd_cluster, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, Service, pd_cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -17,11 +17,11 @@ from pdserve.common.net.rpc import make_channel
 from pdserve.common.protocol import PROTOCOL_VERSION
 from pdserve.common.security.tls import ClientTls, TlsFile, load_client
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from tests.support.cluster_processes import Cluster, Service, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.tls_authority import Authority, IssuedFiles, role_uri
-from tests.support.waiting import HANG_S
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, Service, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.tls_authority import Authority, IssuedFiles, role_uri
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.common.timeline import PATH_PHASES
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from tests.support.cluster_processes import Cluster, Service, running_cluster
-from tests.support.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
-from tests.support.random_prompts import prompt_of
-from tests.support.redis_server import redis_server
-from tests.support.waiting import HANG_S, eventually, wait_until
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.cluster_processes import Cluster, Service, running_cluster
+from tests.support.processes.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.support.processes.redis_server import redis_server
+from tests.support.run.waiting import HANG_S, eventually, wait_until
 
 pytestmark = pytest.mark.process
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cluster_processes import Cluster, Service, pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.unread_client import (
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import Cluster, Service, pd_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.unread_client import (
     ACK,
     CONTINUATION,
     DATA,
@@ -36,7 +36,7 @@ from tests.support.unread_client import (
     header_block,
     unread,
 )
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from pdserve.models.model_folder import model_folder
-from tests.support.up_cluster import ENVIRON, running_up
-from tests.support.waiting import HANG_S
+from tests.support.processes.up_cluster import ENVIRON, running_up
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from pdserve.router.requests.tasks.placed_task import WAIT_FOR_WORKER_S
-from tests.support.up_cluster import UpCluster, running_up
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.processes.up_cluster import UpCluster, running_up
+from tests.support.run.waiting import HANG_S, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(4 * HANG_S)]
 

@@ -14,11 +14,11 @@ import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
-from tests.support.cluster_processes import Cluster, pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.waiting import HANG_S
-from tests.support.wav_files import wav_file
-from tests.support.whisper_checkpoints import EOS, RATE, Transcripts, make_whisper, sound
+from tests.support.models.wav_files import wav_file
+from tests.support.models.whisper_checkpoints import EOS, RATE, Transcripts, make_whisper, sound
+from tests.support.processes.cluster_processes import Cluster, pd_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from pdserve.common.tasks import background_task as module
 from pdserve.common.tasks.background_task import RESTARTS, background_task
 from pdserve.common.telemetry.metrics import make_registry
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from pdserve.common.errors import DeadlineExceeded, Overloaded
 from pdserve.common.net import body_budget
 from pdserve.common.net.body_budget import BodyBudget
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 
 async def forever() -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.common.net.chunk_writer import ChunkWriter, chunk_writer
 from pdserve.common.net.http_server import HttpServer, listening_socket
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 PARTS = [b"a", b"", b"bc" * 3000, b"\r\n0\r\n\r\n", b"d"]
 

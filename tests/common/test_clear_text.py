@@ -12,7 +12,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
-from tests.support.tls_authority import Authority
+from tests.support.processes.tls_authority import Authority
 
 KINDS = pytest.mark.parametrize("kind", [RouterSettings, PrefillSettings, DecodeSettings])
 

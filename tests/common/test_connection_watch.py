@@ -15,8 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pdserve.common.errors import Overloaded, PdServeError
 from pdserve.common.net.connection_watch import ConnectionWatch, close_connection
 from pdserve.common.net.rpc import bind, from_rpc_error, make_channel, make_server
-from tests.support.unread_client import OPENING
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.unread_client import OPENING
+from tests.support.run.waiting import HANG_S, eventually
 
 PER_ADDRESS = 3
 

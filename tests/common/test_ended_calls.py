@@ -19,9 +19,9 @@ from pdserve.common.processes import allocator
 from pdserve.common.security.call_guard import CallGuard
 from pdserve.common.security.call_proof import CallVerifier
 from pdserve.common.security.deployment_key import DeploymentKey
-from tests.support.calls_in_memory import num_calls_in_memory
-from tests.support.unread_client import END_HEADERS, END_STREAM, HEADERS, OPENING, frame, header_block, unread
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.unread_client import END_HEADERS, END_STREAM, HEADERS, OPENING, frame, header_block, unread
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.calls_in_memory import num_calls_in_memory
 
 NUM_CALLS = 20
 NUM_CONNECTIONS, CALLS_OF_EACH = 30, 100

@@ -23,8 +23,8 @@ from pdserve.engine.client import process_client
 from pdserve.engine.client.messages import Loaded, decode_from_engine
 from pdserve.engine.client.process_client import ProcessClient
 from pdserve.engine.request_messages import encode
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import KEY
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.worker_pair import KEY
 
 
 class End:

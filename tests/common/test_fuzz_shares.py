@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuzz_cases import DEFAULT_S, MOST_S, seconds_of
+from tests.support.inputs.fuzz_cases import DEFAULT_S, MOST_S, seconds_of
 
 
 class Item:

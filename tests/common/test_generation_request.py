@@ -19,7 +19,7 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.request.wire.request_bytes import decode_request, encode_request, num_entries
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.worker.request_reader import RequestReader
-from tests.support.request_strategies import TOKENS, pooling_params, sampling_params
+from tests.support.inputs.request_strategies import TOKENS, pooling_params, sampling_params
 
 HASHER = BlockHasher(DeploymentKey(b"0123456789abcdef"), 4)
 PARENT = f"00-{'1' * 32}-{'2' * 16}-01"

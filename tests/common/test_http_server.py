@@ -23,8 +23,8 @@ from pdserve.common.net import http_connection, http_server
 from pdserve.common.net.connection_gate import ConnectionGate, ConnectionLimits
 from pdserve.common.net.http_server import HttpServer, listening_socket
 from pdserve.common.security.tls import ServerTls, TlsFile, load_front
-from tests.support.tls_authority import Authority
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.tls_authority import Authority
+from tests.support.run.waiting import HANG_S, eventually
 
 
 @pytest.fixture

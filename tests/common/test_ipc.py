@@ -15,7 +15,7 @@ from pdserve.common.ipc import frames
 from pdserve.common.ipc.calls import Calls
 from pdserve.common.ipc.child import Child
 from pdserve.common.ipc.frames import receive_frame, send_frame
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 def test_each_call_gets_its_own_answer_and_only_the_first() -> None:

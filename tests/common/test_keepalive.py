@@ -15,8 +15,8 @@ import grpc
 import pytest
 
 from pdserve.common.net.rpc import PING_EVERY_MS, PING_TIMEOUT_MS, bind, make_channel, make_server
-from tests.support.tls_authority import Authority
-from tests.support.waiting import HANG_S
+from tests.support.processes.tls_authority import Authority
+from tests.support.run.waiting import HANG_S
 
 PEER = Path(__file__).with_name("idle_peer.py")
 _spec = spec_from_file_location("idle_peer", PEER)

@@ -14,7 +14,7 @@ from pdserve.common.kv_layout import FORMAT
 from pdserve.common.security import fingerprint
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.kv_cache import make_kv_cache
-from tests.support.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout
 
 LAYOUT = make_layout(num_layers=5, num_kv_heads=4, head_dim=6, block_size=3)
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve.common.net.loop_lag import LOOK_EVERY_S, WARN_EVERY_S, LoopLag
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
 
 
 def buckets(registry: CollectorRegistry) -> dict[float, float]:

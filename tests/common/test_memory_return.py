@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.common.processes import memory_return
 from pdserve.common.processes.memory_return import CHANGED_BYTES, MemoryReturn
-from tests.support.process_memory import resident_bytes, settled_bytes
-from tests.support.waiting import eventually
+from tests.support.run.process_memory import resident_bytes, settled_bytes
+from tests.support.run.waiting import eventually
 
 BLOCK_BYTES = 8 << 10
 NUM_BLOCKS = 16_384

@@ -24,7 +24,7 @@ from pdserve.common.registry.registry import (
     read_worker_id,
 )
 from pdserve.common.security.deployment_key import DeploymentKey
-from tests.support.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout
 
 RECORD = WorkerRecord(
     worker_id="decode-0",

@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.common.processes import service_process
 from pdserve.common.processes.service_process import start_process
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 ROOT = Path(__file__).parents[2]
 IGNORES_TERM = (
@@ -27,7 +27,7 @@ IGNORES_TERM = (
 def test_no_child_crashes_where_grpc_is_at_work() -> None:
     """The handlers of gRPC are on, as if a library had loaded it before us."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.support.starting_processes", "150"],
+        [sys.executable, "-m", "tests.support.processes.starting_processes", "150"],
         # the folder of the tests is not on the path where PYTHONSAFEPATH is set, as in the Makefile
         env=os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT, capture_output=True, text=True, timeout=2 * HANG_S, check=False,

@@ -26,8 +26,8 @@ from pdserve.common.request.wire.step_wire import (
 )
 from pdserve.common.security.peer_message import parsed
 from pdserve.v1 import step_stream_pb2
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.message_changes import MessageChanges
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.inputs.message_changes import MessageChanges
 
 
 def random_entries(draw: random.Random, count: int) -> list[StepTokens | StepEvent]:

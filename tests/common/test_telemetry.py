@@ -24,8 +24,8 @@ from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.common.telemetry.span_export import SHUTDOWN_TIMEOUT_S, SpanExport
 from pdserve.common.telemetry.telemetry import Telemetry, make_telemetry
 from pdserve.common.telemetry.tracing import Event, Tracing
-from tests.support.otlp_receiver import otlp_receiver
-from tests.support.waiting import HANG_S
+from tests.support.processes.otlp_receiver import otlp_receiver
+from tests.support.run.waiting import HANG_S
 
 CALLER = {TRACEPARENT: "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
 NOT_SAMPLED = {TRACEPARENT: CALLER[TRACEPARENT][:-2] + "00"}

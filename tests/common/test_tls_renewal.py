@@ -32,8 +32,8 @@ from pdserve.common.tasks.background_task import background_task
 from pdserve.common.telemetry.metrics import tls_families
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream
-from tests.support.tls_authority import Authority, IssuedFiles, role_uri
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.tls_authority import Authority, IssuedFiles, role_uri
+from tests.support.run.waiting import HANG_S, eventually
 
 HOST = "127.0.0.1"
 POLL_S = 0.05

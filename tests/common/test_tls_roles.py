@@ -17,8 +17,8 @@ from pdserve.common.security.tls_roles import PeerRoles, RoleName, ServiceRole, 
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.v1 import kv_source_pb2_grpc, step_stream_pb2_grpc, worker_pb2_grpc
-from tests.support.tls_authority import ALL_ROLES, Authority, role_uri
-from tests.support.waiting import HANG_S
+from tests.support.processes.tls_authority import ALL_ROLES, Authority, role_uri
+from tests.support.run.waiting import HANG_S
 
 ROLES = ("router", "prefill", "decode")
 METHODS = {

@@ -12,8 +12,8 @@ import pytest
 
 from pdserve.common.net.rpc import bind, failed_to_shake_hands, from_rpc_error, make_channel, make_server
 from pdserve.common.security.tls import ClientTls, ServerTls, TlsFile, load_client
-from tests.support.tls_authority import Authority
-from tests.support.waiting import HANG_S
+from tests.support.processes.tls_authority import Authority
+from tests.support.run.waiting import HANG_S
 
 
 class _Answers(grpc.GenericRpcHandler):

@@ -21,7 +21,7 @@ from pdserve.common.settings.service_settings import ServiceSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.kv_transfer.make_connectors import make_connectors
-from tests.support.tls_authority import Authority, IssuedFiles
+from tests.support.processes.tls_authority import Authority, IssuedFiles
 
 PAST: dict[str, Any] = {"not_before": datetime(2020, 1, 1, tzinfo=UTC), "not_after": datetime(2021, 1, 1, tzinfo=UTC)}
 FUTURE: dict[str, Any] = {"not_before": datetime(2900, 1, 1, tzinfo=UTC), "not_after": datetime(2901, 1, 1, tzinfo=UTC)}

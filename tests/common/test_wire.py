@@ -28,9 +28,9 @@ from pdserve.common.request.wire.messages import (
 )
 from pdserve.common.request.wire.params_wire import pooling_from_wire, sampling_from_wire
 from pdserve.v1 import kv_source_pb2, request_pb2
-from tests.support.kv_layouts import make_layout
-from tests.support.request_strategies import TOKENS, sampling_params
-from tests.support.sampling_message import sampling_to_wire
+from tests.support.inputs.request_strategies import TOKENS, sampling_params
+from tests.support.inputs.sampling_message import sampling_to_wire
+from tests.support.models.kv_layouts import make_layout
 
 
 @given(sampling_params())

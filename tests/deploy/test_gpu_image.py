@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 IMAGE = os.environ.get("PDSERVE_GPU_IMAGE", "pdserve:gpu")
-SCRIPT = Path(__file__).parents[1] / "support/compile_in_container.py"
+SCRIPT = Path(__file__).parents[1] / "support/kernels/compile_in_container.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 

@@ -18,8 +18,8 @@ from pdserve.engine.scheduler.kv_messages import (
     SourceFinished,
     Want,
 )
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 PROMPT = [7] * 22
 OTHER = [1] * 6

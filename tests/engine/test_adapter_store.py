@@ -12,7 +12,7 @@ from pdserve.engine.lora import adapter_store
 from pdserve.engine.lora.adapter_store import AdapterStore
 from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_targets import with_lora_targets
-from tests.support.lora_adapters import make_adapter
+from tests.support.models.lora_adapters import make_adapter
 
 
 class Folders:

@@ -9,8 +9,8 @@ import pytest
 from pdserve.common.device_event import DeviceEvent
 from pdserve.engine.executor.executor import Executor, StepResult
 from pdserve.engine.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.hash_model import greedy_answer, prompt_of, sampled_answer
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
 
 PARAMETERS: list[dict[str, Any]] = [
     {},

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pdserve.common.request.engine_types import FinishReason
-from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.models.checkpoints import ARCHITECTURES, VOCAB_SIZE
 
 PROMPTS = [[(7 * i + n) % 60 for i in range(n)] for n in (1, 3, 4, 5, 17, 30, 64)]
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pdserve.common.ipc.child_process import exit_text, wait_for_exit
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 def started(program: str) -> subprocess.Popen[bytes]:

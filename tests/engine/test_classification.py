@@ -17,8 +17,8 @@ from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings, WorkerSettings
 from pdserve.engine.runner.loading.loaded_model import load_model, verify_classifier
 from pdserve.models.read_config import read_config
-from tests.support.checkpoints import make_classifier
-from tests.support.engine_harness import Harness
+from tests.support.engine.engine_harness import Harness
+from tests.support.models.checkpoints import make_classifier
 
 CLASSIFY = PoolingParams(task="classify")
 PROMPTS = [[3 + (7 * place + start) % 290 for place in range(length)] for start, length in enumerate((1, 16, 45, 97))]

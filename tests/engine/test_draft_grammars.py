@@ -19,14 +19,14 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher, Vocabulary, compile_grammar
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.drafters import ScriptedDrafter, drafter_of, speculation, use_drafter
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.grammar_jobs import Ask
-from tests.support.hesitant_grammars import HesitantCompiler, pass_time
-from tests.support.hostile_grammars import SLOW_BRANCH, SLOW_TO_MATCH
-from tests.support.late_grammars import EOS, Form, InstantCompiler
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.engine.drafters import ScriptedDrafter, drafter_of, speculation, use_drafter
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.grammar_jobs import Ask
+from tests.support.engine.hesitant_grammars import HesitantCompiler, pass_time
+from tests.support.engine.late_grammars import EOS, Form, InstantCompiler
+from tests.support.inputs.hostile_grammars import SLOW_BRANCH, SLOW_TO_MATCH
+from tests.support.run.waiting import HANG_S, wait_until
 
 FORM = Form((1, 2, 3, 4, 9, 11), (5, 6, 7), 4, 9)
 PROMPTS = [[n] * (5 + n) for n in range(4)]

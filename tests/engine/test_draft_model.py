@@ -22,9 +22,9 @@ from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
-from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.engine_harness import Harness
-from tests.support.random_prompts import prompt_of
+from tests.support.engine.engine_harness import Harness
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.checkpoints import VOCAB_SIZE
 
 PROMPTS = [prompt_of(length, 20 + length) for length in (3, 17, 40, 33)]
 ROOM = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}

@@ -10,8 +10,8 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from pdserve.engine.config import EncoderConfig
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_images import IMAGE, HashImageModel, image_answer, image_of
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.models.hash_images import IMAGE, HashImageModel, image_answer, image_of
 
 
 def encoder(budget: int = 32, cache: int = 32) -> EncoderConfig:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from tests.support.bart_engines import MAX_LEN
-from tests.support.encoder_decoder_checkpoints import GreedyAnswers
-from tests.support.engine_harness import Harness
-from tests.support.engine_pair import Pair
-from tests.support.whisper_checkpoints import POSITIONS, PROMPT_IDS, Transcripts
-from tests.support.whisper_engines import BLOCK_SIZE, features_of
+from tests.support.engine.bart_engines import MAX_LEN
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.whisper_engines import BLOCK_SIZE, features_of
+from tests.support.models.encoder_decoder_checkpoints import GreedyAnswers
+from tests.support.models.whisper_checkpoints import POSITIONS, PROMPT_IDS, Transcripts
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

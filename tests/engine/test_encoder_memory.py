@@ -17,7 +17,7 @@ from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.engine.runner.pool.pool_budget import PoolBudget
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
-from tests.support.image_checkpoints import FAMILIES, PREPROCESSOR, make_image_checkpoint
+from tests.support.models.image_checkpoints import FAMILIES, PREPROCESSOR, make_image_checkpoint
 
 MIB = 1 << 20
 SETTINGS = DecodeSettings(dtype="float32", num_blocks=64, max_model_len=512)

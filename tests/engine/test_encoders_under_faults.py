@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.engine.test_encoder_cache import Prompt, encoder, prompt_of
-from tests.support.dying_pair import DyingPair
-from tests.support.encoder_decoder_checkpoints import GreedyAnswers
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_images import HashImageModel, image_answer
-from tests.support.whisper_checkpoints import EOS, PROMPT_IDS, Transcripts, sound
-from tests.support.whisper_engines import features_of
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.whisper_engines import features_of
+from tests.support.models.encoder_decoder_checkpoints import GreedyAnswers
+from tests.support.models.hash_images import HashImageModel, image_answer
+from tests.support.models.whisper_checkpoints import EOS, PROMPT_IDS, Transcripts, sound
+from tests.support.processes.dying_pair import DyingPair
 
 COUNT = 14
 PHASES = ("queued", "within", "moving", "landed", "first", "streaming")

@@ -13,7 +13,7 @@ from pdserve.common.errors import WorkerLost
 from pdserve.common.request.engine_types import EngineCoreOutput, EngineCoreOutputs
 from pdserve.engine import engine_thread
 from pdserve.engine.engine_thread import EngineThread, in_event_loop
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
 
 
 class ScriptedCore:

@@ -28,7 +28,7 @@ from pdserve.common.request.sampling_params import NamedLogitsProcessor, Request
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.output_stream import engine_error, failed_output
 from pdserve.engine.scheduler_output import SchedulerOutput
-from tests.support.engine_harness import MakeEngine
+from tests.support.engine.engine_harness import MakeEngine
 
 SAMPLING = SamplingParams(
     temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5,

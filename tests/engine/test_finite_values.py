@@ -15,7 +15,7 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Settled
 from pdserve.models.model_inputs import ModelInputs
-from tests.support.engine_harness import Harness
+from tests.support.engine.engine_harness import Harness
 
 BAD = 7
 """The token after which hidden states are `value`."""

@@ -16,7 +16,7 @@ from pdserve.engine.structured_outputs.schema.numbers import DIGITS
 from pdserve.engine.structured_outputs.schema.schema_grammar import MAX_NESTING
 from pdserve.engine.structured_outputs.schema.strings import NAME_CHARS
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.schema_samples import greedy
+from tests.support.inputs.schema_samples import greedy
 
 VOCAB_SIZE = 320
 NUMBER_TOKENS = 2 * DIGITS

@@ -24,14 +24,14 @@ from pdserve.engine.structured_outputs.grammar import GrammarJob, JobQueue
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.engine_harness import Harness
-from tests.support.grammar_jobs import Ask
-from tests.support.hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
-from tests.support.hesitant_grammars import HesitantCompiler, pass_time
-from tests.support.hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH
-from tests.support.late_grammars import EOS as HASH_EOS
-from tests.support.late_grammars import Form, LateCompiler
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.grammar_jobs import Ask
+from tests.support.engine.hash_model import VOCAB_SIZE as HASH_VOCAB_SIZE
+from tests.support.engine.hesitant_grammars import HesitantCompiler, pass_time
+from tests.support.engine.late_grammars import EOS as HASH_EOS
+from tests.support.engine.late_grammars import Form, LateCompiler
+from tests.support.inputs.hostile_grammars import EITHER_WAY, SLOW_TO_COMPILE, SLOW_TO_MATCH
+from tests.support.run.waiting import HANG_S, wait_until
 
 VOCAB_SIZE = 320
 EOS = 2

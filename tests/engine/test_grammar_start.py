@@ -20,10 +20,10 @@ from pdserve.engine.structured_outputs import structured_output_manager as gramm
 from pdserve.engine.structured_outputs.grammar_compiler import START_S, GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_fork_server import GrammarForkServer
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
-from tests.support.engine_harness import Harness
-from tests.support.grammar_jobs import Ask
-from tests.support.hostile_grammars import SLOW_TO_COMPILE
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.grammar_jobs import Ask
+from tests.support.inputs.hostile_grammars import SLOW_TO_COMPILE
+from tests.support.run.waiting import HANG_S, wait_until
 
 VOCAB_SIZE = 320
 EOS = 2

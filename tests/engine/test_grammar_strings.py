@@ -17,7 +17,7 @@ from pdserve.engine.runner.loading.loaded_model import string_chars
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary, compile_grammar
 from pdserve.models.model_folder import model_folder
 from pdserve.router.requests.fields.tools import FunctionBody, ToolBody, tool_use
-from tests.support.settings_with import settings_with
+from tests.support.engine.settings_with import settings_with
 
 LIMIT = 4
 STRING = {"type": "string"}

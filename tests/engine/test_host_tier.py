@@ -7,8 +7,8 @@ import pytest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.request import RequestStatus
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer, prompt_of, sampled_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
 
 TINY = {"num_blocks": 12, "num_host_blocks": 40, "max_model_len": 48, "block_size": 4}
 """A pool of 48 tokens."""

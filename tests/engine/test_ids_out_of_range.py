@@ -10,8 +10,8 @@ import pytest
 from pdserve.common.request.engine_types import FinishReason, StreamingUpdate
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import SamplingParams
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import VOCAB_SIZE, greedy_answer, prompt_of
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import VOCAB_SIZE, greedy_answer, prompt_of
 
 GOOD = prompt_of(10)
 

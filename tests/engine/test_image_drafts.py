@@ -12,11 +12,11 @@ import pytest
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.engine.speculation.ngram_drafter import NgramDrafter
 from tests.engine.test_encoder_cache import Prompt, ask, encoder, prompt_of
-from tests.support.drafters import drafter_of, speculation, use_drafter
-from tests.support.dying_pair import DyingPair
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_images import IMAGE, HashImageModel, image_answer
+from tests.support.engine.drafters import drafter_of, speculation, use_drafter
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.models.hash_images import IMAGE, HashImageModel, image_answer
+from tests.support.processes.dying_pair import DyingPair
 
 COUNT, LONG = 14, 40
 MAX_LEN = 80

@@ -7,9 +7,9 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.multimodal import without_pixels
 from tests.engine.test_encoder_cache import Prompt, encoder, prompt_of
-from tests.support.engine_harness import MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_images import HashImageModel, image_answer
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.models.hash_images import HashImageModel, image_answer
 
 
 def prompts(count: int) -> dict[str, Prompt]:

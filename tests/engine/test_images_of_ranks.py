@@ -10,10 +10,10 @@ from pdserve.common.image_processor_config import ImageProcessorConfig
 from pdserve.engine.config import EncoderConfig, EngineConfig
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import with_images
-from tests.support.engine_harness import Harness
-from tests.support.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
-from tests.support.random_prompts import prompt_of
-from tests.support.rank_threads import RankThreads
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.rank_threads import RankThreads
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
 
 PROMPTS = [
     ([*prompt_of(5), IMAGE_TOKEN_ID, *prompt_of(3), IMAGE_TOKEN_ID, 9], [picture(1), picture(2, 64, 48)]),

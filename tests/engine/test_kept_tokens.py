@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdserve.engine.sampling.kept_tokens import Cut, border, masses, top_p_alone
 from pdserve.engine.sampling.scratch import Scratch
-from tests.support import sampling_reference
+from tests.support.kernels import sampling_reference
 
 NEAR = 1e-6
 """A border that is no further from lying elsewhere, in mass or in y, may do so in float32."""

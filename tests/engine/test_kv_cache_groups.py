@@ -19,11 +19,10 @@ from pdserve.engine.scheduler_output import CachedRequestData, NewRequestData, S
 from pdserve.engine.sequence_blocks import max_sequence_blocks, max_sequence_tokens
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
-from tests.support.drafters import greedy_drafter, speculation, use_drafter
-from tests.support.engine_harness import Harness, MakeEngine, specs_of
-from tests.support.engine_pair import Pair
-from tests.support.family_checkpoints import cases, make_family
-from tests.support.hash_model import (
+from tests.support.engine.drafters import greedy_drafter, speculation, use_drafter
+from tests.support.engine.engine_harness import Harness, MakeEngine, specs_of
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import (
     VOCAB_SIZE,
     HashAttention,
     HashModel,
@@ -33,8 +32,9 @@ from tests.support.hash_model import (
     sampled_answer,
     stored_block,
 )
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of as text_of
+from tests.support.inputs.random_prompts import prompt_of as text_of
+from tests.support.models.family_checkpoints import cases, make_family
+from tests.support.models.oracle import Oracle
 
 PROMPT = [5, 9, 2, 7, 1, 4]
 WINDOWS = (None, 5)

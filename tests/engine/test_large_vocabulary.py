@@ -15,7 +15,7 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs.grammar_matcher import LADDER_STEP, GrammarMatcher, Vocabulary, compile_grammar
 from pdserve.engine.structured_outputs.grammar_messages import GrammarLimits
 from pdserve.engine.structured_outputs.schema.strings import FORMATS
-from tests.support.schema_samples import allowed_tokens
+from tests.support.inputs.schema_samples import allowed_tokens
 
 NUM_TOKENS = 49_152
 SYLLABLES = [consonant + vowel for consonant in "bcdfghklmnprstvwz" for vowel in "aeiou"] + [

@@ -7,8 +7,8 @@ import pytest
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.request import RequestStatus
 from pdserve.engine.scheduler.kv_messages import ReceiveInto, StopReceiving
-from tests.support.engine_harness import MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 """Five full blocks of four tokens, and two tokens."""

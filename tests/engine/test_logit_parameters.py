@@ -20,10 +20,10 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.penalties import PenaltyTable
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
 from pdserve.engine.sampling.token_mask import BadWords
-from tests.support.engine_harness import PIECES, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import VOCAB_SIZE, greedy_answer, next_logits
-from tests.support.logit_reference import NO_SUCH_TOKEN, processed
+from tests.support.engine.engine_harness import PIECES, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import VOCAB_SIZE, greedy_answer, next_logits
+from tests.support.models.logit_reference import NO_SUCH_TOKEN, processed
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 COUNT = 24

@@ -14,10 +14,10 @@ from pdserve.common.request.engine_types import StreamingUpdate
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import VOCAB_SIZE, greedy_answer, next_logits
-from tests.support.logits_plugins import Ban, installed
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import VOCAB_SIZE, greedy_answer, next_logits
+from tests.support.engine.logits_plugins import Ban, installed
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 

@@ -15,9 +15,9 @@ from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.output_stream import OutputStream
 from pdserve.engine.sampling.logprobs import LogprobsRows, RawLogprobs
 from pdserve.engine.sampling.placed_arrays import PlacedArrays
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import next_logits
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import next_logits
 
 PROMPT = [5, 9, 5, 31, 40, 2, 17, 5, 22, 60, 31, 8, 1]
 CHANGED = {

@@ -22,10 +22,10 @@ from pdserve.common.errors import InternalError
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.scheduler_output import LoraLoad, RequestFailure
 from pdserve.models.model_inputs import ModelInputs
-from tests.support import hash_model
-from tests.support.drafters import ScriptedDrafter, speculation, use_drafter
-from tests.support.engine_harness import Harness
-from tests.support.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
+from tests.support.engine import hash_model
+from tests.support.engine.drafters import ScriptedDrafter, speculation, use_drafter
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.hash_model import VOCAB_SIZE, HashModel, make_hash_cache
 
 ADAPTERS = ["", *(f"{number:032x}" for number in range(1, 6))]
 BROKEN = f"{99:032x}"

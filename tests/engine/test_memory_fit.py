@@ -13,7 +13,7 @@ from pdserve.engine.runner.pool import memory_fit
 from pdserve.engine.runner.pool.memory_fit import allocating
 from pdserve.kernels.cpu.free_memory import FreeMemory
 from pdserve.models.model_folder import model_folder
-from tests.support.settings_with import settings_with
+from tests.support.engine.settings_with import settings_with
 
 
 @pytest.mark.few(2)

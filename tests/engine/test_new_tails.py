@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pdserve.kernels.attention.kv_pages import KvPages
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.pretend_device import DEVICE, usable
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.pretend_device import DEVICE, usable
 
 
 @pytest.mark.few(1)

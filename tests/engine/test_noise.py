@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, gumbel_of_bits, gumbel_of_leads, leads
-from tests.support import sampling_reference
+from tests.support.kernels import sampling_reference
 
 COORDINATES = ("seed", "index", "position", "token")
 

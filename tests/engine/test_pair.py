@@ -9,11 +9,11 @@ import pytest
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import Settled
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import greedy_answer, sampled_answer
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import greedy_answer, sampled_answer
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 

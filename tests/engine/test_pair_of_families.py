@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.models.kv_cache import SlidingWindowSpec
-from tests.support.engine_harness import Harness
-from tests.support.engine_pair import Pair
-from tests.support.family_checkpoints import OPTIONS, cases, make_family
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.engine_pair import Pair
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import OPTIONS, cases, make_family
+from tests.support.models.oracle import Oracle
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_a_failed_allocation_changes_nothing() -> None:
     from pdserve.common.request.engine_types import EngineCoreRequest
     from pdserve.common.request.sampling_params import SamplingParams
     from pdserve.engine.request import Request
-    from tests.support.engine_harness import KEY, specs_of
+    from tests.support.engine.engine_harness import KEY, specs_of
 
     pool = BlockPool(4)
     kv = KVCacheManager(pool, BlockHasher(KEY, 4), specs_of(None), step_tokens=8)

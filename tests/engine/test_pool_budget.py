@@ -20,8 +20,8 @@ from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
 from pdserve.models.model_inputs import ModelInputs
-from tests.support.pretend_device import DEVICE, pretended_device
-from tests.support.settings_with import settings_with
+from tests.support.engine.pretend_device import DEVICE, pretended_device
+from tests.support.engine.settings_with import settings_with
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ import torch
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.common.request.pooling_params import PoolingParams
-from tests.support.engine_harness import Harness
-from tests.support.oracle import Oracle
+from tests.support.engine.engine_harness import Harness
+from tests.support.models.oracle import Oracle
 
 HIDDEN_SIZE = 64
 PROMPTS = [[3 + (7 * place + start) % 290 for place in range(length)] for start, length in enumerate((1, 16, 45, 97))]

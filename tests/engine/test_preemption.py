@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.common.request.engine_types import FinishReason
-from tests.support.engine_harness import MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 
 @pytest.mark.parametrize("num_blocks", [9, 10, 12, 15])

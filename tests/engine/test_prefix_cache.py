@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.engine.kv_cache.block_pool import BlockPool
 from pdserve.engine.scheduler.kv_messages import HoldReturned, ReceiveInto
-from tests.support.engine_harness import MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 

@@ -16,11 +16,11 @@ from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.request.prompt_embeds import PromptEmbeds
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.sampling.penalties import PenaltyTable
-from tests.support.engine_harness import Harness
-from tests.support.engine_pair import Pair
-from tests.support.family_checkpoints import cases, make_family
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.engine_pair import Pair
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import cases, make_family
+from tests.support.models.oracle import Oracle
 
 
 @pytest.fixture(scope="module")

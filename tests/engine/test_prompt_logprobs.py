@@ -12,9 +12,9 @@ import torch
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import LogprobsLists
 from pdserve.engine.runner.results.prompt_logprobs import SLICE
-from tests.support.engine_harness import Answer, Harness
-from tests.support.engine_pair import Pair
-from tests.support.oracle import Oracle
+from tests.support.engine.engine_harness import Answer, Harness
+from tests.support.engine.engine_pair import Pair
+from tests.support.models.oracle import Oracle
 
 PROMPTS = [
     [3 + (place * place + length) % 290 for place in range(length)] for length in (2, 16, 17, 33, 100, SLICE + 9)

@@ -22,12 +22,12 @@ from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.request import RequestStatus
 from pdserve.engine.sequence_blocks import max_sequence_blocks
-from tests.support.drafters import speculation, text_or_greedy_drafter, use_drafter
-from tests.support.engine_harness import Answer, Harness, MakeEngine, specs_of
-from tests.support.engine_invariants import CacheContents, StepInvariants
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import Window, greedy_answer, sampled_answer
-from tests.support.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
+from tests.support.engine.drafters import speculation, text_or_greedy_drafter, use_drafter
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine, specs_of
+from tests.support.engine.engine_invariants import CacheContents, StepInvariants
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import Window, greedy_answer, sampled_answer
+from tests.support.engine.late_grammars import EOS, IMPOSSIBLE, LateCompiler, random_form
 
 ERRORS = ("transfer_failed", "evicted", "needs_prefill")
 """Errors after which a router tries again."""

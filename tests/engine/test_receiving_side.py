@@ -20,9 +20,9 @@ from pdserve.engine.scheduler.kv_messages import (
     StopReceiving,
     Want,
 )
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import VOCAB_SIZE, greedy_answer
-from tests.support.waiting import HANG_S
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import VOCAB_SIZE, greedy_answer
+from tests.support.run.waiting import HANG_S
 
 PROMPT = list(range(22))
 FIRST = greedy_answer(PROMPT, 1)[0]

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.engine.kv_cache.kv_cache_manager import KVCacheManager
 from pdserve.engine.request import Request
-from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.engine.engine_harness import Harness, MakeEngine
 
 PROMPT = list(range(10, 40))
 

@@ -10,7 +10,7 @@ import pytest
 from pdserve.common.request.engine_types import EngineCoreEventType, EngineCoreRequest, FinishReason
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.request import FINISH_REASONS, FINISHED, IllegalMove, Request, RequestStatus, Wait
-from tests.support.engine_harness import MakeEngine
+from tests.support.engine.engine_harness import MakeEngine
 
 S = RequestStatus
 TABLE = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 
 def rooms(engine: Harness) -> dict[str, ReceiveInto]:

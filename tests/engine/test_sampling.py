@@ -15,10 +15,10 @@ from pdserve.engine.sampling.penalties import Penalties
 from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.sparse_indices import SparseIndices
 from pdserve.engine.sampling.token_mask import TokenMask
-from tests.support import sampling_reference
-from tests.support.engine_harness import MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import VOCAB_SIZE, greedy_answer, next_logits
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import VOCAB_SIZE, greedy_answer, next_logits
+from tests.support.kernels import sampling_reference
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.4, -1.0, -3.0], dtype=np.float32)
 DRAWS = 20_000

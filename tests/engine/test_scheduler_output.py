@@ -22,8 +22,8 @@ from pdserve.engine.scheduler_output import (
     RequestFailure,
     SchedulerOutput,
 )
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 
 class EncodingExecutor:

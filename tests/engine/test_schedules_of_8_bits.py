@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.engine_harness import Harness
-from tests.support.oracle import Oracle
-from tests.support.rounded_keys import rounded_keys
+from tests.support.engine.engine_harness import Harness
+from tests.support.models.checkpoints import VOCAB_SIZE
+from tests.support.models.oracle import Oracle
+from tests.support.models.rounded_keys import rounded_keys
 
 pytestmark = pytest.mark.slow
 

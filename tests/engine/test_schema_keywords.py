@@ -16,7 +16,7 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.engine.structured_outputs.grammar_matcher import Vocabulary
 from pdserve.engine.structured_outputs.schema.strings import FORMATS
 from pdserve.models.model_folder import model_folder
-from tests.support.schema_samples import sampled
+from tests.support.inputs.schema_samples import sampled
 
 NUM_TEXTS = 12
 ENFORCED: dict[str, Any] = {

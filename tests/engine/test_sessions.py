@@ -13,10 +13,10 @@ from pdserve.common.errors import Cancelled, InvalidRequest
 from pdserve.common.request.engine_types import FinishReason, StreamingUpdate
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.request import RequestStatus
-from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
-from tests.support.step_calls import calls_in
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.models.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.support.transfers.step_calls import calls_in
 
 PROMPT = list(range(10, 21))
 INPUTS = [[40, 41, 42], [50], list(range(22))]

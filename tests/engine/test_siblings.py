@@ -12,9 +12,9 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import Settled
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.hash_model import greedy_answer, prompt_of, sampled_answer
-from tests.support.oracle import Oracle
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
+from tests.support.models.oracle import Oracle
 
 SAMPLED = {"temperature": 1.0, "seed": 11, "max_tokens": 9}
 

@@ -11,12 +11,12 @@ import pytest
 from pdserve.engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, PoolCorrupt
 from pdserve.engine.kv_cache.single_type_kv_cache_manager import SlidingWindowManager
 from pdserve.engine.kv_cache.sliding_window import SlidingWindow
-from tests.support.drafters import greedy_drafter, speculation, use_drafter
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import greedy_answer, prompt_of, sampled_answer
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of as text_of
+from tests.support.engine.drafters import greedy_drafter, speculation, use_drafter
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import greedy_answer, prompt_of, sampled_answer
+from tests.support.inputs.random_prompts import prompt_of as text_of
+from tests.support.models.oracle import Oracle
 
 WINDOW = 13
 SIZE = 4

@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Revoke, Settled, Want
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 PROMPT = list(range(22))
 

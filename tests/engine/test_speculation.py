@@ -15,11 +15,11 @@ from pdserve.engine.speculation.confirmed_runs import NO_DRAFT, confirmed_length
 from pdserve.engine.speculation.drafter import DraftRows
 from pdserve.engine.speculation.ngram_drafter import NgramDrafter
 from pdserve.models.model_folder import DEMO, model_folder
-from tests.support.drafters import drafter_of, greedy_drafter, speculation, use_drafter
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.hash_model import greedy_answer, prompt_of
-from tests.support.oracle import NEAR_TIE, Oracle
-from tests.support.sampling_reference import gumbel
+from tests.support.engine.drafters import drafter_of, greedy_drafter, speculation, use_drafter
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer, prompt_of
+from tests.support.kernels.sampling_reference import gumbel
+from tests.support.models.oracle import NEAR_TIE, Oracle
 
 PROMPTS = [prompt_of(length) for length in (3, 4, 9, 17, 22)]
 SEEDED = {"temperature": 1.0, "seed": 11}

@@ -14,8 +14,8 @@ from pdserve.engine.runner.device.device_runtime import ProcessorRuntime, TimedE
 from pdserve.engine.runner.device.staging_buffer import ReadbackBuffer, StagingBuffer
 from pdserve.engine.runner.inputs.block_table import BlockTable
 from pdserve.engine.runner.inputs.device_batch import DeviceBlockTable, NewestTokens
-from tests.support.engine_harness import MakeEngine
-from tests.support.pretend_device import DEVICE, host_copy, pretended_device
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.pretend_device import DEVICE, host_copy, pretended_device
 
 CPU = torch.device("cpu")
 ARRAYS: list[NDArray[Any]] = [

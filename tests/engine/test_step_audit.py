@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engine_harness import Answer, Harness
-from tests.support.lora_adapters import make_adapter
-from tests.support.pretend_device import DEVICE, pretended_device
-from tests.support.step_audit import StepAudit, StepCounts
+from tests.support.engine.engine_harness import Answer, Harness
+from tests.support.engine.pretend_device import DEVICE, pretended_device
+from tests.support.engine.step_audit import StepAudit, StepCounts
+from tests.support.models.lora_adapters import make_adapter
 
 STEPS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "greedy": ({"temperature": 0.0}, (1, 1, 0)),
@@ -78,7 +78,7 @@ def test_a_step_of_prompts_and_a_decode_step_with_triton(
 ) -> None:
     """All kernels, and attention's lists: one, or one per window."""
     pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
-    from tests.support.pretend_launches import interpreted_on_device
+    from tests.support.engine.pretend_launches import interpreted_on_device
 
     folder, counts = tiny_checkpoints(family, **options), list[StepCounts]()
 
@@ -107,7 +107,7 @@ def test_a_decode_step_with_adapters_copies_their_tokens_and_waits_for_nothing_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
-    from tests.support.pretend_launches import interpreted_on_device
+    from tests.support.engine.pretend_launches import interpreted_on_device
 
     folder = tiny_checkpoints("llama")
     adapters = [make_adapter(tmp_path / str(seed), folder, seed=seed, spread=0.3) for seed in (1, 2)]

@@ -9,9 +9,9 @@ import pytest
 
 from pdserve.common.errors import Cancelled
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.late_grammars import EOS, Form, LateCompiler
-from tests.support.step_calls import calls_in
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.late_grammars import EOS, Form, LateCompiler
+from tests.support.transfers.step_calls import calls_in
 
 FEW, MANY = 100, 10_000
 FORM = Form((1,), (2,), 1, 2).params

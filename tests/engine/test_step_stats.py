@@ -13,7 +13,7 @@ import pytest
 from pdserve.common.errors import Cancelled
 from pdserve.common.request.engine_types import EngineCoreOutputs, ModelRunnerStats
 from pdserve.engine.stats.step_profile import StepProfile
-from tests.support.engine_harness import Harness, MakeEngine
+from tests.support.engine.engine_harness import Harness, MakeEngine
 
 PROMPT = list(range(10, 21))
 

@@ -27,9 +27,9 @@ from pdserve.engine.structured_outputs.grammar import GrammarJob
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_matcher import GrammarMatcher, Vocabulary, compile_grammar
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.engine_harness import Answer, Harness
-from tests.support.engine_pair import Pair
-from tests.support.waiting import HANG_S
+from tests.support.engine.engine_harness import Answer, Harness
+from tests.support.engine.engine_pair import Pair
+from tests.support.run.waiting import HANG_S
 
 VOCAB_SIZE = 320
 EOS = 2

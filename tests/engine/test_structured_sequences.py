@@ -9,10 +9,10 @@ import pytest
 from pdserve.common.errors import PeerError, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, SourceFinished
-from tests.support.engine_harness import Answer, Harness, MakeEngine
-from tests.support.engine_pair import Pair
-from tests.support.hash_model import prompt_of
-from tests.support.late_grammars import EOS, Form, InstantCompiler, LateCompiler
+from tests.support.engine.engine_harness import Answer, Harness, MakeEngine
+from tests.support.engine.engine_pair import Pair
+from tests.support.engine.hash_model import prompt_of
+from tests.support.engine.late_grammars import EOS, Form, InstantCompiler, LateCompiler
 
 COUNT = 14
 EVEN, ODD, ALL = tuple(range(0, 60, 2)), tuple(range(1, 60, 2)), tuple(range(60))

@@ -22,11 +22,11 @@ from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.engine.structured_outputs.grammar_messages import mask_bytes
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE
-from tests.support.drafters import drafter_of, speculation, use_drafter
-from tests.support.engine_harness import Answer, Harness
-from tests.support.oracle import Oracle
-from tests.support.rank_threads import RankThreads
+from tests.support.engine.drafters import drafter_of, speculation, use_drafter
+from tests.support.engine.engine_harness import Answer, Harness
+from tests.support.engine.rank_threads import RankThreads
+from tests.support.models.checkpoints import ARCHITECTURES, VOCAB_SIZE
+from tests.support.models.oracle import Oracle
 
 PROMPTS = [[(7 * place + length) % VOCAB_SIZE for place in range(length)] for length in (1, 5, 17, 30)]
 ONE_KV_HEAD: dict[str, Any] = {"num_key_value_heads": 1}

@@ -16,8 +16,8 @@ from pdserve.engine.sampling.sampler import Sampler, SamplingMetadata
 from pdserve.engine.sampling.scratch import Scratch
 from pdserve.engine.sampling.seeded_uniform import gumbel, leads
 from pdserve.engine.sampling.token_draw import KeptRows, NoiseRows, draw, highest_sums
-from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, usable
-from tests.support.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
+from tests.support.engine.pretend_device import CUDA, DEVICE, PretendTensor, usable
+from tests.support.kernels.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
 
 
 def drawn_with_all_noise(kept: KeptRows, noise: NoiseRows) -> NDArray[np.int64]:

@@ -7,8 +7,8 @@ from collections import deque
 import pytest
 
 from pdserve.engine.scheduler.kv_messages import HoldReturned, Landed, ReceiveInto, Settled, SourceFinished
-from tests.support.engine_harness import Harness, MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import Harness, MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 LARGE = [9] * 44
 

@@ -8,8 +8,8 @@ from pdserve.common.request.engine_types import EngineCoreOutputs, EngineCoreReq
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.request import Request, RequestStatus
-from tests.support.engine_harness import MakeEngine
-from tests.support.hash_model import greedy_answer
+from tests.support.engine.engine_harness import MakeEngine
+from tests.support.engine.hash_model import greedy_answer
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)

@@ -16,9 +16,9 @@ import grpc.aio
 from pdserve.common.errors import Draining, WorkerLost
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.v1 import request_pb2
-from tests.support.inference_client import InferenceClient
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S, eventually
 
 NUM_CLIENTS = 10
 PATIENCE_S = 2 * HANG_S

@@ -7,11 +7,11 @@ from pathlib import Path
 from PIL import Image
 
 from pdserve.v1 import inference_pb2
-from tests.support.encoder_decoder_checkpoints import make_encoder_decoder
-from tests.support.image_checkpoints import data_url, make_image_checkpoint, picture
-from tests.support.random_prompts import prompt_of
-from tests.support.wav_files import wav_file
-from tests.support.whisper_checkpoints import RATE, make_whisper, sound
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.encoder_decoder_checkpoints import make_encoder_decoder
+from tests.support.models.image_checkpoints import data_url, make_image_checkpoint, picture
+from tests.support.models.wav_files import wav_file
+from tests.support.models.whisper_checkpoints import RATE, make_whisper, sound
 
 from .worker_matrix import Requested
 

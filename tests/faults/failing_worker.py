@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pdserve.cli.main import main
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
-from tests.support.prepared_children import prepare_children
+from tests.support.processes.prepared_children import prepare_children
 
 
 def install(share: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdserve.cli.main import main
-from tests.support.prepared_children import prepare_children
+from tests.support.processes.prepared_children import prepare_children
 
 PREPARED_WORKER = (str(Path(__file__)),)
 """The program in place of the `pdserve` command (`Cluster.worker_program`)."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import Cluster, Service, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.waiting import HANG_S
+from tests.support.processes.cluster_processes import Cluster, Service, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
 
 from .busy_loops import busy_loops
 from .chaos_load import FLAGS, Load

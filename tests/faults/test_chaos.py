@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import running_cluster
-from tests.support.family_checkpoints import make_windowed_model
-from tests.support.inference_client import InferenceClient
-from tests.support.lora_adapters import adapter_flags
-from tests.support.prepared_children import ENGINE_PROCESS, RANK_1
+from tests.support.models.family_checkpoints import make_windowed_model
+from tests.support.models.lora_adapters import adapter_flags
+from tests.support.processes.cluster_processes import running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.prepared_children import ENGINE_PROCESS, RANK_1
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .prepared_worker import PREPARED_WORKER

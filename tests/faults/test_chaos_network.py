@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.inference_client import InferenceClient
+from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .faulty_network import PEERS_HOST, ROUTER_HOST, WORKER_HOST, Link, free_ports

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.processes.cluster_processes import running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.redis_server import RedisServer, redis_server
 
 from .chaos_load import FLAGS, Load
 from .prepared_worker import PREPARED_WORKER

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import Service, running_cluster
-from tests.support.inference_client import InferenceClient
+from tests.support.processes.cluster_processes import Service, running_cluster
+from tests.support.processes.inference_client import InferenceClient
 
 from .chaos_load import ALL_REMOTE, FLAGS, Load
 from .prepared_worker import PREPARED_WORKER

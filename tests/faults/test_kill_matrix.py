@@ -17,11 +17,11 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tests.support.cluster_processes import running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.pausing_worker import PHASES
-from tests.support.phase_pauses import PhasePauses
-from tests.support.waiting import HANG_S
+from tests.support.processes.cluster_processes import running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.pausing_worker import PHASES
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.run.waiting import HANG_S
 
 from .conftest import Row
 from .worker_matrix import FLAGS, SOON_S, WAYS, Matrix, hurt, tiny_matrix

@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tests.support.inference_client import InferenceClient
-from tests.support.phase_pauses import PhasePauses
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.phase_pauses import PhasePauses
 
 from .conftest import Row
 from .worker_matrix import REQUESTS, Matrix, hurt, running_matrix
@@ -43,7 +43,7 @@ class DevicePauses(PhasePauses):
 
     @property
     def worker_program(self) -> Sequence[str]:
-        return (str(Path(__file__).parents[1] / "support/device_worker.py"), str(self.folder))
+        return (str(Path(__file__).parents[1] / "support/engine/device_worker.py"), str(self.folder))
 
 
 @pytest.fixture(scope="module", params=["tcp", "nixl"])

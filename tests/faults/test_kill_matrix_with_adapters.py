@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lora_adapters import adapter_flags
-from tests.support.pausing_worker import PHASES
+from tests.support.models.lora_adapters import adapter_flags
+from tests.support.processes.pausing_worker import PHASES
 
 from .conftest import Row
 from .worker_matrix import Matrix, hurt, tiny_matrix

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.inference_client import InferenceClient
-from tests.support.pausing_worker import PHASES
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.pausing_worker import PHASES
 
 from .conftest import Row
 from .worker_matrix import REQUESTS, Matrix, hurt, tiny_matrix

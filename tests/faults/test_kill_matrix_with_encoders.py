@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.v1 import inference_pb2
-from tests.support.phase_pauses import PhasePauses
+from tests.support.processes.phase_pauses import PhasePauses
 
 from .conftest import Row
 from .encoder_requests import MODELS, requests_of

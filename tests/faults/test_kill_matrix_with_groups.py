@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.family_checkpoints import make_windowed_model
-from tests.support.phase_pauses import PhasePauses
+from tests.support.models.family_checkpoints import make_windowed_model
+from tests.support.processes.phase_pauses import PhasePauses
 
 from .conftest import Row
 from .worker_matrix import Matrix, hurt, running_matrix

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pausing_worker import PHASES
+from tests.support.processes.pausing_worker import PHASES
 
 from .conftest import Row
 from .worker_matrix import RANK, Matrix, hurt, tiny_matrix

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.inference_client import InferenceClient
-from tests.support.pausing_worker import PHASES
-from tests.support.waiting import HANG_S
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.pausing_worker import PHASES
+from tests.support.run.waiting import HANG_S
 
 from .conftest import Row
 from .worker_matrix import Matrix, hurt, tiny_matrix

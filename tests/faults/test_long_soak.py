@@ -26,11 +26,11 @@ import pytest
 from pdserve.common.errors import Overloaded
 from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.settings.api_key_file import key_hash
-from tests.support.cluster_processes import Cluster, Service, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.random_prompts import prompt_of
-from tests.support.redis_server import RedisServer, redis_server
-from tests.support.unread_client import (
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.cluster_processes import Cluster, Service, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.redis_server import RedisServer, redis_server
+from tests.support.processes.unread_client import (
     END_HEADERS,
     END_STREAM,
     HEADERS,

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.random_prompts import prompt_of
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
 
 pytestmark = [pytest.mark.process, pytest.mark.faults, pytest.mark.timeout(1800)]
 

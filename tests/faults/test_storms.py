@@ -13,10 +13,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.run.waiting import HANG_S
 
 from .prepared_worker import PREPARED_WORKER
 

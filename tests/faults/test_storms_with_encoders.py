@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import Cluster, running_cluster
-from tests.support.image_checkpoints import picture
-from tests.support.inference_client import InferenceClient, Prompt
-from tests.support.phase_pauses import PhasePauses
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.image_checkpoints import picture
+from tests.support.processes.cluster_processes import Cluster, running_cluster
+from tests.support.processes.inference_client import InferenceClient, Prompt
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.run.waiting import HANG_S, eventually
 
 from .encoder_requests import MODELS, chat
 

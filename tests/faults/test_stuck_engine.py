@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.phase_pauses import PhasePauses
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.run.waiting import eventually
 
 pytestmark = pytest.mark.process
 

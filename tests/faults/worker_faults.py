@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import psutil
 
-from tests.support.cluster_processes import Cluster, Service
-from tests.support.prepared_children import ENGINE_PROCESS, RANK_1
-from tests.support.waiting import HANG_S
+from tests.support.processes.cluster_processes import Cluster, Service
+from tests.support.processes.prepared_children import ENGINE_PROCESS, RANK_1
+from tests.support.run.waiting import HANG_S
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 WAYS = ("SIGKILL", "SIGTERM", "SIGSTOP")

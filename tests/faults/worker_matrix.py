@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from pdserve.v1 import inference_pb2, request_pb2
-from tests.support.cluster_processes import Cluster, Service, running_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.phase_pauses import PhasePauses
-from tests.support.prepared_children import ENGINE_PROCESS, RANK_1
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import HANG_S, eventually
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.cluster_processes import Cluster, Service, running_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.phase_pauses import PhasePauses
+from tests.support.processes.prepared_children import ENGINE_PROCESS, RANK_1
+from tests.support.run.waiting import HANG_S, eventually
 
 from .conftest import Row
 

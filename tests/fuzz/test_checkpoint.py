@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import target_checkpoint as target
-from tests.support.fuzz_cases import Fuzzer
+from tests.support.inputs.fuzz_cases import Fuzzer
 
 PARTS = 4
 """Parts of a run; memory is compared between them."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuzz_cases import Fuzzer
+from tests.support.inputs.fuzz_cases import Fuzzer
 
 
 @pytest.mark.fuzz(share=0.01)

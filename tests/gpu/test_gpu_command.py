@@ -14,7 +14,7 @@ import torch
 
 from gpu.plan import STAGES
 from gpu.rows import is_timed, read_rows
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 MAY_BE_SKIPPED = {"graphs", "nixl_copies"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chosen_cases import diagonal_of, evenly_spread
+from tests.support.run.chosen_cases import diagonal_of, evenly_spread
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -86,7 +86,7 @@ def collected(folder: Path, *arguments: str) -> set[str]:
     (folder / "test_marked.py").write_text(TESTS)
     marks = ("slow", "diagonal", "few(number)", "faults", "soak")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n" + "".join(f"  {mark}\n" for mark in marks))
-    command = ["-m", "pytest", "--collect-only", "-q", "-p", "tests.support.chosen_cases", "--rootdir", str(folder)]
+    command = ["-m", "pytest", "--collect-only", "-q", "-p", "tests.support.run.chosen_cases", "--rootdir", str(folder)]
     done = subprocess.run(
         [sys.executable, *command, "-c", str(folder / "pytest.ini"), *arguments], cwd=folder, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, check=False,

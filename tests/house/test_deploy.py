@@ -20,7 +20,7 @@ from pdserve.common.errors import PdServeError
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

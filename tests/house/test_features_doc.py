@@ -11,8 +11,8 @@ import pytest
 from pdserve.common.errors import ConfigError
 from pdserve.common.settings.settings import with_limits
 from pdserve.common.settings.worker_settings import DecodeSettings
-from tests.support.features import REFUSED, SETTINGS, TOGETHER, pairs, settings_of
-from tests.support.tls_authority import Authority
+from tests.support.models.features import REFUSED, SETTINGS, TOGETHER, pairs, settings_of
+from tests.support.processes.tls_authority import Authority
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/features.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 HANGING = """
@@ -39,7 +39,16 @@ def test_hangs():
 def test_nothing_outlives_a_run(tmp_path: Path, number: signal.Signals, options: list[str]) -> None:
     started = tmp_path / "started"
     (tmp_path / "test_hanging.py").write_text(HANGING.format(path=str(started)))
-    plugin = ["-p", "tests.support.run_reaper", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    plugin = [
+        "-p",
+        "tests.support.run.run_reaper",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(tmp_path),
+    ]
     log = tmp_path / "log"
     with log.open("wb") as output:
         run = subprocess.Popen(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.file_schedule import SHARED, scope_of
-from tests.support.run_report import file_times
+from tests.support.run.file_schedule import SHARED, scope_of
+from tests.support.run.run_report import file_times
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_the_files_that_took_longest_begin_first(tmp_path: Path) -> None:
         (tmp_path / f"test_{name}.py").write_text(
             f"import time, pytest\ndef test_first(): time.sleep({0.2 * number})\ndef test_second(): pass\n"
         )
-    plugins = ("xdist", "tests.support.run_report", "tests.support.file_schedule")
+    plugins = ("xdist", "tests.support.run.run_report", "tests.support.run.file_schedule")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [
         sys.executable,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = """

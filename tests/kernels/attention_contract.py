@@ -12,7 +12,14 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.attention.attention_batch import PlanArray
-from tests.support.attention_cases import TOLERANCES, check_step, dense_attention, make_case, make_spec, run_step
+from tests.support.kernels.attention_cases import (
+    TOLERANCES,
+    check_step,
+    dense_attention,
+    make_case,
+    make_spec,
+    run_step,
+)
 
 HEADS = [(4, 2, 16), (7, 1, 10), (3, 3, 6), (14, 2, 64)]
 

@@ -9,7 +9,7 @@ from pdserve.kernels.attention.attention_batch import StepLengths
 from pdserve.kernels.triton.attention.decode_pieces import ALIGNMENT, MAX_PIECES, PIECE_TOKENS, cut_into_pieces
 from pdserve.kernels.triton.attention.prefill_tiles import cut_into_tiles
 from pdserve.kernels.triton.attention.step_lists import StepLists, decode_places
-from tests.support.attention_cases import make_spec
+from tests.support.kernels.attention_cases import make_spec
 
 
 def lens(*values: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.kernels.native import build_library, compiler_jobs, native_library
 from pdserve.kernels.native.build_library import BuildError, build, library_name
 from pdserve.kernels.native.compiler_jobs import BYTES_PER_JOB, max_jobs
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 COUNTING = """#!{python}
 import os, sys, time

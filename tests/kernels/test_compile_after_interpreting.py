@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.support.triton_interpreter import interpreted
+from tests.support.kernels.triton_interpreter import interpreted
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import GroupedExperts, LoopedExperts, make_experts, route_top_k
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from tests.kernels.grouped_experts_contract import GroupedExpertsContract
-from tests.support.pretend_device import pretended_device
+from tests.support.engine.pretend_device import pretended_device
 
 OPS = TorchLayerOps()
 E, H, I = 6, 16, 24  # noqa: E741

@@ -15,7 +15,7 @@ from pdserve.kernels.lora.torch_lora import TorchLoraOps
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError
 from pdserve.kernels.native.native_lora import NativeLoraOps
 from tests.kernels.lora_contract import Adapters, LoraContract, adapter
-from tests.support.torch_threads import num_threads
+from tests.support.run.torch_threads import num_threads
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

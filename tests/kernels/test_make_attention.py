@@ -22,8 +22,8 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.make_engine_core import make_engine_core
 from pdserve.kernels.attention.make_attention import AttentionBackendError, make_attention
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
-from tests.support.hash_model import VOCAB_SIZE, HashModel
-from tests.support.pretend_device import pretended_device
+from tests.support.engine.hash_model import VOCAB_SIZE, HashModel
+from tests.support.engine.pretend_device import pretended_device
 
 PLUGIN = "attention_plugin_of_a_test"
 

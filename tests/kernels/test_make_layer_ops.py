@@ -18,7 +18,7 @@ from pdserve.kernels.make_layer_ops import NAMES, LayerOpsError, make_layer_ops
 from pdserve.kernels.native.native_layer_ops import NativeLayerOps
 from pdserve.kernels.native.native_library import NativeLibraryError
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
-from tests.support.engine_harness import Harness, harnesses, make_engine  # noqa: F401
+from tests.support.engine.engine_harness import Harness, harnesses, make_engine  # noqa: F401
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from pdserve.kernels.native.build_library import BuildError, build, library_name
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, NativeAttentionPlan
 from pdserve.kernels.native.native_library import NativeLibrary, NativeLibraryError, load_library
 from tests.kernels.attention_contract import AttentionContract
-from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
-from tests.support.torch_threads import num_threads
+from tests.support.kernels.attention_cases import TOLERANCES, check_step, make_case, make_spec, run_step
+from tests.support.run.torch_threads import num_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 

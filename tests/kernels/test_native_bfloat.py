@@ -10,7 +10,7 @@ from pdserve.kernels.cpu import linear
 from pdserve.kernels.cpu.linear import BlockedLinear, PackedLinear, WidenedLinear, onednn_multiplies
 from pdserve.kernels.native.native_bfloat import PAIRS_LEVEL, TILES_LEVEL, NativeBfloatRows, in_blocks, packed_inputs
 from pdserve.kernels.native.native_library import NativeLibrary
-from tests.support.torch_threads import num_threads
+from tests.support.run.torch_threads import num_threads
 
 HAS_BFLOAT16 = onednn_multiplies(torch.bfloat16)
 

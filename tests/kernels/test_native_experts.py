@@ -18,7 +18,7 @@ from pdserve.kernels.native import native_experts
 from pdserve.kernels.native.native_experts import NativeExperts
 from pdserve.kernels.native.native_library import NativeLibrary
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
-from tests.support.torch_threads import num_threads
+from tests.support.run.torch_threads import num_threads
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 """Norm of the error over that of the result."""

@@ -11,7 +11,7 @@ from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, has_fast_int
 from pdserve.kernels.native import native_int8
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows
 from pdserve.kernels.native.native_library import NativeLibrary
-from tests.support.torch_threads import num_threads
+from tests.support.run.torch_threads import num_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -13,7 +13,7 @@ from pdserve.kernels.native.native_layer_ops import NativeLayerOps
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, NativeLibraryError, load_library
 from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from tests.kernels.layer_ops_contract import EPS, LayerOpsContract
-from tests.support.torch_threads import num_threads
+from tests.support.run.torch_threads import num_threads
 
 try:
     LIBRARY = load_library()

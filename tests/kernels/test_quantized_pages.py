@@ -16,7 +16,7 @@ from pdserve.kernels.attention.make_attention import AttentionBackendError, make
 from pdserve.kernels.attention.quantized_pages import QuantizedPages, num_layers_of
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
-from tests.support.attention_cases import Case, dense_attention, make_case, make_spec
+from tests.support.kernels.attention_cases import Case, dense_attention, make_case, make_spec
 
 HEADS = (4, 2, 16)
 STORED = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}

@@ -16,9 +16,9 @@ from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.engine_thread import EngineThread
 from pdserve.llm import LLM, AsyncLLM
-from tests.support.llm_requests import core_of
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import core_of
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import HANG_S
 
 TINY: dict[str, Any] = {
     "dtype": "float32",

@@ -20,8 +20,8 @@ from pdserve.llm import (
     RequestOutputKind,
 )
 from tests.llm.conftest import CheckedAsyncLLM
-from tests.support.llm_requests import TEXT, greedy
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import TEXT, greedy
+from tests.support.run.waiting import HANG_S
 
 LONG = greedy(max_tokens=200)
 Running = Callable[..., AbstractAsyncContextManager[CheckedAsyncLLM]]

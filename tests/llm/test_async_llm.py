@@ -12,8 +12,8 @@ import pytest
 
 from pdserve.common.errors import Cancelled, InvalidRequest, WorkerLost
 from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StreamingInput
-from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
+from tests.support.run.waiting import HANG_S
 
 Running = Callable[..., Any]
 LONG = greedy(max_tokens=200)

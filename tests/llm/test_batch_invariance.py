@@ -9,10 +9,10 @@ import pytest
 
 from pdserve.llm import LLM
 from pdserve.llm.engine_options import EngineOptions
-from tests.support import sampling_reference
-from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.oracle import NEAR_TIE, Oracle
-from tests.support.same_seeds import answers, difference, params, prompts
+from tests.support.engine.same_seeds import answers, difference, params, prompts
+from tests.support.kernels import sampling_reference
+from tests.support.models.checkpoints import VOCAB_SIZE
+from tests.support.models.oracle import NEAR_TIE, Oracle
 
 COUNT, MAX_TOKENS = 160, 16
 OPTIONS: EngineOptions = {

@@ -14,8 +14,8 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, BeamSearchOutput, BeamSearchParams, PromptType, TextPrompt
 from pdserve.text.beam_search import Beam, BeamSearch
-from tests.support.llm_requests import TEXT, core_of, prompts_of
-from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.engine.llm_requests import TEXT, core_of, prompts_of
+from tests.support.models.oracle import NEAR_TIE, Oracle
 
 EOS = list(range(5, 315, 8))
 """Many tokens that end a text, so that beams end at every length."""

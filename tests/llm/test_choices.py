@@ -10,8 +10,8 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM
 from tests.llm.conftest import CheckedAsyncLLM
-from tests.support.llm_requests import TEXT, greedy, prompts_of, sampled
-from tests.support.oracle import Oracle
+from tests.support.engine.llm_requests import TEXT, greedy, prompts_of, sampled
+from tests.support.models.oracle import Oracle
 
 Running = Callable[..., AbstractAsyncContextManager[CheckedAsyncLLM]]
 

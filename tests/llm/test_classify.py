@@ -14,9 +14,9 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, AsyncLLM, PoolingOutput, PoolingParams, SamplingParams
 from pdserve.text.beam_search import BeamSearchParams
 from tests.llm.conftest import TINY
-from tests.support.checkpoints import make_classifier
-from tests.support.llm_requests import TEXT, core_of
-from tests.support.oracle import Oracle
+from tests.support.engine.llm_requests import TEXT, core_of
+from tests.support.models.checkpoints import make_classifier
+from tests.support.models.oracle import Oracle
 
 QUERY, DOCUMENTS = "Where does the water go?", ["To the sea.", "one, two, three", "Where does the water go?"]
 Served = tuple[LLM, PreTrainedModel]

@@ -13,9 +13,9 @@ import torch
 from pdserve.common.errors import Cancelled, InvalidRequest
 from pdserve.llm import LLM, EmbeddingRequestOutput, PoolingOutput, PoolingParams
 from tests.llm.conftest import CheckedAsyncLLM
-from tests.support.llm_requests import TEXT, greedy, prompts_of
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import TEXT, greedy, prompts_of
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import HANG_S
 
 MEAN = PoolingParams(pooling_type="mean", normalize=False, dimensions=20)
 

@@ -13,8 +13,8 @@ import torch
 from pdserve.common.errors import ConfigError, InvalidRequest, PromptTooLong, UnsupportedModel
 from pdserve.llm import LLM, StructuredOutputsParams, TokensPrompt
 from pdserve.text.beam_search import BeamSearchParams
-from tests.support.encoder_decoder_checkpoints import FAMILIES, START, GreedyAnswers, make_encoder_decoder
-from tests.support.llm_requests import core_of, greedy, sampled
+from tests.support.engine.llm_requests import core_of, greedy, sampled
+from tests.support.models.encoder_decoder_checkpoints import FAMILIES, START, GreedyAnswers, make_encoder_decoder
 
 MAX_TOKENS = 24
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pdserve.llm import LLM, SamplingParams, TokensPrompt
-from tests.support.encoder_decoder_checkpoints import START, GreedyAnswers, make_encoder_decoder
-from tests.support.encoder_decoder_shapes import SHAPES
-from tests.support.llm_requests import core_of
-from tests.support.random_prompts import prompt_of
+from tests.support.engine.llm_requests import core_of
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.encoder_decoder_checkpoints import START, GreedyAnswers, make_encoder_decoder
+from tests.support.models.encoder_decoder_shapes import SHAPES
 
 ATOL = 3e-4
 """Largest difference of a log-probability."""

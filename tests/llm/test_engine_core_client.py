@@ -32,10 +32,10 @@ from pdserve.engine.client.process_client import ENGINE_PROGRAM, ProcessClient
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.engine.output_stream import engine_error
 from pdserve.engine.request_messages import encode, unsendable
-from tests.support.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
-from tests.support.llm_requests import prompts_of
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S
+from tests.support.engine.forked_engine import BUG, FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
+from tests.support.engine.llm_requests import prompts_of
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import HANG_S
 
 SETTINGS = WorkerSettings(dtype="float32", block_size=4, num_blocks=128, max_model_len=256, max_num_batched_tokens=64)
 BOTH = pytest.mark.parametrize("kind", [InprocClient, ProcessClient])

@@ -29,14 +29,14 @@ from pdserve.llm import (
     StructuredOutputsParams,
 )
 from tests.llm.conftest import TINY
-from tests.support.forked_engine import ROOT, start_forked
-from tests.support.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
-from tests.support.lora_adapters import make_adapter
-from tests.support.waiting import HANG_S
+from tests.support.engine.forked_engine import ROOT, start_forked
+from tests.support.engine.llm_requests import MESSAGES, TEXT, greedy, prompts_of, sampled
+from tests.support.models.lora_adapters import make_adapter
+from tests.support.run.waiting import HANG_S
 
 PLUG_INS = """[pdserve.logits_processors]
-ban = tests.support.logits_plugins:Ban
-broken = tests.support.logits_plugins:Broken
+ban = tests.support.engine.logits_plugins:Ban
+broken = tests.support.engine.logits_plugins:Broken
 """
 
 

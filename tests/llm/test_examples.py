@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pdserve.common.errors import ConfigError
 from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, LoRARequest, RequestOutput, StructuredOutputsParams
-from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.forked_engine import start_rank
-from tests.support.image_checkpoints import (
+from tests.support.engine.forked_engine import start_rank
+from tests.support.engine.llm_requests import core_of, greedy, sampled
+from tests.support.models.checkpoints import VOCAB_SIZE
+from tests.support.models.image_checkpoints import (
     FAMILIES,
     IMAGE_TOKENS,
     PICTURE,
@@ -26,8 +27,7 @@ from tests.support.image_checkpoints import (
     make_image_checkpoint,
     picture,
 )
-from tests.support.llm_requests import core_of, greedy, sampled
-from tests.support.lora_adapters import ALL_LINEARS, make_adapter, merged_checkpoint
+from tests.support.models.lora_adapters import ALL_LINEARS, make_adapter, merged_checkpoint
 
 NUM_TOKENS = 32
 """Enough that an n-gram draft of each random model is right once."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pdserve.llm import LLM, SamplingParams
-from tests.support.image_checkpoints import PICTURE, ImageOracle, make_image_checkpoint
-from tests.support.image_shapes import SHAPES, odd_images
-from tests.support.llm_requests import core_of
+from tests.support.engine.llm_requests import core_of
+from tests.support.models.image_checkpoints import PICTURE, ImageOracle, make_image_checkpoint
+from tests.support.models.image_shapes import SHAPES, odd_images
 
 ATOL = 3e-4
 """Largest difference of a log-probability."""

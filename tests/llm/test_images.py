@@ -13,8 +13,9 @@ from PIL import Image
 from pdserve.common.errors import InvalidRequest
 from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, RequestOutput, StreamingInput
-from tests.support.forked_engine import start_rank
-from tests.support.image_checkpoints import (
+from tests.support.engine.forked_engine import start_rank
+from tests.support.engine.llm_requests import core_of, greedy
+from tests.support.models.image_checkpoints import (
     FAMILIES,
     PICTURE,
     ImageOracle,
@@ -23,7 +24,6 @@ from tests.support.image_checkpoints import (
     make_image_checkpoint,
     picture,
 )
-from tests.support.llm_requests import core_of, greedy
 
 TINY: dict[str, Any] = {
     "dtype": "float32", "block_size": 4, "num_blocks": 256, "max_model_len": 512, "max_num_batched_tokens": 24,

@@ -13,12 +13,12 @@ from pdserve.common.errors import ConfigError
 from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, CompletionOutput, LoRARequest, RequestOutput, StreamingInput, StructuredOutputsParams
 from tests.llm.conftest import TINY, CheckedAsyncLLM
-from tests.support.forked_engine import start_rank
-from tests.support.llm_requests import core_of, greedy, prompts_of, sampled
-from tests.support.lora_adapters import make_adapter, merged_checkpoint
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.rounded_keys import rounded_keys
+from tests.support.engine.forked_engine import start_rank
+from tests.support.engine.llm_requests import core_of, greedy, prompts_of, sampled
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.lora_adapters import make_adapter, merged_checkpoint
+from tests.support.models.oracle import Oracle
+from tests.support.models.rounded_keys import rounded_keys
 
 STORED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 TOLERANCE = 0.03

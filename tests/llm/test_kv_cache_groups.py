@@ -11,10 +11,10 @@ import pytest
 from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.llm import LLM
-from tests.support.family_checkpoints import make_windowed_model
-from tests.support.llm_requests import core_of, greedy
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
+from tests.support.engine.llm_requests import core_of, greedy
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import make_windowed_model
+from tests.support.models.oracle import Oracle
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_blocks": 12, "block_size": 8, "max_num_batched_tokens": 24}
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.llm import LLM
-from tests.support.llm_requests import core_of, greedy, prompts_of
+from tests.support.engine.llm_requests import core_of, greedy, prompts_of
 
 TINY: dict[str, Any] = {"num_blocks": 12, "max_model_len": 190, "max_num_seqs": 2}
 

@@ -13,10 +13,10 @@ import torch
 from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.engine.sampling.logits_processors import LogitsProcessors
 from pdserve.llm import LLM, NamedLogitsProcessor, RequestOutputKind, TokensPrompt
-from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
-from tests.support.logits_plugins import installed
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of, sampled
+from tests.support.engine.logits_plugins import installed
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import HANG_S
 
 OTHER_MESSAGES = [{"role": "user", "content": "Who counted the boats?"}]
 

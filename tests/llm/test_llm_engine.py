@@ -19,8 +19,8 @@ from pdserve.llm import (
     RequestOutputKind,
 )
 from tests.llm.conftest import TINY
-from tests.support.llm_requests import TEXT, greedy, prompts_of
-from tests.support.logits_plugins import installed
+from tests.support.engine.llm_requests import TEXT, greedy, prompts_of
+from tests.support.engine.logits_plugins import installed
 
 
 @pytest.fixture

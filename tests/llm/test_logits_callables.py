@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pdserve.common.errors import InvalidRequest, LogitsProcessorFailed
 from pdserve.llm import LLM, NamedLogitsProcessor
-from tests.support.llm_requests import core_of, greedy, prompts_of
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import core_of, greedy, prompts_of
+from tests.support.run.waiting import HANG_S
 
 
 def only(token_id: int) -> Callable[[list[int], Tensor], Tensor]:
@@ -109,7 +109,7 @@ def test_functions_count_in_the_place_of_a_wrong_name(llm: LLM) -> None:
 def test_an_engine_in_another_process_takes_no_function(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pdserve.engine.client import process_client
     from tests.llm.conftest import TINY
-    from tests.support.forked_engine import start_forked
+    from tests.support.engine.forked_engine import start_forked
 
     monkeypatch.setattr(process_client, "start_program", start_forked)
     with LLM(folder, engine_process=True, **TINY) as llm:

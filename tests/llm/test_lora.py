@@ -24,11 +24,11 @@ from pdserve.llm import (
     StreamingInput,
 )
 from tests.llm.conftest import CheckedAsyncLLM
-from tests.support.llm_requests import core_of
-from tests.support.lora_adapters import make_adapter, merged_checkpoint
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.settings_with import settings_with
+from tests.support.engine.llm_requests import core_of
+from tests.support.engine.settings_with import settings_with
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.lora_adapters import make_adapter, merged_checkpoint
+from tests.support.models.oracle import Oracle
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

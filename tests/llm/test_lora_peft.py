@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pdserve.llm import LLM, LoRARequest, SamplingParams
-from tests.support.oracle import NEAR_TIE
-from tests.support.random_prompts import prompt_of
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import NEAR_TIE
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import torch
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.llm import LLM, PoolingParams
-from tests.support.any_family import make_any_family
-from tests.support.checkpoints import save_tokenizer
-from tests.support.llm_requests import core_of, greedy, prompts_of, sampled
-from tests.support.oracle import Oracle
+from tests.support.engine.llm_requests import core_of, greedy, prompts_of, sampled
+from tests.support.models.any_family import make_any_family
+from tests.support.models.checkpoints import save_tokenizer
+from tests.support.models.oracle import Oracle
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 128, "max_model_len": 200, "max_num_batched_tokens": 64}
 

@@ -13,8 +13,8 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, AsyncLLM, EmbedsPrompt, PoolingParams, SamplingParams, StructuredOutputsParams
 from pdserve.text.beam_search import BeamSearchParams
 from tests.llm.conftest import TINY
-from tests.support.llm_requests import core_of, greedy, prompts_of
-from tests.support.oracle import Oracle
+from tests.support.engine.llm_requests import core_of, greedy, prompts_of
+from tests.support.models.oracle import Oracle
 
 NOT_FINITE = torch.zeros(3, 64)
 NOT_FINITE[1, 5] = torch.nan

@@ -10,8 +10,8 @@ import pytest
 
 from pdserve.common.errors import ConfigError, InvalidRequest, PromptTooLong
 from pdserve.llm import LLM, SamplingParams
-from tests.support.llm_requests import core_of
-from tests.support.oracle import Oracle
+from tests.support.engine.llm_requests import core_of
+from tests.support.models.oracle import Oracle
 
 GOOD = "The miller"
 CHAT = [{"role": "user", "content": "hi"}]

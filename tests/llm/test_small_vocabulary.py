@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.llm import LLM, BeamSearchParams, PromptType, SamplingParams, TextPrompt
-from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.llm_requests import core_of
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import core_of
+from tests.support.models.checkpoints import VOCAB_SIZE
+from tests.support.run.waiting import HANG_S
 
 GOOD = "The miller"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -18,10 +18,10 @@ from pdserve.engine.stats import stat_recorder
 from pdserve.engine.stats.iteration_stats import IterationStats
 from pdserve.llm import LLM, AsyncLLM, EngineArgs, LLMEngine, StatLoggerBase, StreamingInput
 from tests.llm.conftest import TINY
-from tests.support.forked_engine import start_forked
-from tests.support.kv_layouts import make_layout
-from tests.support.llm_requests import TEXT, greedy, prompts_of, sampled
-from tests.support.waiting import HANG_S
+from tests.support.engine.forked_engine import start_forked
+from tests.support.engine.llm_requests import TEXT, greedy, prompts_of, sampled
+from tests.support.models.kv_layouts import make_layout
+from tests.support.run.waiting import HANG_S
 
 
 class Kept(StatLoggerBase):

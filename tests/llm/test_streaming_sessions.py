@@ -14,9 +14,9 @@ from pdserve.common.errors import InvalidRequest, PromptTooLong
 from pdserve.engine.client import process_client
 from pdserve.llm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, StreamingInput, StructuredOutputsParams
 from tests.llm.conftest import TINY
-from tests.support.forked_engine import start_forked
-from tests.support.llm_requests import greedy, prompts_of
-from tests.support.waiting import HANG_S
+from tests.support.engine.forked_engine import start_forked
+from tests.support.engine.llm_requests import greedy, prompts_of
+from tests.support.run.waiting import HANG_S
 
 Running = Callable[..., Any]
 PROMPTS = prompts_of([9, 4, 7])

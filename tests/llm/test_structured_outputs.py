@@ -17,7 +17,7 @@ import pytest
 from pdserve.common.errors import InvalidRequest
 from pdserve.llm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from tests.llm.conftest import TINY
-from tests.support.llm_requests import TEXT
+from tests.support.engine.llm_requests import TEXT
 
 Running = Callable[..., AbstractAsyncContextManager[AsyncLLM]]
 SCHEMA: dict[str, Any] = {

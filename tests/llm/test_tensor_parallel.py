@@ -21,11 +21,11 @@ from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.llm import LLM, LoRARequest
 from tests.llm.conftest import TINY
-from tests.support.forked_engine import start_rank
-from tests.support.llm_requests import core_of, greedy, prompts_of, sampled
-from tests.support.lora_adapters import make_adapter, merged_checkpoint
-from tests.support.oracle import Oracle
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.engine.forked_engine import start_rank
+from tests.support.engine.llm_requests import core_of, greedy, prompts_of, sampled
+from tests.support.models.lora_adapters import make_adapter, merged_checkpoint
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import HANG_S, wait_until
 
 DEATH_S = 5.0
 """Seconds within which the end of a rank ends the engine."""

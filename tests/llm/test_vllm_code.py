@@ -22,8 +22,8 @@ from pdserve.llm import (
     StructuredOutputsParams,
 )
 from tests.llm.conftest import TINY
-from tests.support.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import MESSAGES, TEXT, core_of, greedy, prompts_of
+from tests.support.run.waiting import HANG_S
 
 NOT_GIVEN = ("stop", "stop_token_ids", "logits_processors", "logit_bias", "bad_words", "allowed_token_ids", "seed")
 

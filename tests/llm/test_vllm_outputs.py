@@ -13,8 +13,8 @@ from pdserve.common.request.engine_types import FinishReason
 from pdserve.llm import LLM, RequestOutputKind, SamplingParams
 from pdserve.text.outputs.output_processor import OutputProcessor
 from tests.llm.conftest import CheckedAsyncLLM
-from tests.support.llm_requests import TEXT, greedy
-from tests.support.waiting import HANG_S
+from tests.support.engine.llm_requests import TEXT, greedy
+from tests.support.run.waiting import HANG_S
 
 Running = Callable[..., AbstractAsyncContextManager[CheckedAsyncLLM]]
 

@@ -15,7 +15,7 @@ from pdserve.common.request.engine_types import (
     SchedulerStats,
 )
 from pdserve.llm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
-from tests.support.llm_requests import TEXT
+from tests.support.engine.llm_requests import TEXT
 
 
 def test_an_engine_request() -> None:

@@ -13,7 +13,7 @@ from pdserve.engine.engine_info import EngineInfo
 from pdserve.engine.kv_cache.block_pool import BlockPool
 from pdserve.engine.stats.iteration_stats import IterationStats
 from pdserve.llm import LLM, PoolingParams, StatLoggerBase, StructuredOutputsParams, TextPrompt, TokensPrompt
-from tests.support.llm_requests import TEXT, core_of, greedy
+from tests.support.engine.llm_requests import TEXT, core_of, greedy
 
 
 def test_each_form_of_a_prompt(llm: LLM) -> None:

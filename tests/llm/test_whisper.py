@@ -13,9 +13,9 @@ import pytest
 from pdserve.common.errors import ConfigError, InvalidRequest, PromptTooLong, UnsupportedModel
 from pdserve.llm import LLM, StructuredOutputsParams
 from pdserve.text.beam_search import BeamSearchParams
-from tests.support.checkpoints import edit_json
-from tests.support.llm_requests import core_of, greedy, sampled
-from tests.support.whisper_checkpoints import (
+from tests.support.engine.llm_requests import core_of, greedy, sampled
+from tests.support.models.checkpoints import edit_json
+from tests.support.models.whisper_checkpoints import (
     BEGIN_SUPPRESSED,
     EOS,
     IDS,

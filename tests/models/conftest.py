@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.checkpoints import ARCHITECTURES
-from tests.support.family_checkpoints import cases, make_family
-from tests.support.paged_run import PagedRun
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.checkpoints import ARCHITECTURES
+from tests.support.models.family_checkpoints import cases, make_family
 
 
 @pytest.fixture

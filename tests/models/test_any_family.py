@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.support.any_family import FLOAT32, causal_families, configuration_digest
-from tests.support.any_family_record import RECORD, measure
-from tests.support.family_records import Row
+from tests.support.models.any_family import FLOAT32, causal_families, configuration_digest
+from tests.support.models.any_family_record import RECORD, measure
+from tests.support.models.family_records import Row
 
 ROWS: dict[str, Row] = json.loads(RECORD.read_text())
 FAMILIES = dict(causal_families())

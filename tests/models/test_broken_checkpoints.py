@@ -14,7 +14,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.models.loading import load_decoder
 from pdserve.models.registry import FAMILIES
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.broken_checkpoints import (
+from tests.support.models.broken_checkpoints import (
     BREAKAGES,
     NEEDED,
     change_weight,
@@ -23,8 +23,8 @@ from tests.support.broken_checkpoints import (
     stored_names,
     tail_of,
 )
-from tests.support.family_checkpoints import cases, make_family
-from tests.support.image_checkpoints import make_image_checkpoint
+from tests.support.models.family_checkpoints import cases, make_family
+from tests.support.models.image_checkpoints import make_image_checkpoint
 
 FAST = ("phi3", "gpt_oss", "qwen3_vl")
 """Fused projections, stacked experts, a vision tower. The others are of `make test-all`."""

@@ -16,9 +16,9 @@ from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from pdserve.models.registry import CLASSIFIERS, FAMILIES
-from tests.support.checkpoints import edit_json, make_classifier
-from tests.support.family_checkpoints import cases, make_family
-from tests.support.paged_run import PagedRun
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.checkpoints import edit_json, make_classifier
+from tests.support.models.family_checkpoints import cases, make_family
 
 ATOL = 3e-4
 """Largest difference of a label's number in float32: as of logits in `test_families.py`."""

@@ -19,7 +19,7 @@ from pdserve.router.bodies.client_bodies import model_len_of
 from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.checkpoints import ARCHITECTURES, edit_json, make_checkpoint
+from tests.support.models.checkpoints import ARCHITECTURES, edit_json, make_checkpoint
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

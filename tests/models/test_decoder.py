@@ -12,8 +12,8 @@ import torch
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
-from tests.support.attention_batches import model_inputs, packed_batch
-from tests.support.family_checkpoints import cases, make_family
+from tests.support.kernels.attention_batches import model_inputs, packed_batch
+from tests.support.models.family_checkpoints import cases, make_family
 
 TOKENS = [5, 300, 17, 42, 42, 8, 101, 250, 3, 77, 12, 13, 14, 200, 201, 202, 203, 9, 8, 7]
 

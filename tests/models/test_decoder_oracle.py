@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve.models.loading import load_decoder
-from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE, edit_json, make_checkpoint
+from tests.support.models.checkpoints import ARCHITECTURES, VOCAB_SIZE, edit_json, make_checkpoint
 
 ATOL = 1e-4
 

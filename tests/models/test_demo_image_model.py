@@ -21,8 +21,8 @@ from demo_model.chat import load_tokenizer
 from pdserve.common.json_file import read_json_object
 from pdserve.llm import LLM, SamplingParams
 from pdserve.models.model_folder import model_folder
-from tests.support.image_checkpoints import data_url
-from tests.support.llm_requests import core_of
+from tests.support.engine.llm_requests import core_of
+from tests.support.models.image_checkpoints import data_url
 
 FOLDER = model_folder("demo-image")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/red_circle.png"

@@ -31,7 +31,7 @@ from demo_image_model.train import train
 from demo_model.corpus import Message
 from demo_model.train import Schedule
 from pdserve.llm import LLM, SamplingParams
-from tests.support.image_checkpoints import data_url
+from tests.support.models.image_checkpoints import data_url
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import torch
 
 from pdserve.common.request.pooling_params import PoolingParams, PoolingType
 from pdserve.common.request.sampling_params import NamedLogitsProcessor
-from tests.support.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
-from tests.support.engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
-from tests.support.logits_plugins import installed
-from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
+from tests.support.engine.engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.engine.logits_plugins import installed
+from tests.support.engine.pretend_device import CUDA, DEVICE, PretendTensor, pretended_device, usable
+from tests.support.models.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 
 PROMPTS = [[(7 * i + n) % VOCAB_SIZE for i in range(n)] for n in (1, 15, 16, 17, 40, 100)]
 PARAMETERS: list[dict[str, Any]] = [

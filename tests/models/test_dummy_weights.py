@@ -14,7 +14,7 @@ from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.llm import LLM, SamplingParams
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.weights.dummy_weights import DummyWeights
-from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.models.checkpoints import ARCHITECTURES, make_checkpoint
 
 TOKENS = [3, 14, 15, 92, 65]
 

@@ -15,8 +15,8 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.encoder_decoder.distance_buckets import DistanceBuckets
 from pdserve.models.encoder_decoder.encoder_decoder import EncoderDecoder
 from pdserve.models.model_impl import load_model_decoder, read_model_config
-from tests.support.checkpoints import edit_json
-from tests.support.encoder_decoder_checkpoints import EOS, FORCED, START, make_encoder_decoder
+from tests.support.models.checkpoints import edit_json
+from tests.support.models.encoder_decoder_checkpoints import EOS, FORCED, START, make_encoder_decoder
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from pdserve.models.registry import FAMILIES
 from pdserve.models.weights.rank_shard import RankShard
-from tests.support.checkpoints import edit_json
-from tests.support.family_checkpoints import OPTIONS, cases, make_family
-from tests.support.family_exactness import (
+from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.checkpoints import edit_json
+from tests.support.models.family_checkpoints import OPTIONS, cases, make_family
+from tests.support.models.family_exactness import (
     ARCHITECTURES,
     RECORD,
     bfloat16_errors,
     configuration_digest,
     float32_logits,
 )
-from tests.support.paged_run import PagedRun
-from tests.support.thread_ranks import ThreadRank, on_all_ranks
 
 ATOL = 3e-4
 """Largest difference of a logit in float32; the largest logits are near 80."""

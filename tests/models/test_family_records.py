@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.family_records import digest, renew
+from tests.support.models.family_records import digest, renew
 
 MEASURED: dict[str, Any] = {"tokens": [60, 60], "float32": 1e-5, "bfloat16": [0.02, 0.02]}
 OLD = {

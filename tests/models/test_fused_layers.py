@@ -23,9 +23,9 @@ from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.loading import load_decoder
-from tests.support.attention_batches import model_inputs, packed_batch
-from tests.support.family_checkpoints import make_family
-from tests.support.torch_threads import num_threads
+from tests.support.kernels.attention_batches import model_inputs, packed_batch
+from tests.support.models.family_checkpoints import make_family
+from tests.support.run.torch_threads import num_threads
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
 LENGTHS = (1, 17, 300, 40, 16, 33, 5, 90, 60)

@@ -14,9 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
 from pdserve.models.weights.mxfp4 import unpacked
-from tests.support.checkpoints import edit_json
-from tests.support.family_checkpoints import make_family
-from tests.support.paged_run import PagedRun
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.checkpoints import edit_json
+from tests.support.models.family_checkpoints import make_family
 
 FIELDS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 13, "num_hidden_layers": 2}
 TOKENS = list(range(30, 70))

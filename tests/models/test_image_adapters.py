@@ -16,8 +16,8 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_adapter import WEIGHTS_FILE, read_adapter
 from pdserve.models.lora.lora_targets import LoraTargets, with_lora_targets
-from tests.support.image_checkpoints import make_image_checkpoint
-from tests.support.lora_adapters import make_adapter
+from tests.support.models.image_checkpoints import make_image_checkpoint
+from tests.support.models.lora_adapters import make_adapter
 
 Rename = Callable[[str], str]
 PREFIXES = ("model.language_model.", "model.", "language_model.model.")

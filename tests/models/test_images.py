@@ -21,8 +21,8 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import with_images
-from tests.support.checkpoints import edit_json
-from tests.support.image_checkpoints import (
+from tests.support.models.checkpoints import edit_json
+from tests.support.models.image_checkpoints import (
     FAMILIES,
     IMAGE_TOKEN_ID,
     PREPROCESSOR,

@@ -14,7 +14,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.models.loading import LoadProgress, load_decoder
 from pdserve.models.weights.checkpoint import MAX_HEADER_BYTES
 from pdserve.models.weights.weight_loader import verify_finite
-from tests.support.checkpoints import edit_json, make_checkpoint
+from tests.support.models.checkpoints import edit_json, make_checkpoint
 
 TOKENS = [3, 14, 15, 92, 65]
 WEIGHTS = "model.safetensors"

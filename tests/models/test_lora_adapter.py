@@ -16,7 +16,7 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.lora import lora_adapter
 from pdserve.models.lora.lora_adapter import LoraAdapter, read_adapter
 from pdserve.models.lora.lora_targets import LoraTargets, with_lora_targets
-from tests.support.lora_adapters import make_adapter
+from tests.support.models.lora_adapters import make_adapter
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_adapter import read_adapter
 from pdserve.models.lora.lora_targets import with_lora_targets
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
-from tests.support.lora_adapters import make_adapter, merged_checkpoint
-from tests.support.paged_run import PagedRun
-from tests.support.thread_ranks import on_all_ranks
+from tests.support.engine.thread_ranks import on_all_ranks
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.lora_adapters import make_adapter, merged_checkpoint
 
 ATOL = 3e-4
 TOKENS = list(range(30, 62))

@@ -20,7 +20,7 @@ from pdserve.models.config import config_fields
 from pdserve.models.config.family_fields import FAMILY_FIELDS
 from pdserve.models.loading import load_decoder
 from pdserve.models.registry import FAMILIES
-from tests.support.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
+from tests.support.models.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint, make_other_family
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,11 +13,11 @@ from torch import Tensor
 from pdserve.models.loading import load_decoder
 from pdserve.models.model_impl import load_model_decoder
 from pdserve.models.weights.rank_shard import RankShard
-from tests.support.any_family import make_any_family
-from tests.support.checkpoints import make_checkpoint
-from tests.support.encoder_decoder_checkpoints import make_encoder_decoder
-from tests.support.thread_ranks import ThreadRank, on_all_ranks
-from tests.support.whisper_checkpoints import make_whisper
+from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
+from tests.support.models.any_family import make_any_family
+from tests.support.models.checkpoints import make_checkpoint
+from tests.support.models.encoder_decoder_checkpoints import make_encoder_decoder
+from tests.support.models.whisper_checkpoints import make_whisper
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 

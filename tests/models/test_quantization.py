@@ -17,8 +17,8 @@ from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.llm import LLM, SamplingParams
 from pdserve.models.loading import load_decoder
-from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
-from tests.support.rounded_products import rounded_products
+from tests.support.models.checkpoints import ARCHITECTURES, make_checkpoint
+from tests.support.models.rounded_products import rounded_products
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 

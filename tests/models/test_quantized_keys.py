@@ -16,9 +16,9 @@ from pdserve.common.settings.worker_settings import WorkerSettings
 from pdserve.engine.runner.loading.loaded_model import load_model
 from pdserve.engine.runner.pool.memory_needs import memory_needs
 from pdserve.models.loading import load_decoder
-from tests.support.checkpoints import ARCHITECTURES
-from tests.support.random_prompts import prompt_of
-from tests.support.rounded_keys import rounded_keys
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.checkpoints import ARCHITECTURES
+from tests.support.models.rounded_keys import rounded_keys
 
 TOKENS = prompt_of(37)
 

@@ -24,9 +24,9 @@ from pdserve.models.config.model_config import ModelConfig
 from pdserve.models.config.rope_parameters import RopeParameters
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
-from tests.support.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint
-from tests.support.family_checkpoints import make_family
-from tests.support.paged_run import PagedRun
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.checkpoints import VOCAB_SIZE, edit_json, make_checkpoint
+from tests.support.models.family_checkpoints import make_family
 
 HEAD_DIM = 64
 _SHORT = [1.0 + 0.05 * index for index in range(HEAD_DIM // 2)]

@@ -16,8 +16,8 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
-from tests.support.checkpoints import edit_json, make_checkpoint
-from tests.support.rounded_products import rounded_products
+from tests.support.models.checkpoints import edit_json, make_checkpoint
+from tests.support.models.rounded_products import rounded_products
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 WEIGHTS = "model.safetensors"

@@ -16,8 +16,8 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.checkpoint import Checkpoint
 from pdserve.models.weights.rank_shard import RankShard
-from tests.support.checkpoints import VOCAB_SIZE, edit_json
-from tests.support.thread_ranks import ThreadRank, on_all_ranks
+from tests.support.engine.thread_ranks import ThreadRank, on_all_ranks
+from tests.support.models.checkpoints import VOCAB_SIZE, edit_json
 
 ATOL = 1e-4
 OPTIONS: list[tuple[str, int, dict[str, Any]]] = [

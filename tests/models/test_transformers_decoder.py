@@ -14,9 +14,9 @@ from torch import Tensor
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.models.model_impl import AnyDecoder, load_model_decoder, read_model_config
-from tests.support.any_family import causal_families, float32_logits, make_any_family, refusal
-from tests.support.checkpoints import edit_json
-from tests.support.paged_run import PagedRun
+from tests.support.kernels.paged_run import PagedRun
+from tests.support.models.any_family import causal_families, float32_logits, make_any_family, refusal
+from tests.support.models.checkpoints import edit_json
 
 ATOL = 3e-4
 ARCHITECTURES = dict(causal_families())

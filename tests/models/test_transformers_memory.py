@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.any_family import make_any_family
+from tests.support.models.any_family import make_any_family
 
 pytestmark = pytest.mark.slow
 

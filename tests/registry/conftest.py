@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.redis_server import RedisServer, redis_server
-from tests.support.registry_world import World
+from tests.support.processes.redis_server import RedisServer, redis_server
+from tests.support.transfers.registry_world import World
 
 
 @pytest.fixture(scope="session")

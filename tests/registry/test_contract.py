@@ -6,8 +6,8 @@ import asyncio
 import random
 
 from pdserve.common.worker_identity import WorkerRole
-from tests.support.registry_world import World
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
+from tests.support.transfers.registry_world import World
 
 
 async def test_a_worker_joins_with_what_it_holds(either: World) -> None:

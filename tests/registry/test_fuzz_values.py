@@ -20,8 +20,8 @@ from pdserve.common.registry.registry import (
     read_worker_id,
 )
 from pdserve.common.security.deployment_key import DeploymentKey
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.loop_watch import LOOP_S
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.run.loop_watch import LOOP_S
 
 pytestmark = [pytest.mark.fuzz(share=0.5), pytest.mark.timeout(0)]
 

@@ -18,9 +18,9 @@ from pdserve.common.registry.redis_connection import make_redis
 from pdserve.common.registry.redis_url import parse_redis_url
 from pdserve.common.settings.settings import load_settings
 from pdserve.common.settings.worker_settings import DecodeSettings
-from tests.support.redis_server import RedisServer
-from tests.support.registry_world import World, lines, settled
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.redis_server import RedisServer
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.registry_world import World, lines, settled
 
 PASSWORD = "s3cret/with@odd:signs"
 COMMANDS = [

@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.kv_event_subscription import FeedSource
-from tests.support.registry_world import World, lines, settled, source
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
+from tests.support.transfers.registry_world import World, lines, settled, source
 
 
 async def test_a_record_that_vanishes_changes_nothing_while_the_watch_lives(world: World) -> None:

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.router.workers.kv_event_subscription import FeedSource
-from tests.support.redis_server import RedisServer
-from tests.support.registry_world import World, block, lines, settled, source
-from tests.support.waiting import eventually
+from tests.support.processes.redis_server import RedisServer
+from tests.support.run.waiting import eventually
+from tests.support.transfers.registry_world import World, block, lines, settled, source
 
 RECORD = "{test}:worker:decode-0"
 IDS = "{test}:workers"

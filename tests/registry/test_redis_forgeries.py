@@ -17,8 +17,8 @@ from pdserve.common.net.rpc import bind, make_channel, make_server
 from pdserve.common.registry.registry import RecordSigner
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY, DeploymentKey
 from pdserve.router.workers import redis_discovery as redis_directory
-from tests.support.registry_world import World, lines
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
+from tests.support.transfers.registry_world import World, lines
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
 LOOKS_S = 1.3

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 
 from pdserve.common.registry.registry import RECORD_FIELDS
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.registry_world import Router, Worker, World
-from tests.support.waiting import eventually
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.waiting import eventually
+from tests.support.transfers.registry_world import Router, Worker, World
 
 VALUES: dict[str, bytes] = {
     "empty": b"", "zero": b"0", "negative": b"-1", "no number": b"x", "20 digits": b"9" * 20, "64 bits": b"9223372036854775808",

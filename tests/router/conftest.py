@@ -20,9 +20,9 @@ from pdserve.router.service import run_router
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import FakeWorker, save_tokenizer
-from tests.support.reserved_port import reserved_port
-from tests.support.settings_with import settings_with
-from tests.support.waiting import HANG_S
+from tests.support.engine.settings_with import settings_with
+from tests.support.processes.reserved_port import reserved_port
+from tests.support.run.waiting import HANG_S
 
 
 @pytest.fixture(scope="session")

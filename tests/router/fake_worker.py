@@ -34,8 +34,8 @@ from pdserve.v1.step_stream_pb2_grpc import add_StepStreamServiceServicer_to_ser
 from pdserve.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.step_stream.step_stream_servicer import StepStreamServicer
-from tests.support.kv_layouts import make_layout
-from tests.support.waiting import HANG_S
+from tests.support.models.kv_layouts import make_layout
+from tests.support.run.waiting import HANG_S
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]

@@ -9,7 +9,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 _SCRIPT = """
 import asyncio, socket, sys

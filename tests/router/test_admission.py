@@ -14,7 +14,7 @@ from pdserve.router.admission.admission import MAX_OVERTAKES, Admission
 from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place
 from pdserve.router.tenants.client import ANYBODY
 from pdserve.router.tenants.client import Client as Caller
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 class Clock:

@@ -18,7 +18,7 @@ from pdserve.router.tenants import failed_attempts
 from pdserve.router.tenants.api_keys import ApiKeys
 from pdserve.router.tenants.failed_attempts import FailedAttempts
 from pdserve.v1 import inference_pb2
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 ALICE, ALICE_NEXT, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "next", "bob", "operator"))
 

@@ -49,7 +49,7 @@ from tests.router.fake_worker import (
     prefill_well,
     said,
 )
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 def refuse(error):

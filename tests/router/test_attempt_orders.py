@@ -22,7 +22,7 @@ from pdserve.router.placement.placement import Placement
 from pdserve.router.workers.call_failure import CallFailed
 from pdserve.text.outputs.output_processor import PositionGap
 from tests.router.candidates import worker
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 DIGEST = b"d" * 16
 END = object()

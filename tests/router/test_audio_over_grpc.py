@@ -16,8 +16,8 @@ from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.audio_folder import PREVIOUS, PROMPT_IDS, RATE, SECONDS, save_audio_folder
 from tests.router.fake_worker import Call, play, said, tokens
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.wav_files import wav_file
+from tests.support.models.wav_files import wav_file
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
 
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the requests."""

@@ -20,8 +20,8 @@ from pdserve.router.tenants.audit_log import AuditLog
 from pdserve.router.tenants.client import Client
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, forever, play
-from tests.support.otlp_receiver import otlp_receiver
-from tests.support.waiting import HANG_S
+from tests.support.processes.otlp_receiver import otlp_receiver
+from tests.support.run.waiting import HANG_S
 
 SECRET_TEXT = "tell nobody of this"
 

@@ -23,8 +23,8 @@ from tests.router.fake_worker import (
     play,
     said,
 )
-from tests.support.settings_with import settings_with
-from tests.support.waiting import HANG_S
+from tests.support.engine.settings_with import settings_with
+from tests.support.run.waiting import HANG_S
 
 FULL = Overloaded("7 requests wait on this worker, at most 7 may (max_waiting)")
 

@@ -16,7 +16,7 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router import bad_requests
 from tests.router.fake_worker import Call, FakeWorker, decode_outputs, said, token
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 MAX_TOKENS = 250
 ENDPOINTS = (

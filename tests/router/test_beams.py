@@ -31,7 +31,7 @@ from tests.router.fake_worker import (
     play,
     tokens,
 )
-from tests.support.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout
 
 KEY = DeploymentKey(b"0123456789abcdef")
 PROMPT = "hello"

@@ -23,7 +23,7 @@ from tests.router.fake_worker import (
     said,
     token,
 )
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pdserve.common.errors import BY_CODE, InvalidRequest, NeedsPrefill, PdServe
 from pdserve.router.requests.client_error import as_client_sees
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 INTERNALS = (
     "source prefill-10.0.0.7-50052 (10.0.0.7:50052, epoch 10bcc0fa9473e72d) failed: ipv4:10.0.0.7:50052: refused"

@@ -15,7 +15,7 @@ from pdserve.router.placement.placement import POLICIES, PlacementRules, choose
 from pdserve.router.workers.announced_identity import verify_identity
 from pdserve.v1 import inference_pb2
 from tests.router.candidates import seen, worker
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 HEADER = "X-data-parallel-rank"
 

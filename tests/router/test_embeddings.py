@@ -17,8 +17,8 @@ from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.router.requests.tasks import embedding_task as embedding_module
 from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2
 from tests.router.fake_worker import HIDDEN_SIZE, MAX_MODEL_LEN, embed_well, embedding, forever, play, tokens
-from tests.support.otlp_receiver import otlp_receiver
-from tests.support.waiting import HANG_S
+from tests.support.processes.otlp_receiver import otlp_receiver
+from tests.support.run.waiting import HANG_S
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.test_grpc import ask
-from tests.support.calls_in_memory import num_calls_in_memory
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
+from tests.support.transfers.calls_in_memory import num_calls_in_memory
 
 NUM_CALLS = 10
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from pdserve.router.admission.fair_threads import FairThreads
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 
 class Clock:

@@ -18,7 +18,7 @@ from pdserve.router.workers import worker_watcher as watched_address
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, forever, play, said
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
 

@@ -11,7 +11,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
-from tests.support.tls_authority import Authority
+from tests.support.processes.tls_authority import Authority
 
 EXPECTED = CompatibilityCheck(key=DEVELOPMENT_KEY, tokenizer_fingerprint="")
 FAR = "10.0.0.7:50052"

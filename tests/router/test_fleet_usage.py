@@ -24,9 +24,9 @@ from pdserve.router.tenants.client import Client
 from pdserve.router.tenants.fleet_usage import LEASE_S, MAX_AGE_S, FleetUsage
 from pdserve.router.tenants.tenant_account import TenantAccounts
 from tests.router.fake_worker import ADMITTED, forever, play
-from tests.support.redis_server import RedisServer, redis_server
-from tests.support.settings_with import settings_with
-from tests.support.waiting import HANG_S, eventually
+from tests.support.engine.settings_with import settings_with
+from tests.support.processes.redis_server import RedisServer, redis_server
+from tests.support.run.waiting import HANG_S, eventually
 
 KEY = DeploymentKey(b"0123456789abcdef")
 

@@ -18,8 +18,8 @@ from pdserve.common.net.rpc import ERROR_CODE_KEY, from_rpc_error
 from pdserve.router.bodies import client_bodies
 from pdserve.router.tenants import failed_attempts
 from pdserve.v1 import inference_pb2
-from tests.support.process_memory import allocated_bytes, resident_bytes
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.process_memory import allocated_bytes, resident_bytes
+from tests.support.run.waiting import HANG_S, eventually
 
 GENERATE = "/pdserve.v1.InferenceService/Generate"
 GROWN_BYTES = 64 << 20

@@ -17,9 +17,9 @@ from tests.router.audio_folder import RATE, save_audio_folder
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.router.worst_bodies import CHAT, COMPLETIONS, DETOKENIZE, EMBEDDINGS, RESPONSES, TOKENIZE
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.wav_files import wav_file
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.models.wav_files import wav_file
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

@@ -17,11 +17,11 @@ from pdserve.v1 import inference_pb2, prefill_pb2, request_pb2, worker_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import Call, FakeWorker, Script, said
 from tests.router.worst_bodies import CHAT, COMPLETIONS, EMBEDDINGS
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.message_changes import MessageChanges
-from tests.support.process_memory import in_use_bytes
-from tests.support.waiting import HANG_S
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.inputs.message_changes import MessageChanges
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.process_memory import in_use_bytes
+from tests.support.run.waiting import HANG_S
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

@@ -26,7 +26,7 @@ from tests.router.fake_worker import (
     said,
     tokens,
 )
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 def ask(text="hello", max_tokens=5, **fields):

@@ -8,7 +8,7 @@ from typing import Any
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from pdserve.router.grpc_front.health_servicer import HealthServicer
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 NO_CONTEXT: Any = None
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING

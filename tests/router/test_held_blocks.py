@@ -11,7 +11,7 @@ from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.workers.fleet import Fleet
 from pdserve.router.workers.worker_watcher import CompatibilityCheck
 from tests.router.fake_worker import FakeWorker
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 A, B, C = (letter * 8 for letter in (b"a", b"b", b"c"))
 

@@ -17,9 +17,9 @@ from PIL import Image
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2
 from tests.router.image_folder import save_image_folder
-from tests.support.hostile_images import chunk, jpeg_with, png_with, progressive, saved, segment, url_of
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.waiting import HANG_S
+from tests.support.inputs.hostile_images import chunk, jpeg_with, png_with, progressive, saved, segment, url_of
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.waiting import HANG_S
 
 MAX_GROWN_BYTES = 64 << 20
 """Memory at its peak, beyond that before the requests."""

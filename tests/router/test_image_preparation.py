@@ -27,9 +27,9 @@ from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.prompt import ChatInput
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.served_file import serving_file
-from tests.support.settings_with import settings_with
-from tests.support.waiting import HANG_S
+from tests.support.engine.settings_with import settings_with
+from tests.support.processes.served_file import serving_file
+from tests.support.run.waiting import HANG_S
 
 IMAGE_ID = 0
 TEMPLATE = (

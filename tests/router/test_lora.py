@@ -15,7 +15,7 @@ from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.candidates import worker
 from tests.router.fake_worker import LAYOUT, decode_outputs, play, said
 from tests.router.test_tenants import headers, keys_file, metadata
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 ONE, OTHER = "1" * 32, "2" * 32
 

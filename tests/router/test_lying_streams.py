@@ -15,9 +15,9 @@ from pdserve.v1 import step_stream_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
 from tests.router.test_lying_workers import DOCUMENTED, TIMEOUT_S, look_at_log
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.waiting import HANG_S, eventually
-from tests.support.wrong_fields import FEW, LIE, Wrong, one_of_each, wrong_messages
+from tests.support.inputs.wrong_fields import FEW, LIE, Wrong, one_of_each, wrong_messages
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.waiting import HANG_S, eventually
 
 
 class LyingStream(grpc.aio.ServerInterceptor):

@@ -28,9 +28,9 @@ from tests.router.fake_worker import (
     said,
     tokens,
 )
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.waiting import HANG_S
-from tests.support.wrong_fields import FEW, LIE, MANY, PARTS, Wrong, one_of_each, part_of, wrong_messages
+from tests.support.inputs.wrong_fields import FEW, LIE, MANY, PARTS, Wrong, one_of_each, part_of, wrong_messages
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.waiting import HANG_S
 
 TIMEOUT_S = 1.0
 """Limit of a request: a worker may leave out what would end it."""

@@ -11,7 +11,7 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.output_pump import OutputPump
 from pdserve.text.outputs.request_output import CompletionOutput
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 
 def output(text, index=0, finish=None):

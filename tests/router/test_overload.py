@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.router.fake_worker import ADMITTED, LANDED, RELEASED, decode_outputs, first, forever, play, said
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 PLACES, QUEUE = 4, 4
 SOME = 3 * (PLACES + QUEUE)

@@ -18,7 +18,7 @@ from pdserve.common.settings.api_key_file import key_hash
 from pdserve.v1 import inference_pb2, request_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play, said
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 KEY = "a-key-of-alice-0123456789"

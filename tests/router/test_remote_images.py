@@ -19,8 +19,8 @@ from pdserve.common.address.media_domains import MediaDomains
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.text.images.chat_images import ImageSource
-from tests.support.process_memory import in_use_bytes
-from tests.support.waiting import HANG_S
+from tests.support.run.process_memory import in_use_bytes
+from tests.support.run.waiting import HANG_S
 
 MAX_BYTES = 100_000
 Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]

@@ -17,10 +17,10 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.responses.redis_response_store import RedisResponseStore
 from pdserve.router.responses.response_store import MemoryResponseStore, ResponseStore, StoredResponse
 from pdserve.router.tenants.tenant_digest import tenant_digest
-from tests.support.loop_watch import LOOP_S, watched
-from tests.support.process_memory import TracedMemory
-from tests.support.redis_server import RedisServer, redis_server
-from tests.support.settings_with import settings_with
+from tests.support.engine.settings_with import settings_with
+from tests.support.processes.redis_server import RedisServer, redis_server
+from tests.support.run.loop_watch import LOOP_S, watched
+from tests.support.run.process_memory import TracedMemory
 
 KEY = DeploymentKey(b"0123456789abcdef")
 

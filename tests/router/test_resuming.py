@@ -27,7 +27,7 @@ from tests.router.fake_worker import (
     token,
     tokens,
 )
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 def decode_scripts(cluster, *scripts):

@@ -16,8 +16,8 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import ADMITTED, decode_outputs, forever, play
-from tests.support.otlp_receiver import otlp_receiver
-from tests.support.waiting import HANG_S
+from tests.support.processes.otlp_receiver import otlp_receiver
+from tests.support.run.waiting import HANG_S
 
 SAMPLED = 1
 """The flag of a trace context."""

@@ -19,7 +19,7 @@ from pdserve.router.placement.routing_decision import LeftOut, RoutingDecision, 
 from pdserve.router.placement.transfer_bandwidth import DEFAULT_BYTES_PER_S, TransferBandwidth
 from tests.router.candidates import seen, worker
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_well, needs_prefill, play, said, tokens
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 LONG = "a_sentence_that_fills_some_blocks_of_sixteen_tokens,_and_the_same_for_all"
 

@@ -17,7 +17,7 @@ from pdserve.common.net.http_server import listening_socket
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from tests.router.fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 
 def test_the_router_imports_no_torch():

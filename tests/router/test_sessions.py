@@ -20,8 +20,8 @@ from pdserve.router.workers.step_stream import StepStream
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router import candidates
 from tests.router.fake_worker import ADMITTED, TEXT, decode_outputs, forever, play, said, tokens
-from tests.support.signed_channel import signed
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.signed_channel import signed
 
 
 def turn(text="hello", max_tokens=4, *, chat=False, token_ids=None, stream=True, sampling=None, **fields):

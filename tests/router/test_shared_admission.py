@@ -33,8 +33,8 @@ from pdserve.router.responses.shared_response_store import SharedResponseStore, 
 from pdserve.router.service import run_router
 from pdserve.router.telemetry.metric_families import MetricFamilies, added, families_of
 from pdserve.router.tenants.client import Client
-from tests.support.settings_with import settings_with
-from tests.support.waiting import eventually
+from tests.support.engine.settings_with import settings_with
+from tests.support.run.waiting import eventually
 
 COST = Cost(num_tokens=4, max_tokens=8)
 

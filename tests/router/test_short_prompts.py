@@ -12,7 +12,7 @@ from pdserve.router.requests.preparation import SHORT_CHARS, ClientRequest, Prep
 from pdserve.text import prompt_preparer
 from pdserve.text.prompt import ChatInput, TextInput, encode_prompt
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.waiting import eventually
+from tests.support.run.waiting import eventually
 
 SHORT, LONG = "a" * SHORT_CHARS, "a" * (SHORT_CHARS + 1)
 TOOL = {"type": "function", "function": {"name": "look"}}

@@ -16,7 +16,7 @@ import pytest
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.process
 

@@ -28,7 +28,7 @@ from tests.router.fake_worker import (
     play,
     said,
 )
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 AWAITS, GOES_ON = (
     decode_pb2.DecodeEvent(receiving=decode_pb2.Receiving(awaits_source=awaits)) for awaits in (True, False)

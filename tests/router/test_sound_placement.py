@@ -13,7 +13,7 @@ from pdserve.common.security.fingerprint import tokenizer_fingerprint
 from pdserve.v1 import inference_pb2, request_pb2
 from tests.router.audio_folder import POSITIONS, PROMPT_IDS, RATE, save_audio_folder
 from tests.router.fake_worker import LAYOUT, play, said
-from tests.support.wav_files import wav_file
+from tests.support.models.wav_files import wav_file
 
 BLOCK_SIZE = LAYOUT.block_size
 ENCODER_BLOCKS = -(-POSITIONS // BLOCK_SIZE)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.fake_worker import ADMITTED, forever, play
 from tests.router.test_tenants import complete, key_of, keys_file
-from tests.support.browser import CHROMIUM, Browser, browser
+from tests.support.processes.browser import CHROMIUM, Browser, browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 

@@ -20,8 +20,8 @@ from pdserve.router.workers.step_stream import StepStream
 from pdserve.v1 import decode_pb2, inference_pb2, request_pb2, step_stream_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.fake_worker import ADMITTED, FakeWorker, decode_outputs, forever, play, said
-from tests.support.signed_channel import signed
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.signed_channel import signed
 
 
 class Streams(grpc.aio.ServerInterceptor):

@@ -12,7 +12,7 @@ from pdserve.common.errors import NotFound, Overloaded
 from pdserve.common.net import body_budget
 from pdserve.common.net.body_budget import BodyBudget, BodyRoom
 from pdserve.router.http_front.stored_answer import StoredAnswer
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 KIB = 1 << 10
 MOST = 1024 * KIB

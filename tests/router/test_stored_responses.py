@@ -18,8 +18,8 @@ from pdserve.router.requests.fields.request_limits import MAX_MESSAGES
 from pdserve.router.responses.response_store import MemoryResponseStore
 from pdserve.v1 import prefill_pb2
 from tests.router.fake_worker import ADMITTED, EOS, decode_outputs, play, said
-from tests.support.redis_server import redis_server
-from tests.support.waiting import HANG_S
+from tests.support.processes.redis_server import redis_server
+from tests.support.run.waiting import HANG_S
 
 KEYS = {name: f"{name}-0123456789abcdef" for name in ("alice", "bob")}
 SUM: dict[str, Any] = {"type": "function", "name": "sum", "parameters": {"type": "object"}}

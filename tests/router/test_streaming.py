@@ -24,8 +24,8 @@ from tests.router.fake_worker import (
     said,
     token,
 )
-from tests.support.process_memory import MemoryWatch
-from tests.support.waiting import HANG_S
+from tests.support.run.process_memory import MemoryWatch
+from tests.support.run.waiting import HANG_S
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello"},

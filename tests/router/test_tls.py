@@ -22,8 +22,8 @@ from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.router.conftest import Cluster
 from tests.router.fake_worker import said
-from tests.support.tls_authority import IssuedFiles
-from tests.support.waiting import HANG_S
+from tests.support.processes.tls_authority import IssuedFiles
+from tests.support.run.waiting import HANG_S
 
 
 async def refused(cluster: Cluster, count: int) -> None:

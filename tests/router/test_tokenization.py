@@ -17,7 +17,7 @@ from pdserve.router.requests.preparation import Preparation
 from pdserve.text.prompt import max_text_bytes
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from tests.router.fake_worker import EOS, MAX_MODEL_LEN, SPECIAL, said, save_tokenizer, tokens
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 MAX_TEXT_BYTES = max_text_bytes(131_072)
 USER = {"role": "user", "content": "hi"}

@@ -14,7 +14,7 @@ from pdserve.common.errors import PeerError, WorkerLost
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.workers import worker_watcher as watched_address
 from tests.router.fake_worker import ADMITTED, LAYOUT, decode_outputs, play, said
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 WATCH = "/pdserve.v1.WorkerService/Watch"
 FORBIDDEN_WORDS = ("Traceback", "Exception deserializing")

@@ -28,10 +28,10 @@ from pdserve.v1 import decode_pb2, inference_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs, embed_well, play, tokens
 from tests.router.reader_process import SlowReaders
 from tests.router.test_tenants import key_of, keys_file
-from tests.support.loop_watch import watched
-from tests.support.process_memory import allocated_bytes
-from tests.support.tls_authority import Authority
-from tests.support.waiting import HANG_S, eventually
+from tests.support.processes.tls_authority import Authority
+from tests.support.run.loop_watch import watched
+from tests.support.run.process_memory import allocated_bytes
+from tests.support.run.waiting import HANG_S, eventually
 
 NUM_TOKENS = 280_000
 TEXT = "abcdefgh" * (NUM_TOKENS // 8)

@@ -34,9 +34,9 @@ from pdserve.router.workers.fleet import Fleet
 from pdserve.v1 import inference_pb2, prefill_pb2
 from tests.router import worst_bodies
 from tests.router.worst_bodies import Worst
-from tests.support.loop_watch import LOOP_S, watched
-from tests.support.process_memory import TracedMemory
-from tests.support.waiting import HANG_S
+from tests.support.run.loop_watch import LOOP_S, watched
+from tests.support.run.process_memory import TracedMemory
+from tests.support.run.waiting import HANG_S
 
 MAX_STATUS_BYTES = 1 << 20
 MAX_GROWN_BYTES = 64 << 20

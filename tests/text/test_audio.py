@@ -15,8 +15,8 @@ from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.text.audio.resampling import resampled
-from tests.support.process_memory import TracedMemory
-from tests.support.wav_files import wav_file
+from tests.support.models.wav_files import wav_file
+from tests.support.run.process_memory import TracedMemory
 
 PROCESSOR = AudioProcessor(AudioProcessorConfig())
 

@@ -18,7 +18,7 @@ from pdserve.common.image_processor_config import ImageLimits, ImageProcessorCon
 from pdserve.text.images.bare_image import MAX_PARTS, MAX_SCANS, bare_image
 from pdserve.text.images.chat_images import ImageSource
 from pdserve.text.images.image_processor import ImageProcessor
-from tests.support.hostile_images import (
+from tests.support.inputs.hostile_images import (
     HEIGHT,
     WIDTH,
     chunk,
@@ -31,7 +31,7 @@ from tests.support.hostile_images import (
     segment,
     url_of,
 )
-from tests.support.process_memory import TracedMemory
+from tests.support.run.process_memory import TracedMemory
 
 MAX_PIXELS = 10_000
 UPRIGHT = 1

@@ -17,7 +17,7 @@ from pdserve.models.model_folder import model_folder
 from pdserve.text.prompt import ChatInput, LengthRule, TextInput, encode_prompt
 from pdserve.text.tokenization.long_text import MAX_WORD_BYTES, LongText
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.process_memory import MemoryWatch
+from tests.support.run.process_memory import MemoryWatch
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

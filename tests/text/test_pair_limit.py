@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from pdserve.common.errors import InvalidRequest
 from pdserve.text.tokenization.pair_limit import PairLimit
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.checkpoints import save_tokenizer
+from tests.support.models.checkpoints import save_tokenizer
 
 TEXTS = ("the miller sang", "in winter the wheel stood still, and the questions were longer than the evenings", "she")
 

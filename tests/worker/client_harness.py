@@ -8,8 +8,8 @@ from typing import cast
 
 from pdserve.engine.client.inproc_client import InprocClient
 from pdserve.worker.engine_client import EngineClient
-from tests.support.bare_engine import client_of
-from tests.support.engine_harness import Harness
+from tests.support.engine.bare_engine import client_of
+from tests.support.engine.engine_harness import Harness
 
 
 class ClientHarness(Harness):

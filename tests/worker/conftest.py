@@ -40,13 +40,13 @@ from pdserve.v1 import kv_source_pb2_grpc
 from pdserve.worker.engine_client import EngineClient, RequestStream
 from pdserve.worker.kv_transfer_manager import KvTransferManager
 from pdserve.worker.peer_channels import PeerChannels
-from tests.support.bare_engine import client_of
-from tests.support.engine_harness import KEY
-from tests.support.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
-from tests.support.kv_layouts import make_layout
-from tests.support.late_executor import LateExecutor
-from tests.support.local_connector import LocalConnector, LocalNetwork
-from tests.support.waiting import HANG_S
+from tests.support.engine.bare_engine import client_of
+from tests.support.engine.engine_harness import KEY
+from tests.support.engine.hash_model import VOCAB_SIZE, HashAttention, HashModel, make_hash_cache
+from tests.support.engine.late_executor import LateExecutor
+from tests.support.models.kv_layouts import make_layout
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.local_connector import LocalConnector, LocalNetwork
 
 BLOCK_SIZE = 4
 LAYOUT = make_layout()

@@ -8,7 +8,7 @@ import random
 from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents, apply_change
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.worker.kv_event_publisher import KvEventPublisher
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 WORKER = ("decode-1", 7)
 

@@ -36,7 +36,7 @@ from pdserve.worker.telemetry.call_spans import trace_call
 from pdserve.worker.telemetry.call_stats import Call, CallStats
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
 from pdserve.worker.transfers.transfer_messages import ReceivedBlocks
-from tests.support.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REMOTE = {"queued": 10.0, "kv_reserved": 11.0, "kv_first_landed": 12.0, "kv_landed": 13.0, "scheduled": 13.5}

@@ -25,11 +25,11 @@ from pdserve.prefill import service as prefill_service
 from pdserve.v1 import decode_pb2, prefill_pb2
 from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
-from tests.support.settings_with import settings_with
-from tests.support.signed_channel import signed
-from tests.support.waiting import HANG_S
-from tests.support.worker_call import WorkerCall
-from tests.support.worker_pair import door_of, transfers_of
+from tests.support.engine.settings_with import settings_with
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.signed_channel import signed
+from tests.support.transfers.worker_call import WorkerCall
+from tests.support.transfers.worker_pair import door_of, transfers_of
 
 PROMPT = list(range(40))
 

@@ -16,8 +16,8 @@ import pytest
 from pdserve.common.errors import PdServeError, TransferFailed
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.kv_transfer.pull import peer_connections
-from tests.support.hash_model import greedy_answer
-from tests.support.waiting import HANG_S
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.run.waiting import HANG_S
 
 NUM_PROMPTS = 40
 NUM_ROUNDS = 50

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.control.transfer_view import TransfersPage, TransferView
 from pdserve.worker.telemetry.worker_metrics import WorkerMetrics
-from tests.support.hash_model import greedy_answer
-from tests.support.waiting import HANG_S, eventually
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.run.waiting import HANG_S, eventually
 
 from .conftest import LAYOUT
 

@@ -13,8 +13,8 @@ from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.output_stream import OutputStream
-from tests.support.hash_model import greedy_answer
-from tests.support.waiting import HANG_S, eventually
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.run.waiting import HANG_S, eventually
 
 PROMPT = [(7 * i) % 60 for i in range(41)]
 ON_DEVICE = {"p": {"on_device": True}, "d": {"on_device": True}}

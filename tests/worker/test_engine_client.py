@@ -31,10 +31,10 @@ from pdserve.engine.stats.iteration_stats import IterationStats
 from pdserve.engine.stats.stat_recorder import StatRecorder
 from pdserve.worker.engine_client import EngineClient, RequestStream
 from pdserve.worker.request_reader import engine_request_id
-from tests.support.bare_engine import client_of
-from tests.support.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
-from tests.support.hash_model import greedy_answer
-from tests.support.waiting import HANG_S, eventually
+from tests.support.engine.bare_engine import client_of
+from tests.support.engine.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.run.waiting import HANG_S, eventually
 from tests.worker.client_harness import ClientHarness, with_client
 
 PROMPT = list(range(22))

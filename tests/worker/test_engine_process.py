@@ -19,10 +19,10 @@ from pdserve.engine.client import process_client
 from pdserve.engine.client.process_client import ProcessClient
 from pdserve.v1 import prefill_pb2
 from pdserve.worker.worker import Worker
-from tests.support.forked_engine import start_forked
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_call import Kind, WorkerCall
-from tests.support.worker_pair import KEY, Pair, calls, decode_call, generation_request, running_pair
+from tests.support.engine.forked_engine import start_forked
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.worker_call import Kind, WorkerCall
+from tests.support.transfers.worker_pair import KEY, Pair, calls, decode_call, generation_request, running_pair
 
 DEATH_S = 10.0
 """Twice what a process's death may take to be told."""

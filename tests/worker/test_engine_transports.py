@@ -35,12 +35,12 @@ from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.worker.engine_client import EngineClient, RequestEnd, RequestStream
 from pdserve.worker.make_engine import make_engine
-from tests.support.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.settings_with import settings_with
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_pair import KEY
+from tests.support.engine.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
+from tests.support.engine.settings_with import settings_with
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.worker_pair import KEY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 KINDS = ("in this process", "in its own")

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from pdserve.worker.engine_watchdog import EngineWatchdog
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 HANGS = """
 import ctypes, sys, threading, time

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdserve.common.errors import TransferFailed
-from tests.support.hash_model import greedy_answer
-from tests.support.waiting import HANG_S, eventually
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.run.waiting import HANG_S, eventually
 
 PROMPT = [(7 * i) % 60 for i in range(100)]
 

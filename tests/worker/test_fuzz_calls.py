@@ -37,12 +37,12 @@ from pdserve.common.telemetry.logging_setup import is_news
 from pdserve.kv_transfer.control.attach_servicer import answer_parts
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import TICK_STILL_S, Worker
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.message_changes import MessageChanges, fields_named
-from tests.support.process_memory import in_use_bytes
-from tests.support.worker_call import Kind, WorkerCall, submission
-from tests.support.worker_pair import (
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.inputs.message_changes import MessageChanges, fields_named
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.process_memory import in_use_bytes
+from tests.support.transfers.worker_call import Kind, WorkerCall, submission
+from tests.support.transfers.worker_pair import (
     BLOCK_SIZE,
     KEY,
     PROMPT,

@@ -24,10 +24,10 @@ from pdserve.common.request.wire.params_wire import sampling_from_wire
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import request_pb2
 from pdserve.worker.worker import Worker
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.random_forms import RandomForms
-from tests.support.worker_pair import Pair, decode_call, door_of, generation_request, running_pair
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.inputs.random_forms import RandomForms
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.transfers.worker_pair import Pair, decode_call, door_of, generation_request, running_pair
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 

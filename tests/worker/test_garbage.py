@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_process import ForkedProcess
-from tests.support.waiting import HANG_S
+from tests.support.processes.forked_process import ForkedProcess
+from tests.support.run.waiting import HANG_S
 
 
 @pytest.mark.process

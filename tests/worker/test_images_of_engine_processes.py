@@ -23,12 +23,12 @@ from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import PromptWithImages, with_images
 from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
-from tests.support.encoder_pair import is_at_rest, prefilled_at_decode, values_of
-from tests.support.forked_engine import start_forked
-from tests.support.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import eventually
-from tests.support.worker_pair import (
+from tests.support.engine.encoder_pair import is_at_rest, prefilled_at_decode, values_of
+from tests.support.engine.forked_engine import start_forked
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.image_checkpoints import FAMILIES, IMAGE_TOKEN_ID, ImageOracle, make_image_checkpoint, picture
+from tests.support.run.waiting import eventually
+from tests.support.transfers.worker_pair import (
     BLOCK_SIZE,
     KEY,
     Pair,

@@ -16,11 +16,11 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.speculative_config import SpeculativeConfig
 from pdserve.common.transfer_order import TransferOrder
 from pdserve.engine.ranks import rank_processes
-from tests.support.family_checkpoints import make_windowed_model
-from tests.support.forked_engine import start_rank
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.worker_pair import BLOCK_SIZE, KEY, Pair, ask, check_at_rest, door_of, running_pair
+from tests.support.engine.forked_engine import start_rank
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import make_windowed_model
+from tests.support.models.oracle import Oracle
+from tests.support.transfers.worker_pair import BLOCK_SIZE, KEY, Pair, ask, check_at_rest, door_of, running_pair
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_blocks": 8, "max_num_batched_tokens": 32}
 """Memory for 128 tokens of all layers."""

@@ -13,9 +13,9 @@ import pytest
 from pdserve.common.errors import Evicted, InvalidRequest, TransferFailed
 from pdserve.common.request.engine_types import FinishReason
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
-from tests.support.hash_model import greedy_answer
-from tests.support.transfer_fakes import expected
-from tests.support.waiting import HANG_S, eventually
+from tests.support.engine.hash_model import greedy_answer
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.transfer_fakes import expected
 
 PROMPTS = [[(n * 7 + i) % 60 for i in range(n)] for n in (1, 3, 4, 5, 16, 23, 60, 100)]
 

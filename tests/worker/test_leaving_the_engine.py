@@ -9,8 +9,8 @@ import pytest
 
 from pdserve.common.request.engine_types import EngineCoreOutput
 from pdserve.worker.engine_client import RequestEnd
-from tests.support.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
-from tests.support.waiting import HANG_S
+from tests.support.engine.engine_harness import MakeEngine, harnesses, make_engine  # noqa: F401
+from tests.support.run.waiting import HANG_S
 from tests.worker.client_harness import ClientHarness, with_client
 
 PROMPT = list(range(22))

@@ -15,11 +15,11 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.engine.ranks import rank_processes
 from pdserve.llm import LLM, LoRARequest, SamplingParams
 from pdserve.worker.worker import Worker
-from tests.support.forked_engine import start_rank
-from tests.support.llm_requests import core_of
-from tests.support.lora_adapters import make_adapter
-from tests.support.worker_call import WorkerCall
-from tests.support.worker_pair import (
+from tests.support.engine.forked_engine import start_rank
+from tests.support.engine.llm_requests import core_of
+from tests.support.models.lora_adapters import make_adapter
+from tests.support.transfers.worker_call import WorkerCall
+from tests.support.transfers.worker_pair import (
     BLOCK_SIZE,
     KEY,
     PROMPT,

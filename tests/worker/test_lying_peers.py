@@ -27,11 +27,11 @@ from pdserve.common.security.watch_proof import WatchChallenge
 from pdserve.common.telemetry.logging_setup import is_news
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import Worker
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.waiting import HANG_S
-from tests.support.worker_call import Kind, submission
-from tests.support.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, running_pair
-from tests.support.wrong_fields import FEW, Wrong, one_of_each, wrong_messages, wrong_structs
+from tests.support.inputs.wrong_fields import FEW, Wrong, one_of_each, wrong_messages, wrong_structs
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.worker_call import Kind, submission
+from tests.support.transfers.worker_pair import KEY, PROMPT, Pair, ask, check_at_rest, generation_request, running_pair
 
 AT_A_TIME = 12
 WATCH: Method[Any, Any] = Method("/pdserve.v1.WorkerService/Watch", worker_pb2.WatchRequest, worker_pb2.WatchEvent)

@@ -13,8 +13,8 @@ from pdserve.common.errors import ConfigError
 from pdserve.common.telemetry.metrics import CONTENT_TYPE
 from pdserve.kv_transfer.control.transfer_view import TransferLog, TransfersPage
 from pdserve.worker.telemetry.metrics_server import Health, MetricsServer
-from tests.support.transfer_fakes import make_view
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.transfer_fakes import make_view
 
 
 class Served:

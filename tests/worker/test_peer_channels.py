@@ -14,7 +14,7 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.security.call_proof import CallSigner
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.worker.peer_channels import MAX_IDLE_PEERS, PeerChannels
-from tests.support.tls_authority import Authority
+from tests.support.processes.tls_authority import Authority
 
 SIGNER = CallSigner(DEVELOPMENT_KEY)
 PEER = ("prefill-0", 7)

@@ -26,10 +26,10 @@ from pdserve.common.request.wire.step_wire import end_from_wire
 from pdserve.common.security.peer_message import MAX_FIELDS, max_request_bytes
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker.worker import Worker
-from tests.support.loop_watch import LOOP_S, LoopWatch, watched
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_call import WorkerCall, submission
-from tests.support.worker_pair import (
+from tests.support.run.loop_watch import LOOP_S, LoopWatch, watched
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.worker_call import WorkerCall, submission
+from tests.support.transfers.worker_pair import (
     Pair,
     calls,
     check_at_rest,

@@ -17,7 +17,7 @@ from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.decode.service import add_servicers
 from pdserve.worker.worker import Worker
 from pdserve.worker.worker_process import run_worker
-from tests.support.waiting import HANG_S, eventually
+from tests.support.run.waiting import HANG_S, eventually
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from pdserve.router.attempts import attempt
 from pdserve.worker.transfers import transfer_progress
 from pdserve.worker.worker import Worker
 from tests.router.conftest import Cluster
-from tests.support.forked_engine import start_forked
-from tests.support.waiting import HANG_S
-from tests.support.worker_pair import check_at_rest, running_pair
+from tests.support.engine.forked_engine import start_forked
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.worker_pair import check_at_rest, running_pair
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,12 @@ from pdserve.engine.client import process_client
 from pdserve.text.audio.audio_processor import AudioProcessor
 from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
-from tests.support.encoder_pair import is_at_rest, prefilled_at_decode, values_of
-from tests.support.forked_engine import start_forked
-from tests.support.waiting import eventually
-from tests.support.whisper_checkpoints import EOS, MAX_LEN, POSITIONS, PROMPT_IDS, Transcripts, sound
-from tests.support.whisper_engines import whisper as whisper  # a fixture
-from tests.support.worker_pair import (
+from tests.support.engine.encoder_pair import is_at_rest, prefilled_at_decode, values_of
+from tests.support.engine.forked_engine import start_forked
+from tests.support.engine.whisper_engines import whisper as whisper  # a fixture
+from tests.support.models.whisper_checkpoints import EOS, MAX_LEN, POSITIONS, PROMPT_IDS, Transcripts, sound
+from tests.support.run.waiting import eventually
+from tests.support.transfers.worker_pair import (
     BLOCK_SIZE,
     KEY,
     Pair,

@@ -31,9 +31,9 @@ from pdserve.worker.step_stream import step_outbox
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.step_stream.step_outbox import LARGE_BYTES, ROOM_BYTES, UNREAD_S, StepOutbox
 from pdserve.worker.step_stream.step_stream_servicer import _Stream
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_call import WorkerCall, submission
-from tests.support.worker_pair import Pair, check_at_rest, door_of, generation_request, running_pair
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.worker_call import WorkerCall, submission
+from tests.support.transfers.worker_pair import Pair, check_at_rest, door_of, generation_request, running_pair
 
 
 @pytest.fixture

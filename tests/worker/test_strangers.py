@@ -31,9 +31,9 @@ from pdserve.common.worker_identity import WorkerRole
 from pdserve.v1 import decode_pb2, kv_source_pb2, prefill_pb2, step_stream_pb2, worker_pb2
 from pdserve.worker import worker_servicer
 from pdserve.worker.worker import Worker
-from tests.support.waiting import HANG_S, eventually
-from tests.support.worker_call import Kind, WorkerCall, submission
-from tests.support.worker_pair import (
+from tests.support.run.waiting import HANG_S, eventually
+from tests.support.transfers.worker_call import Kind, WorkerCall, submission
+from tests.support.transfers.worker_pair import (
     BLOCK_SIZE,
     KEY,
     PROMPT,

@@ -15,12 +15,12 @@ from pdserve.common.errors import PdServeError
 from pdserve.engine.ranks import rank_processes
 from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.worker.worker import Worker
-from tests.support.forked_engine import start_rank
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.waiting import eventually
-from tests.support.worker_pair import Pair, check_at_rest, door_of, running_pair, transfers_of
-from tests.support.worker_pair import ask as ask_both
+from tests.support.engine.forked_engine import start_rank
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.run.waiting import eventually
+from tests.support.transfers.worker_pair import Pair, check_at_rest, door_of, running_pair, transfers_of
+from tests.support.transfers.worker_pair import ask as ask_both
 
 DEATH_S = 5.0
 """Seconds within which a rank's death ends its worker."""

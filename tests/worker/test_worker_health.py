@@ -18,8 +18,8 @@ from pdserve.decode.service import add_servicers
 from pdserve.worker import worker as worker_module
 from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
-from tests.support.waiting import HANG_S
-from tests.support.worker_pair import door_of
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.worker_pair import door_of
 
 STATES = health_pb2.HealthCheckResponse
 

@@ -10,10 +10,10 @@ from gpu.bench import Bench, folder_of
 from pdserve.engine.config import EngineConfig
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
-from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.support.engine_harness import Harness
-from tests.support.engine_pair import Pair
-from tests.support.oracle import NEAR_TIE, Oracle
+from tests.support.engine.engine_harness import Harness
+from tests.support.engine.engine_pair import Pair
+from tests.support.models.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.models.oracle import NEAR_TIE, Oracle
 
 WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.documented import Snippet, snippets
-from tests.support.up_cluster import UpCluster
+from tests.support.processes.up_cluster import UpCluster
 
 
 @pytest.mark.parametrize("snippet", snippets("openai_3"), ids=lambda snippet: snippet.heading)

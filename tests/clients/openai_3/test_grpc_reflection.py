@@ -11,8 +11,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.support.up_cluster import UpCluster
-from tests.support.waiting import HANG_S
+from tests.support.processes.up_cluster import UpCluster
+from tests.support.run.waiting import HANG_S
 
 SERVICE = "pdserve.v1.InferenceService"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.documented import Snippet, snippets
-from tests.support.up_cluster import ENVIRON, UpCluster
+from tests.support.processes.up_cluster import ENVIRON, UpCluster
 
 FOLDER = Path(__file__).parents[1] / "node"
 NODE = shutil.which("node") or ""

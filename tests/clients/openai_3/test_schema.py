@@ -13,8 +13,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.clients.conftest import PYTHON
-from tests.support.up_cluster import ENVIRON, UpCluster, running_up
-from tests.support.waiting import HANG_S
+from tests.support.processes.up_cluster import ENVIRON, UpCluster, running_up
+from tests.support.run.waiting import HANG_S
 
 MAX_TIME_S = 60
 OPTIONS = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import pd_cluster
-from tests.support.oracle import Oracle
-from tests.support.shared_cluster import FLAGS, THROUGH_BOTH, SharedCluster
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import pd_cluster
+from tests.support.processes.shared_cluster import FLAGS, THROUGH_BOTH, SharedCluster
 
 
 @pytest.fixture(scope="session")

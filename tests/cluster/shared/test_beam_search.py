@@ -10,10 +10,10 @@ import pytest
 
 from pdserve.llm import LLM, BeamSearchParams
 from pdserve.v1 import inference_pb2, request_pb2
-from tests.support.inference_client import InferenceClient
-from tests.support.random_prompts import prompt_of
-from tests.support.shared_cluster import SharedCluster
-from tests.support.waiting import HANG_S
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.shared_cluster import SharedCluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.inference_client import InferenceClient
-from tests.support.random_prompts import prompt_of
-from tests.support.shared_cluster import SharedCluster
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.shared_cluster import SharedCluster
 
 pytestmark = pytest.mark.process
 

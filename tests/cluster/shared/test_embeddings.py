@@ -11,8 +11,8 @@ from openai import AsyncOpenAI
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from tests.support.inference_client import InferenceClient
-from tests.support.shared_cluster import SharedCluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.shared_cluster import SharedCluster
 
 pytestmark = pytest.mark.process
 

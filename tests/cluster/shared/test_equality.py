@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import pd_cluster
-from tests.support.inference_client import InferenceClient
-from tests.support.oracle import Oracle
-from tests.support.random_prompts import prompt_of
-from tests.support.shared_cluster import FLAGS, THROUGH_BOTH, SharedCluster
+from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.oracle import Oracle
+from tests.support.processes.cluster_processes import pd_cluster
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.shared_cluster import FLAGS, THROUGH_BOTH, SharedCluster
 
 pytestmark = pytest.mark.process
 

@@ -14,11 +14,11 @@ from pdserve.engine.sampling.token_texts import BadTexts, TokenTexts
 from pdserve.text.bad_words import bad_words_token_ids
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2
-from tests.support.inference_client import InferenceClient
-from tests.support.logit_reference import processed
-from tests.support.oracle import NEAR_TIE, Oracle
-from tests.support.shared_cluster import SharedCluster
-from tests.support.waiting import HANG_S
+from tests.support.models.logit_reference import processed
+from tests.support.models.oracle import NEAR_TIE, Oracle
+from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.shared_cluster import SharedCluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

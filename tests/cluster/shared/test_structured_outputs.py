@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pdserve.text.tokenization.tokenizer import Tokenizer
-from tests.support.shared_cluster import SharedCluster
+from tests.support.processes.shared_cluster import SharedCluster
 
 pytestmark = pytest.mark.process
 

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster_processes import Service
-from tests.support.shared_cluster import SharedCluster
-from tests.support.waiting import HANG_S
+from tests.support.processes.cluster_processes import Service
+from tests.support.processes.shared_cluster import SharedCluster
+from tests.support.run.waiting import HANG_S
 
 pytestmark = pytest.mark.process
 

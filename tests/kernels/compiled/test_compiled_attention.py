@@ -16,7 +16,7 @@ from pdserve.kernels.triton.attention.decode_attention import decode_attention
 from pdserve.kernels.triton.attention.prefill_attention import add_context, prefill_attention
 from pdserve.kernels.triton.attention.store_kv import store_kv
 from pdserve.kernels.triton.launch_configs import TABLE
-from tests.support.compiled_kernels import SHARED_BYTES, TARGETS, Launch, compile_launch, recorded_launches
+from tests.support.kernels.compiled_kernels import SHARED_BYTES, TARGETS, Launch, compile_launch, recorded_launches
 
 JOINING = "attend_tiles after the chunk"
 KERNELS = ("attend_pieces", "join_pieces", "attend_tiles", JOINING, "store_heads")

@@ -28,8 +28,8 @@ from pdserve.kernels.triton.move_blocks import move_blocks
 from pdserve.kernels.triton.rotate_and_store import rotate_and_store
 from pdserve.kernels.triton.sample_tokens import SamplingLaunches
 from pdserve.kernels.triton.swiglu import swiglu
-from tests.support.compiled_kernels import SHARED_BYTES, TARGETS, compile_launch, recorded_launches
-from tests.support.sampled_rows import metadata
+from tests.support.kernels.compiled_kernels import SHARED_BYTES, TARGETS, compile_launch, recorded_launches
+from tests.support.kernels.sampled_rows import metadata
 
 BF16 = torch.bfloat16
 

@@ -15,7 +15,7 @@ def checked_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from tests.support.triton_interpreter import interpreted
+    from tests.support.kernels.triton_interpreter import interpreted
 
     with interpreted(zlib.crc32(request.node.nodeid.encode())):
         yield

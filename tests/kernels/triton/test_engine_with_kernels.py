@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
-from tests.support.engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.engine.engine_harness import Answer, Harness, harnesses, make_real_engine  # noqa: F401
 
 PROMPTS = [[(7 * i + n) % 300 for i in range(n)] for n in (3, 17, 40)]
 PARAMETERS: list[dict[str, Any]] = [

@@ -18,13 +18,13 @@ from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBac
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
-from tests.support.attention_batches import model_inputs, packed_batch
-from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.encoder_decoder_checkpoints import PAD, START, GreedyAnswers, make_encoder_decoder
-from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
-from tests.support.engine_pair import Pair
-from tests.support.family_checkpoints import OPTIONS, cases, make_family
-from tests.support.oracle import Oracle
+from tests.support.engine.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.engine.engine_pair import Pair
+from tests.support.kernels.attention_batches import model_inputs, packed_batch
+from tests.support.models.checkpoints import VOCAB_SIZE
+from tests.support.models.encoder_decoder_checkpoints import PAD, START, GreedyAnswers, make_encoder_decoder
+from tests.support.models.family_checkpoints import OPTIONS, cases, make_family
+from tests.support.models.oracle import Oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")

@@ -23,8 +23,8 @@ from pdserve.kernels.triton.launch_configs import TABLE, LaunchConfigs, launch_c
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from pdserve.kernels.triton.noise import exact_gumbel, lead_words, noise_bits, rough_gumbel
 from pdserve.kernels.triton.sample_tokens import SamplingLaunches, sample_tokens
-from tests.support.compiled_kernels import recorded_launches
-from tests.support.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
+from tests.support.kernels.compiled_kernels import recorded_launches
+from tests.support.kernels.sampled_rows import SAMPLING_FIELDS, coordinates, metadata, rows_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

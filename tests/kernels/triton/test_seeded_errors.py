@@ -18,9 +18,9 @@ from pdserve.kernels.lora.lora_linear import LoraOps
 from tests.kernels.layer_ops_contract import LayerOpsContract
 from tests.kernels.lora_contract import MAX_LORAS, LoraContract
 from tests.kernels.triton.test_triton_attention import check_pool_of_many_numbers
-from tests.support.attention_cases import check_step, make_case, make_spec
-from tests.support.seeded_kernels import Copies, SeededError, copied_kernels
-from tests.support.triton_interpreter import Bfloat16Error, OutOfBounds, Race
+from tests.support.kernels.attention_cases import check_step, make_case, make_spec
+from tests.support.kernels.seeded_kernels import Copies, SeededError, copied_kernels
+from tests.support.kernels.triton_interpreter import Bfloat16Error, OutOfBounds, Race
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels are wrong on purpose")
 

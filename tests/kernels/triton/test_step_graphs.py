@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 from pdserve.engine.runner.device.device_runtime import ProcessorRuntime
 from pdserve.engine.runner.device.step_graphs import graph_shapes
 from pdserve.engine.runner.inputs.step_inputs import StepShape
-from tests.support.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
-from tests.support.lora_adapters import make_adapter
+from tests.support.engine.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
+from tests.support.models.lora_adapters import make_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has graphs of its own")
 PROMPTS = [[(7 * i + n) % 300 for i in range(n)] for n in (3, 15, 18)]

@@ -17,8 +17,16 @@ from pdserve.kernels.attention.attention_backend import AttentionBackend
 from pdserve.kernels.triton.attention.step_buffers import StepBuffers
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 from tests.kernels.attention_contract import AttentionContract
-from tests.support.attention_cases import TOLERANCES, Case, check_step, dense_attention, make_case, make_spec, run_step
-from tests.support.compiled_kernels import Launch, recorded_launches
+from tests.support.kernels.attention_cases import (
+    TOLERANCES,
+    Case,
+    check_step,
+    dense_attention,
+    make_case,
+    make_spec,
+    run_step,
+)
+from tests.support.kernels.compiled_kernels import Launch, recorded_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

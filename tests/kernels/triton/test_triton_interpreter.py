@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.support.triton_interpreter import (
+from tests.support.kernels.triton_interpreter import (
     Bfloat16Error,
     LaunchMemory,
     OutOfBounds,

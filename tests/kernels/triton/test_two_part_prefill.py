@@ -18,8 +18,8 @@ from pdserve.kernels.triton.attention.fused_attention import fused_attention
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
 from pdserve.kernels.triton.launch_configs import architecture
 from tests.kernels.attention_contract import AttentionContract
-from tests.support.attention_cases import TOLERANCES, check_step, make_case, make_spec
-from tests.support.compiled_kernels import TARGETS, recorded_launches
+from tests.support.kernels.attention_cases import TOLERANCES, check_step, make_case, make_spec
+from tests.support.kernels.compiled_kernels import TARGETS, recorded_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = (4, 2, 16)

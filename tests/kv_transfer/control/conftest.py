@@ -24,11 +24,11 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.digest_rule import DigestRule
 from pdserve.v1 import kv_source_pb2_grpc
-from tests.support.kv_layouts import make_layout
-from tests.support.local_connector import LocalConnector, LocalNetwork
-from tests.support.signed_channel import signed
-from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
-from tests.support.waiting import HANG_S
+from tests.support.models.kv_layouts import make_layout
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.local_connector import LocalConnector, LocalNetwork
+from tests.support.transfers.signed_channel import signed
+from tests.support.transfers.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID, ReceiverOwner, SourceOwner
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 64
 LAYOUT = make_layout(head_dim=2)

@@ -18,9 +18,9 @@ from pdserve.kv_transfer.control import attach_servicer
 from pdserve.kv_transfer.control.source_transfer import PeerId, PublishedRange, SourceResult
 from pdserve.kv_transfer.control.transfer_state import ReceiverState, SourceState
 from pdserve.v1 import kv_source_pb2, kv_source_pb2_grpc, prefill_pb2
-from tests.support.kv_layouts import make_layout
-from tests.support.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
-from tests.support.waiting import HANG_S
+from tests.support.models.kv_layouts import make_layout
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.transfer_fakes import DIGEST, RECEIVER, TRANSFER_ID
 
 from .conftest import GRACE_S, LAYOUT, NUM_BLOCKS, SOURCE_EPOCH, TICK_STALLED_S
 

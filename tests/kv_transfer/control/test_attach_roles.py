@@ -15,7 +15,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2_grpc
-from tests.support.tls_authority import Authority, role_uri
+from tests.support.processes.tls_authority import Authority, role_uri
 
 from .conftest import LAYOUT, SOURCE_EPOCH
 

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.common.net.rpc import make_channel
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from tests.support.reserved_port import reserved_port
+from tests.support.processes.reserved_port import reserved_port
 
 
 class HidingChannel:

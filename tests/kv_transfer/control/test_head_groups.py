@@ -15,7 +15,7 @@ from pdserve.kv_transfer.heads.group_digest import GroupDigest
 from pdserve.kv_transfer.heads.head_groups import head_groups
 from pdserve.models.weights.rank_shard import RankShard
 from pdserve.v1 import kv_source_pb2
-from tests.support.kv_layouts import make_layout
+from tests.support.models.kv_layouts import make_layout
 
 SIZES = (1, 2, 3, 4, 6, 8)
 

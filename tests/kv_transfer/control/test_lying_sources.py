@@ -16,9 +16,9 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import attach_client
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, request_pb2
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.transfer_fakes import DIGEST, FakeConnector
-from tests.support.wrong_fields import FEW, PARTS, Wrong, one_of_each, part_of, wrong_messages
+from tests.support.inputs.wrong_fields import FEW, PARTS, Wrong, one_of_each, part_of, wrong_messages
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.transfers.transfer_fakes import DIGEST, FakeConnector
 
 from .conftest import HearingCauses
 

@@ -17,9 +17,9 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.attach_servicer import AttachServicer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.v1 import kv_source_pb2, request_pb2
-from tests.support.loop_watch import LOOP_S, LoopWatch
-from tests.support.transfer_fakes import DIGEST, FakeConnector, FakeRead
-from tests.support.waiting import HANG_S
+from tests.support.run.loop_watch import LOOP_S, LoopWatch
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.transfer_fakes import DIGEST, FakeConnector, FakeRead
 
 from .conftest import GRACE_S, REATTACH_EVERY_S, TICK_STALLED_S
 

@@ -13,7 +13,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control import receiver_transfer
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from tests.support.transfer_fakes import DIGEST, WHERE, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
+from tests.support.transfers.transfer_fakes import DIGEST, WHERE, FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
 
 
 class Bench:

@@ -10,7 +10,7 @@ from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.receiver_transfer import ReceiverTransfer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
 from pdserve.kv_transfer.heads.head_groups import GroupSource
-from tests.support.transfer_fakes import FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
+from tests.support.transfers.transfer_fakes import FakeConnector, ReceiverEnd, ReceiverOwner, source_ref
 
 
 async def test_a_source_that_has_delivered_and_names_another_endpoint_is_not_read_there() -> None:

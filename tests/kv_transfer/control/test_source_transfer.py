@@ -10,8 +10,16 @@ from pdserve.common.errors import Draining, InternalError
 from pdserve.kv_transfer.connector_set import ConnectorSet
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, SourceResult, SourceTransfer
 from pdserve.kv_transfer.control.transfer_state import SourceState
-from tests.support.transfer_fakes import DIGEST, LIMITS, FakeConnector, SourceEnd, SourceOwner, expected, turns
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.transfer_fakes import (
+    DIGEST,
+    LIMITS,
+    FakeConnector,
+    SourceEnd,
+    SourceOwner,
+    expected,
+    turns,
+)
 
 RESULT = SourceResult(22, (5,))
 FINISHED = ("finished", 22, (5,), DIGEST)

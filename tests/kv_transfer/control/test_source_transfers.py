@@ -12,7 +12,8 @@ from pdserve.kv_transfer.control import source_transfers
 from pdserve.kv_transfer.control.source_transfer import LeaseLimits, PeerId
 from pdserve.kv_transfer.control.source_transfers import SourceTransfers
 from pdserve.kv_transfer.control.transfer_state import SourceState
-from tests.support.transfer_fakes import (
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.transfer_fakes import (
     DIGEST,
     LIMITS,
     RECEIVER,
@@ -23,7 +24,6 @@ from tests.support.transfer_fakes import (
     expected,
     turns,
 )
-from tests.support.waiting import HANG_S
 
 
 def make(limits: LeaseLimits = LIMITS) -> tuple[SourceTransfers, SourceOwner]:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from pdserve.kv_transfer.control.transfer_view import NUM_ENDED, TransferLog, without_addresses
-from tests.support.transfer_fakes import make_view
+from tests.support.transfers.transfer_fakes import make_view
 
 
 def test_the_last_ended_ones_are_kept_and_their_age_told() -> None:

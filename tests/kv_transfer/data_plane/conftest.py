@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.run.waiting import wait_until
 
 pytest.register_assert_rewrite(
     *(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, RecordedRead, Transfer

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, make_pool, same_bytes, start_read
 

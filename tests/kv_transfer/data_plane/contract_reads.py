@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOrder, ReadOutcome
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, LinkContract, Setup
 from .recorded_read import NUM_BLOCKS, RecordedRead, Transfer, same_bytes, start_read

@@ -20,7 +20,7 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
-from tests.support.pretend_pool import reachable_by_nixl
+from tests.support.engine.pretend_pool import reachable_by_nixl
 
 from .device_ring import device_ring
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 
 from pdserve.kv_transfer.connector import ReadOutcome
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .contract_link import LinkContract, Setup
 from .recorded_read import Transfer, same_bytes, start_read

@@ -10,8 +10,8 @@ from pdserve.kv_transfer.connector import BlockConnector
 from pdserve.kv_transfer.landing_ring import RingConnector
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
-from tests.support.pretend_pool import PretendedPool, digest_on_device, on_device
-from tests.support.waiting import HANG_S
+from tests.support.engine.pretend_pool import PretendedPool, digest_on_device, on_device
+from tests.support.run.waiting import HANG_S
 
 from .recorded_read import make_pool
 

@@ -14,7 +14,7 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import Agent, AgentRead, ReadStatus, Region, UcxAgent
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS
 from .recorded_read import BLOCK_BYTES

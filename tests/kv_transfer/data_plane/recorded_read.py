@@ -12,7 +12,7 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import BlockConnector, BlockRead, BlockToRead, Grant, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 256

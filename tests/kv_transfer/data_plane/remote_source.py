@@ -18,8 +18,8 @@ from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.block_digest import XXH3
 from pdserve.kv_transfer.connector import ReadListener, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from tests.support.forked_process import ForkedProcess
-from tests.support.waiting import HANG_S
+from tests.support.processes.forked_process import ForkedProcess
+from tests.support.run.waiting import HANG_S
 
 _ERRORS = {"ValueError": ValueError, "IndexError": IndexError}
 _ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pdserve.kv_transfer.connector import BlockToRead
 from pdserve.kv_transfer.pull.digest import block_digests
-from tests.support.forked_process import ForkedProcess
+from tests.support.processes.forked_process import ForkedProcess
 
 from .recorded_read import RecordedRead, make_pool
 

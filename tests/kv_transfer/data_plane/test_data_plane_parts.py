@@ -15,7 +15,7 @@ from pdserve.kv_transfer.connector import BlockToRead, ReadOutcome
 from pdserve.kv_transfer.event_thread import EventThread
 from pdserve.kv_transfer.pull.digest import block_digests
 from pdserve.kv_transfer.pull.read_queue import LEGAL_MOVES, QUICK_S, SLOW_S, QueuedRead, ReadQueue, ReadState, Window
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .recorded_read import RecordedRead, make_pool
 

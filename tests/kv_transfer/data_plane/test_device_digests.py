@@ -19,10 +19,10 @@ from pdserve.kv_transfer.memory import device_pool
 from pdserve.kv_transfer.memory.device_digests import device_digests
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from tests.support.pretend_device import PretendTensor
-from tests.support.pretend_pool import digest_on_device, reachable_by_nixl
-from tests.support.transfer_fakes import FakeConnector
-from tests.support.waiting import HANG_S
+from tests.support.engine.pretend_device import PretendTensor
+from tests.support.engine.pretend_pool import digest_on_device, reachable_by_nixl
+from tests.support.run.waiting import HANG_S
+from tests.support.transfers.transfer_fakes import FakeConnector
 
 from .connector_contract import ConnectorContract
 from .contract_link import WINDOW_BLOCKS, Link, Setup
@@ -109,7 +109,7 @@ def _blocks(count: int) -> torch.Tensor:
 
 def test_kernels_digest_pool_and_ring_as_a_processor_does() -> None:
     pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
-    from tests.support.triton_interpreter import interpreted
+    from tests.support.kernels.triton_interpreter import interpreted
 
     with interpreted(seed=1):
         held = _blocks(9)
@@ -123,7 +123,7 @@ def test_kernels_digest_pool_and_ring_as_a_processor_does() -> None:
 @pytest.mark.parametrize("shape", [(5, 4, 31), (5, 63), (5, 4, 15)], ids=["fits", "no multiple of 8", "short"])
 def test_blocks_that_kernels_do_not_take_are_digested_on_the_host(shape: tuple[int, ...]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
-    from tests.support.triton_interpreter import interpreted
+    from tests.support.kernels.triton_interpreter import interpreted
 
     with interpreted():
         assert (device_digests(torch.zeros(shape), "triton") is not None) == (shape == (5, 4, 31))

@@ -13,9 +13,9 @@ import xxhash
 from pdserve.kv_transfer.block_digest import KEY_BYTES, XXH3, Gmac
 from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.memory.pool_memory import HostPool, NoRoom, number_runs
-from tests.support.pretend_device import CUDA, DEVICE, PretendTensor, usable
-from tests.support.pretend_pool import digest_on_device
-from tests.support.waiting import HANG_S
+from tests.support.engine.pretend_device import CUDA, DEVICE, PretendTensor, usable
+from tests.support.engine.pretend_pool import digest_on_device
+from tests.support.run.waiting import HANG_S
 
 NUM_BLOCKS, NUM_SLOTS = 40, 17
 

@@ -10,7 +10,7 @@ import pytest
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
-from tests.support.pretend_pool import reachable_by_nixl
+from tests.support.engine.pretend_pool import reachable_by_nixl
 
 from .connector_contract import ConnectorContract, TokenContract
 from .contract_link import Link

@@ -12,8 +12,8 @@ from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
-from tests.support.fuzz_cases import Fuzzer
-from tests.support.waiting import HANG_S
+from tests.support.inputs.fuzz_cases import Fuzzer
+from tests.support.run.waiting import HANG_S
 
 from .hostile_source import HostileSource
 from .recorded_read import BLOCK_BYTES, NUM_BLOCKS, Transfer, make_pool, same_bytes, start_read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.kv_transfer.memory.pool_memory import HostPool, PoolMemory
-from tests.support.local_connector import LocalConnector, LocalNetwork
+from tests.support.transfers.local_connector import LocalConnector, LocalNetwork
 
 from .connector_contract import ConnectorContract, TokenContract
 from .contract_link import WINDOW_BLOCKS, Link

@@ -15,7 +15,7 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_agent import UcxAgent
 from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .connector_contract import ConnectorContract
 from .contract_link import Link

@@ -8,8 +8,8 @@ import pytest
 
 from pdserve.common.errors import TransferFailed
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, MAX_BLOCKS, MAX_DEVICES, MAX_METADATA_BYTES, NixlAddress
-from tests.support.loop_watch import LOOP_S
-from tests.support.wrong_fields import wrong_structs
+from tests.support.inputs.wrong_fields import wrong_structs
+from tests.support.run.loop_watch import LOOP_S
 
 GOOD = NixlAddress(
     agent="a-source", agent_metadata=b"m" * 64, address=1 << 40, block_bytes=4096, num_blocks=64, hello_address=1 << 41,

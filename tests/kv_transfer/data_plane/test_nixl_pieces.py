@@ -19,8 +19,8 @@ from pdserve.kv_transfer.nixl.nixl_connection import NixlConnection
 from pdserve.kv_transfer.nixl.nixl_peer import NixlPeer
 from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, NixlSettings
 from pdserve.kv_transfer.pull.connection import ConnectionBroken
-from tests.support.pretend_pool import PretendedPool, digest_on_device, on_device
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.engine.pretend_pool import PretendedPool, digest_on_device, on_device
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .recorded_read import make_pool
 

@@ -16,7 +16,7 @@ from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.nixl.nixl import NixlConnector
 from pdserve.kv_transfer.nixl.nixl_settings import NixlAddress, NixlSettings
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .recorded_read import make_pool, start_read
 from .source_process import BLOCK_BYTES, NUM_BLOCKS, SignalOnLanding, SourceProcess

@@ -17,7 +17,7 @@ from pdserve.kv_transfer.nixl.nixl_settings import HELLO_BYTES, NixlAddress, Nix
 from pdserve.kv_transfer.pull.connection import Connection, ConnectionBroken
 from pdserve.kv_transfer.pull.peer_connections import PeerConnections, PeerLimits
 from pdserve.kv_transfer.totals import Totals
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .recorded_read import RecordedRead, make_pool
 

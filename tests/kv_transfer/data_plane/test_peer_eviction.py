@@ -18,7 +18,7 @@ from pdserve.kv_transfer.nixl.nixl_settings import NixlSettings
 from pdserve.kv_transfer.pull.block_reader import BlockReader
 from pdserve.kv_transfer.pull.connection import Connection
 from pdserve.kv_transfer.pull.peer_connections import PeerLimits
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .recorded_read import RecordedRead, Transfer, make_pool, start_read
 

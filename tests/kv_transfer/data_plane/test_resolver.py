@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pdserve.kv_transfer.tcp.tcp_stream import StreamBroken, dial, resolve
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 TIMEOUT_S = 0.2
 

@@ -15,9 +15,9 @@ from pdserve.kv_transfer.connector import BlockToRead, ReadOrder, ReadOutcome
 from pdserve.kv_transfer.landing_ring import RingConnector
 from pdserve.kv_transfer.memory.device_pool import DevicePool, host_pool
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from tests.support.local_connector import LocalConnector, LocalNetwork
-from tests.support.transfer_fakes import FakeConnector
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
+from tests.support.transfers.local_connector import LocalConnector, LocalNetwork
+from tests.support.transfers.transfer_fakes import FakeConnector
 
 from .connector_contract import ConnectorContract, TokenContract
 from .contract_link import Link

@@ -13,7 +13,7 @@ from pdserve.common.errors import ConfigError
 from pdserve.kv_transfer.connector import BlockConnector, BlockToRead, ReadOutcome
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .conftest import connector_threads
 from .contract_link import WINDOW_BLOCKS

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.common.security.tls import TlsIdentity
 from pdserve.kv_transfer.memory.pool_memory import HostPool
-from tests.support.tls_authority import Authority
+from tests.support.processes.tls_authority import Authority
 
 from .connector_contract import ConnectorContract, TokenContract
 from .contract_link import Link

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.kv_transfer.connector import ReadOutcome
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .contract_link import WINDOW_BLOCKS, Setup
 from .fault_link import FaultLink

@@ -20,8 +20,8 @@ from pdserve.kv_transfer.tcp.tcp_connections import SourceConnections
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
 from pdserve.kv_transfer.tcp.tcp_stream import TcpStream
-from tests.support.tls_authority import Authority
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.processes.tls_authority import Authority
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .recorded_read import BLOCK_BYTES, IN_TIME_S, NUM_BLOCKS, Transfer, make_pool, same_bytes, start_read
 from .tcp_link import small_settings

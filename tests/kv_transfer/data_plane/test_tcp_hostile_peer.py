@@ -17,7 +17,7 @@ from pdserve.kv_transfer.pull.read_grants import ReadRefusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .recorded_read import BLOCK_BYTES, IN_TIME_S, NUM_BLOCKS, Transfer, make_pool, same_bytes, start_read
 from .tcp_link import small_settings

@@ -15,7 +15,7 @@ from pdserve.kv_transfer.memory.pool_memory import HostPool
 from pdserve.kv_transfer.pull.read_grants import ReadRefusal
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
-from tests.support.waiting import HANG_S
+from tests.support.run.waiting import HANG_S
 
 from .hostile_source import HostileSource, Script, honest_answer
 from .recorded_read import BLOCK_BYTES, RecordedRead, make_pool, start_read

@@ -13,7 +13,7 @@ from pdserve.kv_transfer.memory.device_pool import DevicePool
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress, TcpSettings
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .recorded_read import Transfer, make_pool, start_read
 

@@ -19,8 +19,8 @@ from pdserve.kv_transfer.connector import ReadOutcome
 from pdserve.kv_transfer.tcp.tcp import TcpConnector
 from pdserve.kv_transfer.tcp.tcp_frames import ReadAnswer, ReadRequest
 from pdserve.kv_transfer.tcp.tcp_settings import TcpAddress
-from tests.support.tls_authority import HOST, Authority, role_uri
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.processes.tls_authority import HOST, Authority, role_uri
+from tests.support.run.waiting import HANG_S, wait_until
 
 from .fault_link import FaultLink
 from .recorded_read import BLOCK_BYTES, IN_TIME_S, NUM_BLOCKS, Transfer, make_pool, same_bytes, start_read

@@ -1,0 +1,369 @@
+"""Engines for tests: made by a factory, stepped by the test, with pool checks after every step and every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from pdserve.common.block_hash import BlockHasher
+from pdserve.common.request.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    LogprobsLists,
+    StreamingUpdate,
+)
+from pdserve.common.request.multimodal import hashed_spans
+from pdserve.common.request.sampling_params import SamplingParams
+from pdserve.common.security.deployment_key import DeploymentKey
+from pdserve.common.settings.worker_settings import ModelImpl
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.executor.executor import SingleDeviceExecutor
+from pdserve.engine.executor.tensor_parallel_executor import OtherRanks, TensorParallelExecutor
+from pdserve.engine.kv_cache.block_pool import PinnedBlocks
+from pdserve.engine.make_engine_core import make_engine_core
+from pdserve.engine.runner.drafts.model_drafter import DraftModel
+from pdserve.engine.runner.pool.host_blocks import make_host_caches
+from pdserve.engine.sampling.token_texts import TokenTexts
+from pdserve.engine.scheduler.kv_messages import OutOfEngine
+from pdserve.engine.sequence_blocks import max_sequence_tokens
+from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
+from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from tests.support.engine.hash_model import VOCAB_SIZE, HashAttention, HashModel, Window, make_hash_cache, windows_of
+from tests.support.engine.held_loads import HeldLoads
+
+KEY = DeploymentKey(b"a key for tests, 16 or more")
+
+
+def specs_of(sliding_window: Window) -> tuple[KVCacheSpec, ...]:
+    """One per KV cache group."""
+    windows = windows_of(sliding_window)
+    return tuple(FullAttentionSpec() if window is None else SlidingWindowSpec(window) for window in windows)
+
+
+class Outbox:
+    """A `KvOutbox` that keeps what the engine sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[OutOfEngine] = []
+
+    def send(self, message: OutOfEngine) -> None:
+        self.messages.append(message)
+
+    def take(self) -> list[OutOfEngine]:
+        messages, self.messages = self.messages, []
+        return messages
+
+
+PIECES = [(b"a", b"b", b"ab", b"ba", b"c", b" a", b"bc")[token % 7] for token in range(VOCAB_SIZE)]
+"""Texts of a `HashModel`'s tokens: many tokens have one, and many texts have several spellings."""
+TEXTS = TokenTexts(PIECES)
+
+
+@dataclass
+class Answer:
+    """Output of one request, in order and without a gap (I4)."""
+
+    first_position: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error_code: str = ""
+    error_message: str = ""
+    uncached_tokens: int = 0
+    num_cached_tokens: int = 0
+    transfer_unwanted: bool = False
+    num_outputs: int = 0
+    logprobs: LogprobsLists | None = None
+    pooling_output: list[float] | None = None
+    prompt_logprobs: LogprobsLists | None = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        assert self.finish_reason is None, f"{output.request_id} said something after its end"
+        if self.num_outputs == 0:
+            self.first_position = output.first_position
+        assert output.first_position == self.first_position + len(self.token_ids), "a position was lost or repeated"
+        self.num_outputs += 1
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            known = self.logprobs
+            self.logprobs = output.new_logprobs if known is None else known.followed_by(output.new_logprobs)
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.error_code, self.error_message = output.error_code, output.error_message
+        self.uncached_tokens = output.uncached_tokens
+        self.num_cached_tokens = output.num_cached_tokens
+        self.transfer_unwanted = output.transfer_unwanted
+        self.pooling_output = output.pooling_output
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
+            self.prompt_logprobs = output.prompt_logprobs
+
+
+class Harness:
+    """One engine and all of its outputs."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Any,
+        kv_cache: Any,
+        vocab_size: int,
+        grammars: GrammarCompiler | None = None,
+        processors: Any = None,
+        lora: Any = None,
+        ranks: OtherRanks | None = None,
+        draft_model: DraftModel | None = None,
+        has_transfers: bool = True,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.kv_cache = kv_cache
+        self.hasher = BlockHasher(KEY, config.block_size)
+        self.root = self.hasher.root("fingerprint")
+        self.outbox = Outbox()
+        num_groups = len(config.kv_cache_specs)
+        attention = [HashAttention(kv_cache) for _ in range(num_groups)] if isinstance(model, HashModel) else None
+        host_caches = make_host_caches([kv_cache], config.num_host_blocks) if config.num_host_blocks else None
+        self.host_cache = None if host_caches is None else host_caches[0]
+        """Slots of the host-memory tier."""
+        self.core = make_engine_core(
+            config,
+            model,
+            [kv_cache] * num_groups,
+            self.hasher,
+            vocab_size,
+            self.outbox if has_transfers else None,
+            grammars,
+            processors,
+            attention,
+            lora,
+            ranks=ranks,
+            host_caches=host_caches,
+            draft_model=draft_model,
+            token_texts=TEXTS if isinstance(model, HashModel) else None,
+        )
+        self.scheduler = self.core.scheduler
+        executor = self.core.executor
+        assert isinstance(executor, SingleDeviceExecutor | TensorParallelExecutor)
+        self.runner = executor.runner
+        self.answers: dict[str, Answer] = {}
+        """Answers by request; by `request/index` where it has several sequences."""
+        self.wide: set[str] = set()
+        """Requests with several sequences."""
+        self.turns: dict[str, list[Answer]] = {}
+        """Turns of sessions that have ended."""
+        self.holds: list[PinnedBlocks] = []
+        """Holds of blocks that were published and not given back."""
+        self.must_be_idle = True
+        self.grammar_wait_s = 0.05
+        """How long a step that has nothing else to do waits for other threads' grammars."""
+        self._num_requests = 0
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        request_id: str | None = None,
+        *,
+        salt: str | None = None,
+        eos: tuple[int, ...] = (),
+        params: dict[str, Any] | None = None,
+        output: Sequence[int] = (),
+        **fields: Any,
+    ) -> EngineCoreRequest:
+        """A verified request; greedy, 4 tokens, unless `params` says otherwise. output: of earlier attempts."""
+        self._num_requests += 1
+        root = self.root if salt is None else self.hasher.root("fingerprint", salt)
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | (params or {})
+        hashes = self.hasher.extend(root, [*prompt, *output], hashed_spans(fields.get("mm_features", ())))
+        fields |= {"prompt_token_ids": list(prompt), "block_hashes": hashes}
+        if (prompts := self.config.encoder_decoder) is not None:
+            fields |= prompts.hashed(prompt, output, root, self.hasher, fields.get("mm_features", ()))
+        request = EngineCoreRequest(
+            request_id=request_id or f"r{self._num_requests}",
+            sampling_params=SamplingParams(**given),
+            eos_token_ids=eos,
+            output_token_ids=list(output),
+            hash_root=root,
+            **fields,
+        )
+        self.core.verify(request)
+        return request
+
+    def add(self, prompt: Sequence[int], request_id: str | None = None, **fields: Any) -> str:
+        return self.submit(self.request(prompt, request_id, **fields))
+
+    def submit(self, request: EngineCoreRequest) -> str:
+        if request.n > 1:
+            self.wide.add(request.request_id)
+        self.core.add_request(request)
+        return request.request_id
+
+    def resume(
+        self, request_id: str, prompt: Sequence[int], *, num_kept_output_tokens: int | None = None, **params: Any
+    ) -> None:
+        """A session's next turn; greedy, 4 tokens, unless `params` says otherwise."""
+        given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4} | params
+        update = StreamingUpdate(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(**given),
+            num_kept_output_tokens=num_kept_output_tokens,
+        )
+        self.core.verify_update(update)
+        self.core.resume_request(update)
+
+    def step(self) -> None:
+        """One step, its outputs booked, then the pool check (I2)."""
+        self.core.wait_for_grammar(self.grammar_wait_s)
+        self._book(self.core.step().outputs)
+        self.scheduler.check()
+
+    def _book(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            self.answers.setdefault(self.key(output.request_id, output.index), Answer()).add(output)
+            if output.awaits_input:
+                self.turns.setdefault(output.request_id, []).append(self.answers.pop(output.request_id))
+
+    def key(self, request_id: str, index: int) -> str:
+        """Key in `answers`."""
+        return f"{request_id}/{index}" if request_id in self.wide else request_id
+
+    def run(self, max_steps: int = 2000) -> dict[str, Answer]:
+        """Step until there is nothing to do."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return self.collect()
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def collect(self) -> dict[str, Answer]:
+        """Collect all outputs so far, including those of aborts and events."""
+        self._book(self.scheduler.outputs.take())
+        return self.answers
+
+    def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:
+        """One request, to its end."""
+        request_id = self.add(prompt, **fields)
+        return self.run()[request_id]
+
+    def ask_many(self, prompt: Sequence[int], n: int, **fields: Any) -> list[Answer]:
+        """One request with n sequences, to its end."""
+        request_id = self.add(prompt, n=n, **fields)
+        answers = self.run()
+        return [answers[self.key(request_id, index)] for index in range(n)]
+
+    def hold_loads(self) -> HeldLoads:
+        """From now on, loads from the host-memory tier end when the test releases them."""
+        held = HeldLoads(self.core.executor, self.kv_cache, self.host_cache)
+        self.core.executor = held
+        return held
+
+    def running(self) -> list[str]:
+        return list(self.scheduler.running)
+
+
+MakeEngine = Callable[..., Harness]
+
+
+@pytest.fixture(autouse=True)
+def harnesses() -> Iterator[list[Harness]]:
+    """After every test the pool of every engine is checked (I2), and idle unless the test says that it is not."""
+    made: list[Harness] = []
+    yield made
+    for harness in made:
+        harness.collect()
+        harness.scheduler.check(idle=harness.must_be_idle)
+        harness.core.executor.close()
+
+
+@pytest.fixture
+def make_engine(harnesses: list[Harness]) -> MakeEngine:
+    """`make_engine(num_blocks=..., ...)`: an engine over the hash model; all of `EngineConfig` may be given. sliding_window: of the
+    model and of its KV cache groups, one each. window: the model's, if the engine keeps every block."""
+
+    def make(
+        processors: Any = None,
+        grammars: GrammarCompiler | None = None,
+        model: HashModel | None = None,
+        window: Window = None,
+        sliding_window: Window = None,
+        has_transfers: bool = True,
+        **fields: Any,
+    ) -> Harness:
+        fields = {"block_size": 4, "num_blocks": 64, "max_num_batched_tokens": 64, "max_num_seqs": 16} | fields
+        specs = specs_of(sliding_window)
+        step_tokens = fields.get("long_prefill_token_threshold") or fields["max_num_batched_tokens"]
+        longest = max_sequence_tokens(specs, fields["num_blocks"], fields["block_size"], step_tokens)
+        fields.setdefault("max_model_len", min(256, longest))
+        config = EngineConfig(**fields, kv_cache_specs=specs)
+        cache = make_hash_cache(config.num_blocks, config.block_size)
+        model = model or HashModel(window or sliding_window)
+        harness = Harness(config, model, cache, VOCAB_SIZE, grammars, processors, has_transfers=has_transfers)
+        harnesses.append(harness)
+        return harness
+
+    return make
+
+
+@pytest.fixture
+def make_real_engine(harnesses: list[Harness]) -> Callable[..., Harness]:
+    """`make_real_engine(folder, ...)`: an engine over a checkpoint, in float32. adapters: folders that requests may name."""
+    return real_engines(harnesses)
+
+
+def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
+    """The function of `make_real_engine`. harnesses: gets every engine; the caller checks and closes them."""
+    from pdserve.engine.lora.adapter_store import AdapterStore
+    from pdserve.engine.lora.lora_runner import ModelLoraRunner
+    from pdserve.models.kv_cache import make_kv_cache
+    from pdserve.models.lora.lora_targets import with_lora_targets
+    from pdserve.models.model_impl import load_model_decoder
+
+    def make(
+        folder: Path,
+        device: str = "cpu",
+        grammars: GrammarCompiler | None = None,
+        processors: Any = None,
+        draft_model: DraftModel | None = None,
+        adapters: Sequence[Path] = (),
+        quantization: Literal["int8"] | None = None,
+        cache_dtype: str | None = None,
+        model_impl: ModelImpl = "native",
+        hybrid_kv_cache: bool = False,
+        **fields: Any,
+    ) -> Harness:
+        decoder: Any = load_model_decoder(
+            folder,
+            dtype="float32",
+            model_impl=model_impl,
+            device=device,
+            quantization=quantization,
+            hybrid_kv_cache=hybrid_kv_cache,
+        )
+        lora = None
+        head = decoder.config.classifier
+        fields = {"block_size": 16, "num_blocks": 32, "max_model_len": 256} | fields
+        fields.setdefault("enable_prompt_embeds", True)
+        fields["num_labels"] = 0 if head is None else head.num_labels
+        groups = decoder.config.kv_cache_groups(fields["block_size"], "fingerprint")
+        config = EngineConfig(**fields, kv_cache_specs=tuple(group.spec for group in groups))
+        if adapters:
+            decoder, targets = with_lora_targets(
+                decoder, max_loras=config.max_loras, max_rank=8, kernels=config.kernels
+            )
+            lora = ModelLoraRunner(AdapterStore(targets, len(adapters)))
+            for adapter in adapters:
+                lora.store.add(adapter)
+        layout = decoder.config.kv_layout(config.block_size, "fingerprint", cache_dtype=cache_dtype)
+        kv_cache = make_kv_cache(layout, config.num_blocks, device)
+        vocab_size = decoder.config.vocab_size
+        harness = Harness(config, decoder, kv_cache, vocab_size, grammars, processors, lora, draft_model=draft_model)
+        harnesses.append(harness)
+        return harness
+
+    return make

@@ -1,0 +1,144 @@
+"""Random checkpoints of odd shapes for each model family, made with the family's own classes in `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.models.checkpoints import make_other_family, save_tokenizer
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "wide_heads": {
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "hidden_size": 36, "vocab_size": 321,
+        "intermediate_size": 44, "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
+    "one_kv_head_tied": {
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 40, "vocab_size": 203,
+        "tie_word_embeddings": True, "max_shard_size": "30KB",
+    },
+    "many_kv_heads": {
+        "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, "hidden_size": 48, "intermediate_size": 64,
+        "num_hidden_layers": 5,
+    },
+}  # fmt: skip
+"""Head sizes, numbers of heads and layers, vocabularies, tied embeddings, shards; fields of the configuration in `transformers`."""
+
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.5],
+    "long_factor": [2.0, 2.1, 2.2, 2.3, 3.5, 4.7, 5.0, 6.5],
+}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 5}
+OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
+    "mixtral": [
+        _EXPERTS,
+        {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 21},
+        {"num_local_experts": 16, "num_experts_per_tok": 1},
+    ],
+    "qwen2": [{}, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}],
+    "qwen3": [{}, {"attention_bias": True}],
+    "qwen3_moe": [{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}],
+    "granite": [
+        {"embedding_multiplier": 12, "attention_multiplier": 0.0625, "residual_multiplier": 0.22, "logits_scaling": 8},
+        {"embedding_multiplier": 1.7, "attention_multiplier": 0.2, "residual_multiplier": 1.3, "attention_bias": True},
+        {"residual_multiplier": 0.5, "mlp_bias": True},
+    ],
+    "smollm3": [
+        {},
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 17},
+        {"no_rope_layers": [0, 1, 1, 0, 1], "attention_bias": True, "mlp_bias": True},
+    ],
+    "seed_oss": [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}],
+    "gemma2": [
+        {"sliding_window": 13, "query_pre_attn_scalar": 20},
+        {"sliding_window": 9, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 7.0, "attention_bias": True},
+        {"sliding_window": 30, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ],
+    "gemma3_text": [
+        {
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 25.0,
+        },
+        {"sliding_window": 9, "layer_types": _MIXED, "attention_bias": True},
+        {
+            "sliding_window": 30,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ],
+    "glm4": [
+        {},
+        {"attention_bias": False, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
+    ],
+    "olmo2": [{}, {"attention_bias": True}],
+    "phi3": [
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 256},
+        {},
+        {"sliding_window": 15, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    ],
+    "gpt_oss": [
+        {**_EXPERTS, "sliding_window": 13},
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 6, "swiglu_limit": 2.0},
+        {
+            "num_local_experts": 9,
+            "num_experts_per_tok": 4,
+            "sliding_window": 30,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ],
+    "ministral": [
+        {"sliding_window": 23},
+        {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"sliding_window": 1},
+    ],
+}
+"""Family (`model_type`) -> fields of its own, tried in turn with the shapes. The first combination is the family's plain case."""
+
+
+def cases(family: str) -> list[dict[str, Any]]:
+    """Fields of the configuration: each shape and each option at least once."""
+    options, shapes = OPTIONS[family], list(SHAPES.values())
+    longer, shorter = (shapes, options) if len(shapes) >= len(options) else (options, shapes)
+    return [{**one, **other} for one, other in zip(longer, cycle(shorter), strict=False)]
+
+
+def make_family(
+    folder: Path, family: str, fields: Mapping[str, Any], dtype: str = "float32", kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """Write a checkpoint into `folder`, in shards of the size that `fields` may have, and return the model.
+
+    kind: one of transformers' auto classes.
+    """
+    shard_size = fields.get("max_shard_size", "5GB")
+    # classes of configurations change what they are given
+    others = {name: deepcopy(value) for name, value in fields.items() if name != "max_shard_size"}
+    return make_other_family(
+        folder, family, max_shard_size=shard_size, dtype=getattr(torch, dtype), kind=kind, **others
+    )
+
+
+def make_windowed_model(folder: Path) -> Path:
+    """A checkpoint of Gemma 3 with its tokenizer: 4 layers, one of them without a window of 13 tokens; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, "gemma3_text", cases("gemma3_text")[0])
+    save_tokenizer(folder)
+    return folder
