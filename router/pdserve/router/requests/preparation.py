@@ -13,7 +13,12 @@ import msgspec
 from pdserve.common.block_hash import BlockHasher, placement_hash, request_extras
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
+from pdserve.common.request.generation_request import (
+    MAX_TIMEOUT_S,
+    GenerationRequest,
+    verify_data_parallel_rank,
+    verify_priority_is_used,
+)
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
@@ -58,6 +63,15 @@ class ClientRequest(PromptRequest, kw_only=True, gc=False):
     def verify_client(self) -> None:
         super().verify_client()
         verify_data_parallel_rank(self.data_parallel_rank)
+
+    def owned(self, client: Client, cache: CacheGroup, scheduling_policy: str) -> ClientRequest:
+        """A copy as its owner may run it, with a priority in the range of the key. cache: tenants whose cached prefixes it may use.
+
+        scheduling_policy: the router's. Raises: InvalidRequest for a priority that is out of range, or has no effect here.
+        """
+        priority = client.allowed_priority(self.priority)
+        verify_priority_is_used(self.priority, scheduling_policy)
+        return msgspec.structs.replace(self, client=client, cache=cache, priority=priority)
 
 
 class CallFields(NamedTuple):

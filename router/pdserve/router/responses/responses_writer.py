@@ -63,19 +63,18 @@ class ResponsesWriter:
     def __init__(
         self,
         request_id: str,
+        request: ClientRequest,
         fixed: bytes,
         *,
         parsed: ChatChoiceWriter | None,
-        num_logprobs: int | None,
         include_timeline: bool,
     ) -> None:
-        """fixed: of `fixed_fields`. parsed: set if the answer may contain reasoning or calls. num_logprobs: most likely tokens
-        to report per token; None: no log-probabilities."""
+        """request: as it runs. fixed: of `fixed_fields`. parsed: set if the answer may contain reasoning or calls."""
         self.response_id = f"resp_{request_id}"
         head = {"id": self.response_id, "object": "response", "created_at": int(time.time())}
         self._head = _encode(head)[:-1] + b"," + fixed + b","
         self._parsed = parsed
-        self._num_logprobs = num_logprobs
+        self._num_logprobs = request.sampling_params.logprobs
         self._include_timeline = include_timeline
         self._items = OutputItems()
         self._logprobs: list[dict[str, Any]] = []
