@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 _SLICE = 512
 """Entries that are encoded in one call."""
 DONE = b"data: [DONE]\n\n"
-_NULLS: dict[str, None] = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+_NULLS: dict[str, None] = dict.fromkeys(("system_fingerprint", "kv_transfer_params"))
 """Fields of whole answers that OpenAI and vLLM have, and that no answer here has a value of."""
 _CHAT_NULLS: dict[str, None] = _NULLS | dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
 _CHOICE_NULLS: dict[str, None] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
@@ -81,6 +81,7 @@ class CompletionResponseWriter:
         self._echoed = echoed
         self._tokens_as_ids = tokens_as_ids
         self._parsed = parsed
+        self._service_tier = request.service_tier
         self._returns_token_ids = request.returns_token_ids
         self._choices_each = request.sampling_params.n
         self._head: dict[str, Any] = {
@@ -90,6 +91,8 @@ class CompletionResponseWriter:
             "model": model,
         }
         chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
+        if chat and self._service_tier is not None:
+            chunk_head["service_tier"] = self._service_tier
         # an object without its closing brace, so that fields can be appended
         self._chunk_head = b"data: " + _encode(chunk_head)[:-1]
         opening = b'{"content":' if chat else b""
@@ -121,6 +124,7 @@ class CompletionResponseWriter:
         body = self._head | {
             "choices": [self._choice(output) for output in outputs],
             "usage": self._usage(usage),
+            "service_tier": self._service_tier,
             **(_CHAT_NULLS if self._chat else _NULLS),
         }
         if self._chat and self._returns_token_ids:

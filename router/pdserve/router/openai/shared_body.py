@@ -13,6 +13,7 @@ from pdserve.common.request.sampling_params import SamplingParams, clamped_logit
 from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.router.bodies.request_body import shown
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
+from pdserve.router.requests.fields.service_tier import verify_service_tier
 from pdserve.router.requests.preparation import CallFields
 
 
@@ -40,10 +41,10 @@ class SharedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Rank of the decode workers that it prefers, if the header `X-data-parallel-rank` does not name it."""
     speculative_tokens: int | None = None
     """Tokens to draft per step, at most; default: the worker's setting, which is also the limit."""
+    service_tier: str | None = None
     # accepted, and without effect
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
@@ -71,9 +72,11 @@ class SharedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def request_fields(self, call: CallFields) -> dict[str, Any]:
         """Fields of each `ClientRequest` beside the prompt and its parameters. Raises: InvalidRequest."""
+        verify_service_tier(self.service_tier, self.priority)
         return {
             "cache_salt": self.cache_salt or None,
             "priority": self.priority or 0,
+            "service_tier": self.service_tier,
             "speculative_tokens": self.speculative_tokens,
             **call.with_rank(self.data_parallel_rank)._asdict(),
         }
