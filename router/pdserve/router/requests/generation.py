@@ -38,7 +38,7 @@ class Generation(RequestScope[PromptTask]):
         """embeds: holds the bytes of prompt embeddings, while it runs."""
         self._embeds = embeds
         self._held = ExitStack()
-        super().__init__(request_id, runs, admission, record, client)
+        super().__init__(request_id, runs, admission, record, client, runs[0].request.flex_id)
         self.stream = stream
         self.stalled = False
         """The client did not read, so the task inside the context was cancelled."""

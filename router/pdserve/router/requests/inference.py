@@ -24,6 +24,7 @@ from pdserve.router.placement.worker_selector import WorkerSelector, pooling_wor
 from pdserve.router.process_link import ProcessLink
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
+from pdserve.router.requests.fields.service_tier import FLEX
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import ClientRequest, Preparation, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
@@ -197,6 +198,8 @@ class Inference:
         record = self._trace(request_id, requests[0], requests[0].client_request_id, client)
         for request in requests:
             request.trace_headers = record.headers
+            if request.service_tier == FLEX:
+                request.flex_id = request_id
         first_choices = accumulate((request.sampling_params.n for request in requests[:-1]), initial=0)
         client_stream = self._client_stream(
             len(requests), stream=stream, returns_token_ids=requests[0].returns_token_ids

@@ -60,6 +60,8 @@ class ClientRequest(PromptRequest, kw_only=True, gc=False):
     """Rank of the decode workers that it prefers."""
     service_tier: str | None = None
     """The tier that the client asks for; of a request that runs, the one that it got. None: none is asked for."""
+    flex_id: str = ""
+    """Id of the client's request in `Admission`, if its tier is flex."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
 
