@@ -47,21 +47,25 @@ class Client:
         timeout_s: float | None = None,
         priority: int = 0,
         hopeless: asyncio.Event | None = None,
+        flex_id: str = "",
     ):
         """hopeless: set when a place would be of no use any more."""
         self._admission, self._priority, self._hopeless, self._caller = admission, priority, hopeless, client
+        self._flex_id = flex_id
         self._cost = Cost(num_blocks=blocks, num_places=places, num_tokens=tokens, max_tokens=max_tokens)
         self.held: Place | None = None
         self.done, self.placed = asyncio.Event(), asyncio.Event()
-        admission.enter(1, self._expel, client=client, num_sequences=places, timeout_s=timeout_s)
+        admission.enter(1, self._expel, client=client, num_sequences=places, timeout_s=timeout_s, flex_id=flex_id)
         self.task = asyncio.create_task(self._run())
         # also when it is cancelled before it begins
-        self.task.add_done_callback(lambda _: admission.leave(1, self._expel, client=client, num_sequences=places))
+        self.task.add_done_callback(
+            lambda _: admission.leave(1, self._expel, client=client, num_sequences=places, flex_id=flex_id)
+        )
 
     async def _run(self) -> None:
         raise_when_no_worker = None if self._hopeless is None else self._raise_when_no_worker
         async with self._admission.place(
-            self._cost, self._priority, raise_when_no_worker, client=self._caller
+            self._cost, self._priority, raise_when_no_worker, client=self._caller, flex_id=self._flex_id
         ) as self.held:
             self.placed.set()
             await self.done.wait()

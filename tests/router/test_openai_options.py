@@ -109,7 +109,6 @@ async def test_what_the_openai_client_may_send_without_effect(quick):
             max_completion_tokens=4,
             metadata={"purpose": "test"},
             store=True,
-            service_tier="priority",
             prediction={"type": "content", "content": "hello"},
             prompt_cache_retention="24h",
             modalities=["text"],

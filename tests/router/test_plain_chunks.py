@@ -10,10 +10,16 @@ import pytest
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.response_writer import CompletionResponseWriter
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput
 from pdserve.text.parsers.answer_parsers import AnswerParsers
+from pdserve.text.prompt import ChatInput, TextInput
 from tests.router.test_tools import BytesAsTokens
+
+
+def asked(chat: bool, **fields: Any) -> ClientRequest:
+    return ClientRequest(prompt=ChatInput([]) if chat else TextInput("x"), field="prompt", **fields)
 
 
 def events(written: bytes) -> list[dict[str, Any]]:
@@ -32,7 +38,7 @@ def test_fields_without_a_value_are_null_in_every_chunk(
         tokenizer: Any = BytesAsTokens()
         options = {"parsed": ChatChoiceWriter(AnswerParsers(None, None, tokenizer)) if chat else None}
     writer = CompletionResponseWriter(
-        chat=chat, request_id="r", model="m", include_usage=include_usage, include_timeline=False, **options
+        request_id="r", request=asked(chat), model="m", include_usage=include_usage, include_timeline=False, **options
     )
     written: list[dict[str, Any]] = []
     for index in (0, 1, 0):
@@ -51,7 +57,9 @@ def test_fields_without_a_value_are_null_in_every_chunk(
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_fields_without_a_value_are_null_in_a_whole_answer(chat: bool) -> None:
-    writer = CompletionResponseWriter(chat=chat, request_id="r", model="m", include_usage=False, include_timeline=False)
+    writer = CompletionResponseWriter(
+        request_id="r", request=asked(chat), model="m", include_usage=False, include_timeline=False
+    )
     output = CompletionOutput(index=0, text="a", token_ids=[7], finish_reason="stop")
     answer = json.loads(writer.whole([output], Usage(), Timeline()))
     [choice] = answer["choices"]
@@ -69,7 +77,11 @@ def test_fields_without_a_value_are_null_in_a_whole_answer(chat: bool) -> None:
 def test_a_plain_chunk_has_the_fields_of_one_with_token_ids(chat: bool) -> None:
     def writer(*, ids: bool) -> CompletionResponseWriter:
         return CompletionResponseWriter(
-            chat=chat, request_id="r", model="m", include_usage=False, include_timeline=False, returns_token_ids=ids
+            request_id="r",
+            request=asked(chat, returns_token_ids=ids),
+            model="m",
+            include_usage=False,
+            include_timeline=False,
         )
 
     plain, full = writer(ids=False), writer(ids=True)

@@ -42,11 +42,12 @@ def writer(*, parses: bool = True, **fields: Any) -> ResponsesWriter:
     body.verify()
     tags, tokenizer = REASONING_TAGS["qwen3"], BytesAsTokens()
     parsers = AnswerParsers(None, tags, tokenizer)  # type: ignore[arg-type]
+    request = body.request({}, CALL, [])
     return ResponsesWriter(
         "1" * 32,
-        fixed_fields(body, body.request({}, CALL, []), "demo"),
+        request,
+        fixed_fields(body, request, "demo"),
         parsed=ChatChoiceWriter(parsers, tool_format=TOOL_FORMATS["hermes"], tags=tags) if parses else None,
-        num_logprobs=body.num_logprobs,
         include_timeline=False,
     )
 

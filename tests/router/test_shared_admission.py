@@ -60,15 +60,17 @@ class Process:
         self.admission.recheck()
         return self
 
-    async def request(self, client, held=None, cost=COST, no_worker=None):
+    async def request(self, client, held=None, cost=COST, no_worker=None, flex_id=""):
         """One request; runs until `held` is set."""
 
         def expel():
             pass
 
-        await self.admission.admit(1, expel, client=client)
+        await self.admission.admit(1, expel, client=client, flex_id=flex_id)
         try:
-            async with self.admission.place(cost, raise_when_no_worker=no_worker, client=client) as place:
+            async with self.admission.place(
+                cost, raise_when_no_worker=no_worker, client=client, flex_id=flex_id
+            ) as place:
                 place.placed()
                 if held is not None:
                     await held.wait()
@@ -181,6 +183,39 @@ async def test_a_request_without_a_worker_ends_with_its_error(group):
     with pytest.raises(WorkerLost):
         await second.request(alice(), no_worker=no_worker)
     await eventually(lambda: admission.num_queued == 0)
+    await ended(tasks)
+
+
+@pytest.mark.parametrize("watches", [True, False])
+async def test_a_request_of_one_process_ends_the_flex_requests_of_another(group, watches):
+    admission, first, second = group
+    held, no_worker = asyncio.Event(), asyncio.Event().wait if watches else None
+    tasks = running(first, alice(), 2, held)
+    await eventually(lambda: admission.num_running == 2)
+    flex = []
+    for number in range(8):
+        flex += running(first, alice(), 1, held, flex_id=f"flex{number}", no_worker=no_worker)
+        await eventually(lambda: admission.num_queued == number + 1)  # noqa: B023 - called before the next turn of the loop
+    with pytest.raises(Overloaded, match="at most 8 may wait"):
+        await second.request(alice(), flex_id="one more")
+    plain = running(second, alice(), 2, held)
+    for task in flex[:-3:-1]:
+        with pytest.raises(Overloaded, match="made room for one that is not flex") as ended:
+            await task
+        assert ended.value.retry_after_s >= 1.0
+    await eventually(lambda: admission.num_queued == 8)
+    await eventually(lambda: first.admission.num_requests == 8)
+    held.set()
+    await asyncio.gather(*tasks, *flex[:-2], *plain)
+
+
+async def test_flex_requests_end_with_their_process(group):
+    admission, first, second = group
+    tasks = [*running(first, alice(), 2), *running(first, alice(), 1, flex_id="flex")]
+    await eventually(lambda: admission.num_queued == 1)
+    first.link.close()
+    await eventually(lambda: admission.num_requests == 0)
+    await second.request(alice(), flex_id="flex")
     await ended(tasks)
 
 

@@ -12,11 +12,13 @@ from pdserve.common.request.structured_outputs import StructuredOutputsParams
 from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
 from pdserve.router.openai.response_writer import CompletionResponseWriter
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput, Logprob
 from pdserve.text.parsers.answer_parsers import AnswerParsers
 from pdserve.text.parsers.reasoning_parser import REASONING_TAGS, ReasoningTags
 from pdserve.text.parsers.tool_call_parser import TOOL_FORMATS
+from pdserve.text.prompt import ChatInput
 from pdserve.v1 import inference_pb2
 from tests.router.fake_worker import ADMITTED, decode_outputs
 
@@ -188,7 +190,12 @@ class BytesAsTokens:
 
 
 def answer(
-    max_calls: int | None = None, tags: ReasoningTags | None = None, *, include_reasoning: bool = True, **options: Any
+    max_calls: int | None = None,
+    tags: ReasoningTags | None = None,
+    *,
+    include_reasoning: bool = True,
+    returns_token_ids: bool = False,
+    **options: Any,
 ) -> CompletionResponseWriter:
     tokenizer: Any = BytesAsTokens()
     parsed = ChatChoiceWriter(
@@ -199,7 +206,13 @@ def answer(
         include_reasoning=include_reasoning,
     )
     return CompletionResponseWriter(
-        chat=True, request_id="r", model="m", include_usage=True, include_timeline=False, parsed=parsed, **options
+        request_id="r",
+        request=ClientRequest(prompt=ChatInput([]), field="messages", returns_token_ids=returns_token_ids),
+        model="m",
+        include_usage=True,
+        include_timeline=False,
+        parsed=parsed,
+        **options,
     )
 
 

@@ -44,7 +44,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "safety_identifier": ("s",),
     "metadata": ({"a": "b"},),
     "store": (True, False),
-    "service_tier": ("auto", "flex", "priority"),
     "prompt_cache_key": ("k",),
     "prompt_cache_options": ({"mode": "x"},),
     "prompt_cache_retention": ("24h", "in_memory"),

@@ -7,6 +7,9 @@ value is first, then the order of arrival.
 
 If several tenants share the fleet, no tenant may take all remaining capacity: it may queue at most as many sequences as remain free
 in the queue, and hold at most `PLACES_PER_FREE` places per free place, so that other tenants find room in both.
+
+A flex request waits as long as nothing else needs its room: a request that is not flex would be refused only if it were refused
+without the flex requests that wait. As few of these as needed are ended, the last to arrive first.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 from pdserve.common.errors import Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
+from pdserve.router.admission.flex_requests import NOTHING, FlexRequest, FlexRequests, Freed
 from pdserve.router.admission.open_requests import OpenRequests, leaving, once
 from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, HeldPlace, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
@@ -73,6 +77,7 @@ class Admission(OpenRequests):
         """Sum of the times at which running requests got their places, seconds."""
         self._mean_s: float | None = None
         self._queue = FairQueue[Waiter]()
+        self._flex = FlexRequests()
 
     @property
     def capacity(self) -> Capacity:
@@ -96,11 +101,13 @@ class Admission(OpenRequests):
         client: Client = ANYBODY,
         num_sequences: int | None = None,
         timeout_s: float | None = None,
+        flex_id: str = "",
     ) -> None:
         """Enter requests. Call `leave` with the same arguments after they have ended.
 
         expel: called if the router must end these requests when it stops. client: their owner. num_sequences: of all requests
-        together; None: one each. timeout_s: deadline of the requests.
+        together; None: one each. timeout_s: deadline of the requests. flex_id: a unique id of these requests if they are flex,
+        and are ended together to make room for others that are not; "" if they are not.
         Raises: Overloaded, at once, if the queue is full or the wait would be too long; InvalidRequest for more than a key may ever
         have; Draining after `close`.
         """
@@ -109,8 +116,10 @@ class Admission(OpenRequests):
         sequences = num_requests if num_sequences is None else num_sequences
         self.tenants.check_sequences(client, sequences)
         self.tenants.check_tokens(client, 1.0)
-        self._check_room(client, sequences, timeout_s)
+        self._make_room(client, sequences, timeout_s, is_flex=bool(flex_id))
         self.count(num_requests, expel)
+        if flex_id:
+            self._flex.enter(flex_id, client.tenant, num_requests, sequences)
         self._num_sequences += sequences
         account = self.tenants[client.tenant]
         account.num_requests += num_requests
@@ -124,9 +133,12 @@ class Admission(OpenRequests):
         client: Client = ANYBODY,
         num_sequences: int | None = None,
         timeout_s: float | None = None,
+        flex_id: str = "",
     ) -> None:
         """As `enter`, which here waits for nothing."""
-        self.enter(num_requests, expel, client=client, num_sequences=num_sequences, timeout_s=timeout_s)
+        self.enter(
+            num_requests, expel, client=client, num_sequences=num_sequences, timeout_s=timeout_s, flex_id=flex_id
+        )
 
     def leave(
         self,
@@ -135,14 +147,18 @@ class Admission(OpenRequests):
         *,
         client: Client = ANYBODY,
         num_sequences: int | None = None,
+        flex_id: str = "",
     ) -> None:
         """End requests. The arguments are those of `enter`."""
-        sequences = num_requests if num_sequences is None else num_sequences
-        self._num_sequences -= sequences
-        account = self.tenants[client.tenant]
-        account.num_requests -= num_requests
-        account.num_sequences -= sequences
+        if not flex_id or self._flex.leave(flex_id):
+            self._uncount(client.tenant, num_requests, num_requests if num_sequences is None else num_sequences)
         self.count_out(num_requests, expel)
+
+    def _uncount(self, tenant: str, num_requests: int, num_sequences: int) -> None:
+        self._num_sequences -= num_sequences
+        account = self.tenants[tenant]
+        account.num_requests -= num_requests
+        account.num_sequences -= num_sequences
 
     async def begin_session(self, client: Client = ANYBODY) -> Callable[[], None]:
         """As `open_session`, which here waits for nothing."""
@@ -173,14 +189,16 @@ class Admission(OpenRequests):
         raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
         *,
         client: Client = ANYBODY,
+        flex_id: str = "",
     ) -> AsyncIterator[Place]:
         """Hold the request's places inside the context.
 
         priority: lower values are first among requests of the tenant. raise_when_no_worker: awaited while the request waits; never
-        returns, and raises if no worker can serve the request.
-        Raises: Overloaded after `queue_timeout_s`, or if the tenant has spent its tokens; exceptions of `raise_when_no_worker`.
+        returns, and raises if no worker can serve the request. flex_id: as the request entered.
+        Raises: Overloaded after `queue_timeout_s`, if the tenant has spent its tokens, or if the request is flex and made room for
+        another; exceptions of `raise_when_no_worker`.
         """
-        held = await self.hold(cost, priority, raise_when_no_worker, client=client)
+        held = await self.hold(cost, priority, raise_when_no_worker, client=client, flex_id=flex_id)
         try:
             yield held.place
         finally:
@@ -193,17 +211,21 @@ class Admission(OpenRequests):
         raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
         *,
         client: Client = ANYBODY,
+        flex_id: str = "",
     ) -> HeldPlace:
         """As `place`, for a caller that ends what it holds."""
         account = self.tenants[client.tenant]
         expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
         self.tenants.check_tokens(client, expected)
         place = Place(cost, account, lambda tokens: self._queue.charge(client.tenant, tokens))
-        waiter = Waiter(client.tenant, account, place, asyncio.get_running_loop().create_future())
+        waiter = Waiter(client.tenant, account, place, asyncio.get_running_loop().create_future(), flex_id)
         self._queue.append(client.tenant, id(waiter), waiter, priority)
+        self._flex.queued(waiter)
         self.recheck()
         try:
             await self._granted(waiter, raise_when_no_worker)
+            if waiter.refusal is not None:
+                raise waiter.refusal
         except BaseException:
             self._abandon(waiter)
             raise
@@ -240,6 +262,7 @@ class Admission(OpenRequests):
         capacity = self._capacity()
         while self._queue and (waiter := self._next(capacity)) is not None:
             self._queue.take(id(waiter), waiter.place.expected_tokens)
+            self._flex.unqueued(waiter)
             self.num_running += waiter.cost.num_places
             waiter.account.num_running += waiter.cost.num_places
             self._running_blocks += waiter.cost.num_blocks
@@ -297,31 +320,84 @@ class Admission(OpenRequests):
             return True
         return held + num_places <= PLACES_PER_FREE * (capacity.num_requests - self.num_running)
 
-    def estimated_wait_s(self, num_ahead: int) -> float | None:
-        """Seconds that the last of `num_ahead` waiting sequences waits for a place; None: not known yet."""
+    def estimated_wait_s(self, num_ahead: int, freed: Freed = NOTHING) -> float | None:
+        """Seconds that the last of `num_ahead` waiting sequences waits for a place; None: not known yet.
+
+        freed: what is taken as ended.
+        """
         mean_s = self._mean_place_s()
         if mean_s is None:
             return None
         # while requests wait, the running ones are as many as fit, regardless of the number of places
-        at_once = self.num_running if self._queue else self._capacity().num_requests
+        is_queued = len(self._queue) > freed.num_queued
+        at_once = self.num_running if is_queued else self._capacity().num_requests
         # unknown without a worker
         return num_ahead * mean_s / at_once if at_once else None
 
-    def _check_room(self, client: Client, num_more: int, timeout_s: float | None) -> None:
+    def _make_room(self, client: Client, num_more: int, timeout_s: float | None, *, is_flex: bool) -> None:
+        """Raises: Overloaded if there is no room, and could be none without the flex requests that wait."""
+        if (refusal := self._refusal(client, num_more, timeout_s)) is None:
+            return
+        waiting = [] if is_flex else self._flex.waiting()
+        if not waiting or self._refusal(client, num_more, timeout_s, Freed(waiting)) is not None:
+            raise refusal
+        freed, ended = Freed(), list[FlexRequest]()
+        for request in waiting:
+            ended.append(request)
+            freed.add(request)
+            if self._refusal(client, num_more, timeout_s, freed) is None:
+                break
+        retry_after_s = self._retry_after_s(self.num_queued)
+        for request in ended:
+            self._end(request, retry_after_s)
+        # requests that were blocked behind them may fit
+        self.recheck()
+
+    def _end(self, request: FlexRequest, retry_after_s: float) -> None:
+        """End a flex request that waits; from now on nothing of it counts."""
+        for waiter in request.waiters.values():
+            self._queue.remove(id(waiter))
+            waiter.refusal = Overloaded(
+                "requests with service_tier flex wait as long as there is room: too many wait in the router, and this one "
+                "made room for one that is not flex",
+                retry_after_s,
+            )
+            if not waiter.granted.done():
+                waiter.granted.set_result(None)
+        request.waiters.clear()
+        request.has_ended = True
+        self._uncount(request.tenant, request.num_requests, request.num_sequences)
+
+    def _refusal(
+        self, client: Client, num_more: int, timeout_s: float | None, freed: Freed = NOTHING
+    ) -> Overloaded | None:
+        try:
+            self._check_room(client, num_more, timeout_s, freed)
+        except Overloaded as error:
+            return error
+        return None
+
+    def _check_room(self, client: Client, num_more: int, timeout_s: float | None, freed: Freed) -> None:
+        """freed: what is taken as ended, but for the limits of the key. Raises: Overloaded."""
         capacity = self._capacity().num_requests
+        num_sequences, is_queued = self._num_sequences - freed.num_sequences, len(self._queue) > freed.num_queued
         # requests that are being tokenized will wait, too
-        num_ahead = self._num_sequences + num_more - capacity
-        if self._queue:
-            num_ahead = max(num_ahead, self._num_sequences - self.num_running + num_more)
+        num_ahead = num_sequences + num_more - capacity
+        if is_queued:
+            num_ahead = max(num_ahead, num_sequences - self.num_running + num_more)
         if num_ahead <= 0:
             return
-        free = 0 if self._queue else max(0, capacity - self.num_running)
+        free = 0 if is_queued else max(0, capacity - self.num_running)
         num_own = max(0, self.tenants[client.tenant].num_waiting - free)
+        self.tenants.check_waiting(client, num_own, num_more)
+        num_own = max(0, num_own - freed.sequences_of[client.tenant])
         self._check_queue(client, num_ahead, num_own, num_more)
         # tenants take turns, so only the first requests of other tenants run before this one
-        num_tenants = self._queue.num_tenants + (0 if self._queue.num_of(client.tenant) else 1)
+        queued_of = {tenant: self._queue.num_of(tenant) - count for tenant, count in freed.queued_of.items()}
+        num_tenants = self._queue.num_tenants - list(queued_of.values()).count(0)
+        num_tenants += 0 if queued_of.get(client.tenant, self._queue.num_of(client.tenant)) else 1
         num_ahead = min(num_ahead, (num_own + num_more) * num_tenants)
-        wait_s = self.estimated_wait_s(num_ahead)
+        wait_s = self.estimated_wait_s(num_ahead, freed)
         if wait_s is None:
             return
         if wait_s > self._limits.queue_timeout_s:
@@ -338,7 +414,6 @@ class Admission(OpenRequests):
 
     def _check_queue(self, client: Client, num_ahead: int, num_own: int, num_more: int) -> None:
         """Raises: Overloaded. num_ahead: waiting sequences of all tenants. num_own: earlier waiting sequences of this tenant."""
-        self.tenants.check_waiting(client, num_own, num_more)
         limit = self._limits.max_queued_requests
         # a single request may have more sequences than the limit; otherwise it would always be refused
         if num_ahead > limit and num_ahead > num_more:
@@ -370,6 +445,9 @@ class Admission(OpenRequests):
 
     def _abandon(self, waiter: Waiter) -> None:
         waiter.place.settle(has_run=False)
+        self._flex.unqueued(waiter)
+        if waiter.refusal is not None:
+            return
         if not self._queue.remove(id(waiter)):
             self._queue.charge(waiter.tenant, -waiter.place.expected_tokens)
             self._give_back(waiter)

@@ -27,6 +27,7 @@ class Enter(msgspec.Struct, array_like=True, frozen=True):
     num_requests: int
     num_sequences: int
     timeout_s: float | None
+    flex_id: str = ""
 
 
 class AskPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -36,6 +37,7 @@ class AskPlace(msgspec.Struct, array_like=True, frozen=True):
     client: Client
     cost: Cost
     priority: int
+    flex_id: str = ""
 
 
 class Produced(msgspec.Struct, array_like=True, frozen=True):

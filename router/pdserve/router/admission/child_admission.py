@@ -67,6 +67,7 @@ class ChildAdmission:
             client=entering.client,
             num_sequences=entering.num_sequences,
             timeout_s=entering.timeout_s,
+            flex_id=entering.flex_id,
         )
         self._entered[entering.number] = entering, expel
 
@@ -75,13 +76,19 @@ class ChildAdmission:
         entered, expel = self._entered.pop(number, (None, None))
         if entered is not None and expel is not None:
             self._admission.leave(
-                entered.num_requests, expel, client=entered.client, num_sequences=entered.num_sequences
+                entered.num_requests,
+                expel,
+                client=entered.client,
+                num_sequences=entered.num_sequences,
+                flex_id=entered.flex_id,
             )
 
     async def _place(self, asked: calls.AskPlace) -> None:
         """Raises: as `Admission.place`."""
         _verify_room(self._waiting)
-        holding = asyncio.ensure_future(self._admission.hold(asked.cost, asked.priority, client=asked.client))
+        holding = asyncio.ensure_future(
+            self._admission.hold(asked.cost, asked.priority, client=asked.client, flex_id=asked.flex_id)
+        )
         self._waiting[asked.number] = holding
         holding.add_done_callback(lambda task: self._granted(asked.number, task))
         await holding

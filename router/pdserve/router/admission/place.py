@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from pdserve.common.errors import Overloaded
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.tenants.tenant_account import TenantAccount
 
@@ -135,8 +136,12 @@ class Waiter(msgspec.Struct, gc=False, eq=False):
     account: TenantAccount
     place: Place
     granted: asyncio.Future[None]
+    flex_id: str = ""
+    """Of a flex request: as it entered."""
     num_passed: int = 0
     """Number of later requests that passed it."""
+    refusal: Overloaded | None = None
+    """Set with `granted` if the request was ended in the queue, where it no longer is."""
 
     @property
     def cost(self) -> Cost:

@@ -36,6 +36,7 @@ class RequestAdmission(Protocol):
         client: Client = ANYBODY,
         num_sequences: int | None = None,
         timeout_s: float | None = None,
+        flex_id: str = "",
     ) -> None: ...
 
     def leave(
@@ -45,6 +46,7 @@ class RequestAdmission(Protocol):
         *,
         client: Client = ANYBODY,
         num_sequences: int | None = None,
+        flex_id: str = "",
     ) -> None: ...
 
     def place(
@@ -54,6 +56,7 @@ class RequestAdmission(Protocol):
         raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
         *,
         client: Client = ANYBODY,
+        flex_id: str = "",
     ) -> contextlib.AbstractAsyncContextManager[RunningPlace]: ...
 
     async def begin_session(self, client: Client = ANYBODY) -> Callable[[], None]: ...
@@ -107,6 +110,7 @@ class SharedAdmission(OpenRequests):
         client: Client = ANYBODY,
         num_sequences: int | None = None,
         timeout_s: float | None = None,
+        flex_id: str = "",
     ) -> None:
         """As `Admission.enter`. Raises: also Draining when the parent has ended."""
         # counted before the answer, so that a drain waits for it
@@ -114,7 +118,7 @@ class SharedAdmission(OpenRequests):
         number = self._entered[expel] = next(self._numbers)
         sequences = num_requests if num_sequences is None else num_sequences
         try:
-            entering = calls.Enter(number, client, num_requests, sequences, timeout_s)
+            entering = calls.Enter(number, client, num_requests, sequences, timeout_s, flex_id)
             await self._link.call(calls.ENTER, entering, type(None))
             if self.closed:
                 raise leaving()
@@ -129,6 +133,7 @@ class SharedAdmission(OpenRequests):
         *,
         client: Client = ANYBODY,
         num_sequences: int | None = None,
+        flex_id: str = "",
     ) -> None:
         self._link.send(calls.LEAVE, self._entered.pop(expel))
         self.count_out(num_requests, expel)
@@ -141,13 +146,13 @@ class SharedAdmission(OpenRequests):
         raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
         *,
         client: Client = ANYBODY,
+        flex_id: str = "",
     ) -> AsyncIterator[SharedPlace]:
         """As `Admission.place`. Raises: also Draining when the parent has ended."""
         self.recheck()
         place = SharedPlace(self._link, number := next(self._numbers))
-        asking = self._link.call(
-            calls.PLACE, calls.AskPlace(number, client, cost, priority), type(None), self._queue_timeout_s + CALL_S
-        )
+        asked = calls.AskPlace(number, client, cost, priority, flex_id)
+        asking = self._link.call(calls.PLACE, asked, type(None), self._queue_timeout_s + CALL_S)
         try:
             if raise_when_no_worker is None:
                 await asking

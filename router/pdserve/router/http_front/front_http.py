@@ -182,8 +182,8 @@ class HttpFront:
             stream = bool(body.stream)
             generation = inference.generation(requests, stream=stream, client=client)
         answer = CompletionResponseWriter(
-            chat=isinstance(body, ChatBody),
             request_id=generation.request_id,
+            request=generation.request,
             model=requests[0].lora_name or inference.models.base,
             include_usage=body.include_usage,
             include_timeline=asks_for_timeline(request),
@@ -194,8 +194,6 @@ class HttpFront:
             echoed=echoed,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             parsed=ChatChoiceWriter.of(requests[0], inference.parsers, include_reasoning=_includes_reasoning(body)),
-            returns_token_ids=bool(body.return_token_ids),
-            choices_each=requests[0].sampling_params.n,
         )
         return GenerationResponse(generation, answer, inference.bodies, stream=stream)
 

@@ -81,9 +81,9 @@ class ResponsesHttp:
             generation = inference.generation([prepared.request], stream=stream, client=client)
         answer = ResponsesWriter(
             generation.request_id,
+            generation.request,
             prepared.fixed,
             parsed=ChatChoiceWriter.of(prepared.request, inference.parsers, include_reasoning=True),
-            num_logprobs=prepared.body.num_logprobs,
             include_timeline=asks_for_timeline(request),
         )
 

@@ -16,7 +16,6 @@ IGNORED = (
     "safety_identifier",
     "metadata",
     "store",
-    "service_tier",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -76,7 +75,6 @@ REASONS: Mapping[str, str] = {
 RESPONSES_IGNORED = (
     "user",
     "safety_identifier",
-    "service_tier",
     "max_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,18 +9,12 @@ import msgspec
 
 from pdserve.common.errors import InvalidRequest
 from pdserve.common.request.generation_request import verify_client_request_id
-from pdserve.common.request.sampling_params import (
-    MAX_ENTRIES,
-    NamedLogitsProcessor,
-    SamplingParams,
-    clamped_logit_bias,
-)
-from pdserve.common.request.structured_outputs import StructuredOutputsParams
-from pdserve.router.bodies.request_body import shown
+from pdserve.common.request.sampling_params import MAX_ENTRIES, NamedLogitsProcessor, SamplingParams
 from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import verify_neutral
 from pdserve.router.openai.prompts import OpenAIPrompts, as_prompts, num_prompts
 from pdserve.router.openai.response_format import ResponseFormat, output_form
+from pdserve.router.openai.shared_body import SharedBody
 from pdserve.router.requests.fields.beam_fields import BeamFields
 from pdserve.router.requests.fields.chat_fields import ChatFields
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
@@ -43,40 +36,20 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """No effect: chunks have no padding."""
 
 
-class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationBody(SharedBody, forbid_unknown_fields=True, kw_only=True):
     """Fields that completions and chat completions have in common."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     response_format: ResponseFormat | None = None
     # extensions with vLLM's names
-    top_k: int | None = None
-    min_p: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    repetition_penalty: float | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    data_parallel_rank: int | None = None
-    """Rank of the decode workers that it prefers, if the header `X-data-parallel-rank` does not name it."""
-    speculative_tokens: int | None = None
-    """Tokens to draft per step, at most; default: the worker's setting, which is also the limit."""
     logits_processors: list[NamedLogitsProcessor] | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
@@ -92,14 +65,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     request_id: str | None = None
     """The client's id of the request, if no header has one."""
     # accepted, and without effect
-    user: str | None = None
-    safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
     prediction: Any = None
     session_id: str | None = None
     stream_interval: int | None = None
@@ -141,23 +108,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         verify_neutral(self)
         verify_caller(self)
 
-    def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
-        """Sampling parameters without `logprobs`, which differ between completions and chats.
-
-        Absent fields take `defaults`, then those of `SamplingParams`. `Preparation` checks other limits than numbers of entries,
-        because it knows the lengths.
-        """
-        given: dict[str, Any] = dict(defaults)
-        given |= {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
-        if self.stop is not None:
-            given["stop"] = stop_strings(self.stop)
-        if self.logit_bias is not None:
-            given["logit_bias"] = logit_biases(self.logit_bias)
-        for name in _LISTS:
-            if (values := getattr(self, name)) is not None:
-                given[name] = tuple(values)
-        return SamplingParams(structured_outputs=form.params, **given)
-
     def verify_counts(self, num_prompts: int) -> None:
         """Raises: InvalidRequest for too many entries of a field, before they are converted."""
         for field, (limit, unit) in _MOST_ENTRIES.items():
@@ -191,25 +141,21 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.request_id is not None and not call.client_request_id:
             verify_client_request_id(self.request_id, "request_id")
             call = call._replace(client_request_id=self.request_id)
-        call = call.with_rank(self.data_parallel_rank)
         beam_fields = BeamFields(**{name: getattr(self, name) for name in BeamFields.__struct_fields__})
         # defaults of the model change probabilities, by which beams are not chosen
         sampling = self.sampling({} if self.use_beam_search else defaults, form)
         beams = beam_fields.params(sampling, form)
         truncation = Truncation.of(self.truncate_prompt_tokens, self.truncation_side)
-        fields["speculative_tokens"] = self.speculative_tokens
+        fields |= self.request_fields(call)
         return [
             ClientRequest(
                 prompt=prompt,
                 field=field if len(prompts) == 1 else f"{field}[{place}]",
                 sampling_params=sampling,
                 constraint_field=form.field,
-                cache_salt=self.cache_salt or None,
                 truncation=truncation,
-                priority=self.priority or 0,
                 beams=beams,
                 returns_token_ids=bool(self.return_token_ids),
-                **call._asdict(),
                 **(fields | embeds_fields(prompt)),
             )
             for place, prompt in enumerate(prompts)
@@ -276,7 +222,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         return self.logprobs
 
     def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
-        params = msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
+        params = super().sampling(defaults, form)
         if not self.echo or self.logprobs is None:
             return params
         # the echoed prompt has log-probabilities, too
@@ -327,9 +273,6 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         last = plain_message(self.messages[-1], len(self.messages) - 1)
         return last["content"] if last["role"] == "assistant" else ""
 
-    def sampling(self, defaults: Mapping[str, float | int], form: OutputConstraint) -> SamplingParams:
-        return msgspec.structs.replace(super().sampling(defaults, form), logprobs=self.num_logprobs)
-
     def requests(
         self, defaults: Mapping[str, float | int], call: CallFields, forced_calls: ForcedCalls = HERMES_CALLS
     ) -> list[ClientRequest]:
@@ -357,26 +300,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-def stop_strings(stop: str | list[str]) -> tuple[str, ...]:
-    """`stop` of a body; nothing but empty strings are none, as forms of clients send them."""
-    given = (stop,) if isinstance(stop, str) else tuple(stop)
-    return given if any(given) else ()
-
-
-def logit_biases(biases: Mapping[str, float]) -> dict[int, float]:
-    """`logit_bias` of a body. Raises: InvalidRequest."""
-    for key in biases:
-        if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest(f"logit_bias has the key {shown(key)}, but its keys are token ids", "logit_bias")
-    return clamped_logit_bias({int(key): bias for key, bias in biases.items()})
-
-
 _MOST_ENTRIES: Mapping[str, tuple[int, str]] = {
     **MAX_ENTRIES,
     "metadata": (MAX_METADATA, " pairs"),
 }
-_TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
-_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors")
-_CONVERTED = {*_LISTS, "stop", "logit_bias", "structured_outputs", "max_tokens", "logprobs"}
-"""Fields of `SamplingParams` that have another type or meaning in a body; all others have their names and values."""
-_SAMPLING = tuple(name for name in SamplingParams.__struct_fields__ if name not in _CONVERTED)

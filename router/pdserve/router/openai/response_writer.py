@@ -13,14 +13,16 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter, plain_answer
 from pdserve.router.openai.echo import Echo
 from pdserve.router.openai.logprobs import chat_logprobs, completion_logprobs, named_by_ids, prompt_logprobs
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.usage import Usage
 from pdserve.text.outputs.request_output import CompletionOutput
+from pdserve.text.prompt import ChatInput
 
 _encode = msgspec.json.Encoder().encode
 _SLICE = 512
 """Entries that are encoded in one call."""
 DONE = b"data: [DONE]\n\n"
-_NULLS: dict[str, None] = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+_NULLS: dict[str, None] = dict.fromkeys(("system_fingerprint", "kv_transfer_params"))
 """Fields of whole answers that OpenAI and vLLM have, and that no answer here has a value of."""
 _CHAT_NULLS: dict[str, None] = _NULLS | dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
 _CHOICE_NULLS: dict[str, None] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
@@ -48,8 +50,8 @@ class CompletionResponseWriter:
     def __init__(
         self,
         *,
-        chat: bool,
         request_id: str,
+        request: ClientRequest,
         model: str,
         include_usage: bool,
         include_timeline: bool,
@@ -60,18 +62,15 @@ class CompletionResponseWriter:
         echoed: str = "",
         tokens_as_ids: bool = False,
         parsed: ChatChoiceWriter | None = None,
-        returns_token_ids: bool = False,
-        choices_each: int = 1,
     ) -> None:
-        """num_logprobs: most likely tokens to report per token; None: no log-probabilities. num_prompt_logprobs: the same per
-        prompt token, in a whole response.
+        """request: the first prompt's, as it runs. num_logprobs: most likely tokens to report per token; None: no
+        log-probabilities. num_prompt_logprobs: the same per prompt token, in a whole response.
 
         continuous_usage: write the usage so far in every chunk. echo: begin each choice with its prompt. echoed: text that
         precedes each answer of a chat. tokens_as_ids: name tokens as `token_id:N` in log-probabilities. parsed: set if the
-        answer of a chat may contain reasoning or calls. returns_token_ids: write token ids of prompts and output.
-        choices_each: choices per prompt.
+        answer of a chat may contain reasoning or calls.
         """
-        self._chat = chat
+        self._chat = chat = isinstance(request.prompt, ChatInput)
         self._num_logprobs = num_logprobs
         self._num_prompt_logprobs = num_prompt_logprobs
         self._include_usage = include_usage
@@ -82,8 +81,9 @@ class CompletionResponseWriter:
         self._echoed = echoed
         self._tokens_as_ids = tokens_as_ids
         self._parsed = parsed
-        self._returns_token_ids = returns_token_ids
-        self._choices_each = choices_each
+        self._service_tier = request.service_tier
+        self._returns_token_ids = request.returns_token_ids
+        self._choices_each = request.sampling_params.n
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if chat else "text_completion",
@@ -91,6 +91,8 @@ class CompletionResponseWriter:
             "model": model,
         }
         chunk_head = self._head | ({"object": "chat.completion.chunk"} if chat else {})
+        if chat and self._service_tier is not None:
+            chunk_head["service_tier"] = self._service_tier
         # an object without its closing brace, so that fields can be appended
         self._chunk_head = b"data: " + _encode(chunk_head)[:-1]
         opening = b'{"content":' if chat else b""
@@ -103,7 +105,7 @@ class CompletionResponseWriter:
             echo is None
             and parsed is None
             and num_logprobs is None
-            and not (tokens_as_ids or returns_token_ids or continuous_usage)
+            and not (tokens_as_ids or request.returns_token_ids or continuous_usage)
         )
         """True if a chunk has nothing but text."""
         self._plain_heads: dict[int, bytes] = {}
@@ -122,6 +124,7 @@ class CompletionResponseWriter:
         body = self._head | {
             "choices": [self._choice(output) for output in outputs],
             "usage": self._usage(usage),
+            "service_tier": self._service_tier,
             **(_CHAT_NULLS if self._chat else _NULLS),
         }
         if self._chat and self._returns_token_ids:

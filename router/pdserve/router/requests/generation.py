@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pdserve.common.errors import Cancelled, PdServeError
 from pdserve.router.admission.shared_admission import RequestAdmission
 from pdserve.router.requests.client_stream import ClientStream
+from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_scope import RequestScope
 from pdserve.router.requests.tasks.prompt_task import PromptTask
 from pdserve.router.telemetry.request_trace import RequestTrace
@@ -37,7 +38,7 @@ class Generation(RequestScope[PromptTask]):
         """embeds: holds the bytes of prompt embeddings, while it runs."""
         self._embeds = embeds
         self._held = ExitStack()
-        super().__init__(request_id, runs, admission, record, client)
+        super().__init__(request_id, runs, admission, record, client, runs[0].request.flex_id)
         self.stream = stream
         self.stalled = False
         """The client did not read, so the task inside the context was cancelled."""
@@ -104,6 +105,11 @@ class Generation(RequestScope[PromptTask]):
         for task in self._tasks:
             task.cancel()
         self.stream.fail(error)
+
+    @property
+    def request(self) -> ClientRequest:
+        """The first prompt's request, as it runs."""
+        return self._runs[0].request
 
     @property
     def num_choices(self) -> int:

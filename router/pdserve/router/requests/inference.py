@@ -10,7 +10,6 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.generation_request import verify_priority_is_used
 from pdserve.common.request.pooling_params import PoolingParams, verify_generates
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
@@ -25,6 +24,7 @@ from pdserve.router.placement.worker_selector import WorkerSelector, pooling_wor
 from pdserve.router.process_link import ProcessLink
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
+from pdserve.router.requests.fields.service_tier import FLEX
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.preparation import ClientRequest, Preparation, ServedLimits
 from pdserve.router.requests.request_services import RequestServices
@@ -157,12 +157,6 @@ class Inference:
             prefill_tokens_per_s=sum(worker.load.prefill_tokens_per_s for worker in prefilling),
         )
 
-    def _priority(self, request: ClientRequest, client: Client) -> int:
-        """The priority of a request, within its key's range. Raises: InvalidRequest for one that has no effect here."""
-        priority = client.allowed_priority(request.priority)
-        verify_priority_is_used(request.priority, self.settings.scheduling_policy)
-        return priority
-
     def _cache_group(self, client: Client) -> CacheGroup:
         """The group of tenants whose cached prefixes the client's requests may use."""
         if not client.tenant:
@@ -198,16 +192,14 @@ class Inference:
             raise InvalidRequest(
                 "use_beam_search is true, and beams begin with token ids, not with prompt_embeds", "use_beam_search"
             )
-        priorities = [self._priority(request, client) for request in requests]
+        cache = self._cache_group(client)
+        requests = [request.owned(client, cache, self.settings.scheduling_policy) for request in requests]
         request_id = uuid.uuid4().hex
         record = self._trace(request_id, requests[0], requests[0].client_request_id, client)
-        cache = self._cache_group(client)
-        requests = [
-            msgspec.structs.replace(
-                request, trace_headers=record.headers, client=client, cache=cache, priority=priority
-            )
-            for request, priority in zip(requests, priorities, strict=True)
-        ]
+        for request in requests:
+            request.trace_headers = record.headers
+            if request.service_tier == FLEX:
+                request.flex_id = request_id
         first_choices = accumulate((request.sampling_params.n for request in requests[:-1]), initial=0)
         client_stream = self._client_stream(
             len(requests), stream=stream, returns_token_ids=requests[0].returns_token_ids
@@ -289,17 +281,11 @@ class Inference:
             raise InvalidRequest("embeds is given, and a session's prompt is token ids", "embeds")
         if not session.token_ids:
             session.lora_name = request.lora_name
-        priority = self._priority(request, client)
+        request = request.owned(client, self._cache_group(client), self.settings.scheduling_policy)
         # the id of the first turn names every turn
         client_request_id = session.client_request_id = session.client_request_id or request.client_request_id
         record = self._trace(request_id, request, client_request_id, client)
-        request = msgspec.structs.replace(
-            request,
-            trace_headers=record.headers,
-            client=client,
-            cache=self._cache_group(client),
-            priority=priority,
-        )
+        request.trace_headers = record.headers
         client_stream = self._client_stream(1, stream=stream)
         run = SessionPromptTask(session, request_id, request, client_stream, self._services, record)
         return Generation(request_id, client_stream, [run], self.admission, record, client)

@@ -13,11 +13,17 @@ import msgspec
 from pdserve.common.block_hash import BlockHasher, placement_hash, request_extras
 from pdserve.common.errors import InvalidRequest, Overloaded
 from pdserve.common.kv_layout import KvLayout
-from pdserve.common.request.generation_request import MAX_TIMEOUT_S, GenerationRequest, verify_data_parallel_rank
+from pdserve.common.request.generation_request import (
+    MAX_TIMEOUT_S,
+    GenerationRequest,
+    verify_data_parallel_rank,
+    verify_priority_is_used,
+)
 from pdserve.common.request.multimodal import MultiModalFeatureSpec, hashed_spans, images_extras
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.router.admission.fair_threads import FairThreads
 from pdserve.router.admission.held_bytes import HeldBytes
+from pdserve.router.requests.fields.service_tier import used_tier
 from pdserve.router.requests.remote_images import RemoteImages
 from pdserve.router.tenants.client import ANYBODY, CacheGroup, Client
 from pdserve.router.tenants.tenant_digest import tenant_digest
@@ -52,12 +58,27 @@ class ClientRequest(PromptRequest, kw_only=True, gc=False):
     """The client gets the token ids of prompt and output."""
     data_parallel_rank: int | None = None
     """Rank of the decode workers that it prefers."""
+    service_tier: str | None = None
+    """The tier that the client asks for; of a request that runs, the one that it got. None: none is asked for."""
+    flex_id: str = ""
+    """Id of the client's request in `Admission`, if its tier is flex."""
     client: Client = ANYBODY
     cache: CacheGroup = CacheGroup()
 
     def verify_client(self) -> None:
         super().verify_client()
         verify_data_parallel_rank(self.data_parallel_rank)
+
+    def owned(self, client: Client, cache: CacheGroup, scheduling_policy: str) -> ClientRequest:
+        """A copy as its owner may run it, with a tier and priority in the range of the key.
+
+        cache: tenants whose cached prefixes it may use.
+        scheduling_policy: the router's. Raises: InvalidRequest for a priority that is out of range, or has no effect here.
+        """
+        priority = client.allowed_priority(self.priority)
+        verify_priority_is_used(self.priority, scheduling_policy)
+        tier, priority = used_tier(self.service_tier, priority, client, scheduling_policy)
+        return msgspec.structs.replace(self, client=client, cache=cache, service_tier=tier, priority=priority)
 
 
 class CallFields(NamedTuple):

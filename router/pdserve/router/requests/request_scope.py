@@ -36,14 +36,21 @@ class RequestScope(abc.ABC, Generic[R]):
     """Counts its tasks as requests from `_enter` to `_leave`; admission may cancel it when the router stops."""
 
     def __init__(
-        self, request_id: str, runs: list[R], admission: RequestAdmission, record: RequestTrace, client: Client
+        self,
+        request_id: str,
+        runs: list[R],
+        admission: RequestAdmission,
+        record: RequestTrace,
+        client: Client,
+        flex_id: str = "",
     ) -> None:
-        """client: owner of the request."""
+        """client: owner of the request. flex_id: as in `Admission.enter`."""
         self.request_id = request_id
         self._runs = runs
         self._record = record
         self._admission = admission
         self._client = client
+        self._flex_id = flex_id
         self._num_sequences = sum(run.num_sequences for run in runs)
 
     @abc.abstractmethod
@@ -84,6 +91,7 @@ class RequestScope(abc.ABC, Generic[R]):
                 client=self._client,
                 num_sequences=self._num_sequences,
                 timeout_s=timeout_s,
+                flex_id=self._flex_id,
             )
         except BaseException as error:
             self._record.abort(error if isinstance(error, PdServeError) else Cancelled("the client left"))
@@ -91,7 +99,13 @@ class RequestScope(abc.ABC, Generic[R]):
             raise
 
     def _leave(self) -> None:
-        self._admission.leave(len(self._runs), self._expelled, client=self._client, num_sequences=self._num_sequences)
+        self._admission.leave(
+            len(self._runs),
+            self._expelled,
+            client=self._client,
+            num_sequences=self._num_sequences,
+            flex_id=self._flex_id,
+        )
         self._record.end()
 
     def _expelled(self) -> None:

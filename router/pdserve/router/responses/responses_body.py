@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.request.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, SamplingParams
-from pdserve.common.request.structured_outputs import StructuredOutputsParams
+from pdserve.common.request.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS
 from pdserve.router.bodies.ignored_fields import IgnoredFields
 from pdserve.router.bodies.request_body import convert_part, shown
 from pdserve.router.openai.caller_fields import verify_caller
 from pdserve.router.openai.no_op_fields import RESPONSES_NO_OP, verify_neutral
-from pdserve.router.openai.protocol import logit_biases, stop_strings
 from pdserve.router.openai.response_format import of_schema
+from pdserve.router.openai.shared_body import SharedBody
 from pdserve.router.requests.fields.chat_fields import verify_effort
 from pdserve.router.requests.fields.output_constraint import OutputConstraint
 from pdserve.router.requests.fields.request_limits import MAX_MESSAGES, MAX_METADATA
@@ -36,9 +35,6 @@ from pdserve.text.prompt import ChatInput
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """The second has no effect: reasoning is returned as text, and taken as text."""
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
-)  # fmt: skip
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -89,13 +85,10 @@ class _AllowedTools(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tools: list[dict[str, Any]]
 
 
-class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesBody(SharedBody, forbid_unknown_fields=True, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    model: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -107,32 +100,10 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     store: bool | None = None
     """None means true."""
     previous_response_id: str | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    # extensions with vLLM's names
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    data_parallel_rank: int | None = None
-    speculative_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # accepted, and without effect
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
     max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
     # known, but only with the value that changes nothing
     background: bool | None = None
     conversation: Any = None
@@ -196,27 +167,17 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         tools = self._tool_use(ignored, forced_calls)
         form = self._form().forced(tools.form)
         form.verify()
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if self.stop is not None:
-            given["stop"] = stop_strings(self.stop)
-        if self.logit_bias is not None:
-            given["logit_bias"] = logit_biases(self.logit_bias)
         messages = as_messages(items, self.instructions, num_before=len(before), ignored=ignored)
         return ClientRequest(
             prompt=ChatInput(messages, template_variables=self._template_variables(), tools=tools.tools),
             field="input",
-            sampling_params=SamplingParams(
-                structured_outputs=form.params, logprobs=self.num_logprobs, **{**defaults, **given}
-            ),
+            sampling_params=self.sampling(defaults, form),
             constraint_field=form.field,
-            cache_salt=self.cache_salt or None,
-            priority=self.priority or 0,
-            speculative_tokens=self.speculative_tokens,
             max_tool_calls=tools.max_calls,
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
             logprobs_field="top_logprobs",
-            **call.with_rank(self.data_parallel_rank)._asdict(),
+            **self.request_fields(call),
         )
 
     def _tool_use(self, ignored: IgnoredFields | None, forced_calls: ForcedCalls) -> ToolUse:

@@ -14,6 +14,7 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.openai.chat_choice_writer import ChatChoiceWriter
 from pdserve.router.openai.logprobs import chat_logprobs
 from pdserve.router.openai.response_writer import raw_list, timeline_json
+from pdserve.router.requests.fields.service_tier import DEFAULT
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.usage import Usage
 from pdserve.router.responses.output_items import OutputItems
@@ -41,7 +42,6 @@ def fixed_fields(body: ResponsesBody, request: ClientRequest, model: str) -> byt
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} if text is None else text, "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",
@@ -63,19 +63,23 @@ class ResponsesWriter:
     def __init__(
         self,
         request_id: str,
+        request: ClientRequest,
         fixed: bytes,
         *,
         parsed: ChatChoiceWriter | None,
-        num_logprobs: int | None,
         include_timeline: bool,
     ) -> None:
-        """fixed: of `fixed_fields`. parsed: set if the answer may contain reasoning or calls. num_logprobs: most likely tokens
-        to report per token; None: no log-probabilities."""
+        """request: as it runs. fixed: of `fixed_fields`. parsed: set if the answer may contain reasoning or calls."""
         self.response_id = f"resp_{request_id}"
-        head = {"id": self.response_id, "object": "response", "created_at": int(time.time())}
+        head = {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "service_tier": request.service_tier or DEFAULT,
+        }
         self._head = _encode(head)[:-1] + b"," + fixed + b","
         self._parsed = parsed
-        self._num_logprobs = num_logprobs
+        self._num_logprobs = request.sampling_params.logprobs
         self._include_timeline = include_timeline
         self._items = OutputItems()
         self._logprobs: list[dict[str, Any]] = []

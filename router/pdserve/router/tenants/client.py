@@ -38,10 +38,15 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
         Raises: InvalidRequest for another value outside the key's range.
         """
         verify_priority(priority)
-        low, high = self.limits.min_priority, self.limits.max_priority
-        if priority and not low <= priority <= high:
+        nearest = self.nearest_priority(priority)
+        if priority and nearest != priority:
+            low, high = self.limits.min_priority, self.limits.max_priority
             raise InvalidRequest(f"priority is {priority}, this API key allows {low} to {high}", "priority")
-        return min(max(priority, low), high)
+        return nearest
+
+    def nearest_priority(self, priority: int) -> int:
+        """The nearest value in the key's range."""
+        return min(max(priority, self.limits.min_priority), self.limits.max_priority)
 
 
 class CacheGroup(msgspec.Struct, frozen=True):

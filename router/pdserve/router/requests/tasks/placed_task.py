@@ -93,6 +93,11 @@ class PlacedTask(ABC, Generic[T]):
         """The error of a request that no worker could serve."""
 
     @property
+    def request(self) -> ClientRequest:
+        """What the client asked, as it runs."""
+        return self._request
+
+    @property
     def timeout_s(self) -> float:
         """The client's deadline, seconds from the start of the request."""
         return self._request.timeout_s

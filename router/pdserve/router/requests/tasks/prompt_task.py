@@ -114,6 +114,7 @@ class PromptTask(PlacedTask[None]):
             priority,
             lambda: self.raise_when_no_worker(one_token=request.sampling_params.output_limit == 1),
             client=self._request.client,
+            flex_id=self._request.flex_id,
         ) as self._holds:
             self.timeline.mark(moments.ADMITTED)
             self._record.admitted()
