@@ -112,7 +112,7 @@ def prepare_children(begin: Callable[[], None] = lambda: None) -> None:
     """
     arguments = sys.argv
     unneeded = [int(arguments[arguments.index("--report-fd") + 1])]
-    if "engine_process=true" not in arguments:
+    if not _has(arguments, "--engine-process=true"):
         _prepare_engine(arguments, begin, unneeded)
         return
 
@@ -129,8 +129,13 @@ def prepare_children(begin: Callable[[], None] = lambda: None) -> None:
     process_client.start_program = lambda descriptor, module: engine.start([str(descriptor)], descriptor)
 
 
+def _has(arguments: Sequence[str], option: str) -> bool:
+    """True if an option is given, with dashes or underscores in its name."""
+    return option in (argument.replace("_", "-") for argument in arguments)
+
+
 def _prepare_engine(arguments: Sequence[str], begin: Callable[[], None], unneeded: Sequence[int]) -> None:
-    if "tensor_parallel_size=2" in arguments:
+    if _has(arguments, "--tensor-parallel-size=2"):
         rank = PreparedChild(RANK_1, _run_rank, unneeded)
 
         def start_rank(descriptor: int, module: str) -> ChildProcess:
