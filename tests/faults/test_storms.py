@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.processes.cluster_processes import Cluster, running_cluster
-from tests.support.processes.inference_client import InferenceClient
+from tests.support.processes.inference_client import InferenceClient, was_refused
 from tests.support.run.waiting import HANG_S
 
 from .prepared_worker import PREPARED_WORKER
@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 FLAGS = ("--dtype=float32", "--num-blocks=300", "--max-num-batched-tokens=64")
 GONE_S = 3.0
 """A killed router's work has stopped within so long."""
+REFUSED_S = 0.05
+"""Pause before a call that was refused is sent again."""
 
 
 @pytest.mark.faults
@@ -43,17 +45,24 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
         max_tokens = draw.choice((1, 2, 10, 40))
         patience_s = draw.choice((None, 0.0, 0.002, 0.01, 0.05, 0.2, 0.5))
         async with gate:
-            call = client.start(prompt, max_tokens=max_tokens, temperature=1.0, seed=number)
-            tokens = 0
-            try:
-                async with asyncio.timeout(patience_s):
-                    async for message in call:
-                        tokens += len(message.token_ids)
-                assert tokens == max_tokens
-                num_answered += 1
-            except TimeoutError:
-                call.cancel()
-                num_left += 1
+            while True:
+                call = client.start(prompt, max_tokens=max_tokens, temperature=1.0, seed=number)
+                tokens = 0
+                try:
+                    async with asyncio.timeout(patience_s):
+                        async for message in call:
+                            tokens += len(message.token_ids)
+                    assert tokens == max_tokens
+                    num_answered += 1
+                except TimeoutError:
+                    call.cancel()
+                    num_left += 1
+                except grpc.aio.AioRpcError as error:
+                    if tokens or not was_refused(error):
+                        raise
+                    await asyncio.sleep(REFUSED_S)
+                    continue
+                return
 
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), (f"--connector={connector}",))

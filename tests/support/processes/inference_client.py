@@ -31,6 +31,12 @@ class Answer:
 Prompt = Sequence[int] | inference_pb2.ChatPrompt | inference_pb2.AudioPrompt
 
 
+def was_refused(error: grpc.aio.AioRpcError) -> bool:
+    """True for a call beyond those that a connection may have open, which may be sent again: no handler has seen it. Cancelled
+    calls count until the router has ended them."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "RST_STREAM with error code 7" in (error.details() or "")
+
+
 class InferenceClient:
     """`async with InferenceClient(address) as client: answer = await client.ask(tokens, max_tokens=8)`"""
 
