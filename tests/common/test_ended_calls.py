@@ -118,6 +118,7 @@ async def test_an_ended_call_is_freed_without_garbage_collection(kind: str, meth
         await server.stop(None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not allocator.is_known(), reason="glibc 2.33 counts what is in use")
 @pytest.mark.parametrize("service", ["pdserve.v1.Test", "Unknown"])
 async def test_a_call_whose_client_has_left_keeps_little_memory(caplog: pytest.LogCaptureFixture, service: str) -> None:
