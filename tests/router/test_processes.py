@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -26,9 +27,13 @@ OPERATOR = "a-key-of-an-operator-0123"
 
 
 def children() -> list[psutil.Process]:
-    """The router processes of this test, the first one first."""
-    mine = psutil.Process().children(recursive=True)
-    return [each for each in mine if "pdserve.router.router_process" in " ".join(each.cmdline())]
+    """The router processes of this test that live, the first one first."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie counts as ended
+            if "pdserve.router.router_process" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 async def ask(cluster, path="/v1/completions", *, method="POST", key="", **body):

@@ -61,7 +61,8 @@ def _ray_nodes(num_nodes: int, folder: Path) -> Iterator[RayNodes]:
     program = Path(__file__).with_name("ray_nodes.py")
     # Ray writes the address of its last cluster into this folder, which it makes only for a cluster in the default place
     (folder / "ray").mkdir()
-    environ = os.environ | {"RAY_TMPDIR": str(folder)}
+    # of 15 by default, with which workers starve next to other tests
+    environ = os.environ | {"RAY_TMPDIR": str(folder), "RAY_worker_niceness": "0"}
     with (folder / "nodes").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, str(program), str(num_nodes), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
