@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import grpc.aio
 import pytest
 
 from pdserve.common.errors import InvalidRequest, PeerError
-from pdserve.common.net.rpc import from_rpc_error
+from pdserve.common.net.rpc import MAX_STREAMS_PER_CONNECTION, from_rpc_error
 from pdserve.common.net.service_channel import STEP_STREAM
 from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.request.wire.step_wire import (
@@ -138,6 +139,21 @@ async def test_one_of_several_calls_of_a_name_is_served(pair: Pair) -> None:
     await router.until(lambda: 4 in router.ends)
     assert router.ends[4] == ""
     router.close()
+
+
+async def test_a_stream_that_has_ended_takes_no_place_of_its_connection(pair: Pair) -> None:
+    """gRPC counts a call until it is freed, so it must not wait for a collection of garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(MAX_STREAMS_PER_CONNECTION + 20):
+            router = Router(pair)
+            # a submission that is refused: the stream is answered, and nothing is computed
+            await router.send(step_stream_pb2.Submission(key=1))
+            await router.until(lambda ends=router.ends: 1 in ends)  # type: ignore[misc]
+            router.close()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.few(1)

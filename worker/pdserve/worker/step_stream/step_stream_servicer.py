@@ -52,8 +52,11 @@ class StepStreamServicer(step_stream_pb2_grpc.StepStreamServiceServicer):
             stream.outbox.end()
         self._streams.add(stream)
         reader = asyncio.create_task(stream.read(request_iterator), name="step stream reader")
-        # a cancelled stream ends its calls at once, even if this generator is suspended
-        context.add_done_callback(lambda _: stream.end())  # type: ignore[arg-type]  # the stub asks for a class
+        # a cancelled stream ends its calls at once, even if this generator is suspended. `context.add_done_callback` would make a
+        # cycle of the context and the call, and gRPC counts a call among those of its connection until it is freed
+        handler = asyncio.current_task()
+        assert handler is not None
+        handler.add_done_callback(lambda _: stream.end())
         try:
             while (entries := await stream.outbox.take()) is not None:
                 yield step_outputs(entries)
