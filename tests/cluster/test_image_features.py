@@ -23,23 +23,25 @@ from tests.support.run.waiting import HANG_S
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 Part = str | Image.Image
-COMMON: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 48, "max_model_len": 256}
+COMMON: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 48, "max_model_len": 320}
 ADAPTERS = ("first", "second")
 PROMPTS: Sequence[Sequence[Part]] = (
     ("Compare ", picture(1), " with ", picture(2, 64, 48), " and compare ", picture(1), "!"),
     ("No picture here, no picture there.",),
     ("One more: ", picture(3, 16, 64)),
 )
+MANY = 140
+"""Output tokens: more than those for which decode keeps room, so that sequences outgrow a small pool."""
 REGEX = "[A-C]{2}-[0-9]{3}(x|yz)"
 PARAMS: dict[str, SamplingParams] = {
-    "greedy": greedy(max_tokens=40),
+    "greedy": greedy(max_tokens=MANY),
     "sampled": sampled(n=2, seed=5, temperature=0.9, top_p=0.95, max_tokens=20),
     "form": SamplingParams(
         seed=3, temperature=0.8, max_tokens=24, structured_outputs=StructuredOutputsParams(regex=REGEX)
     ),
 }
 FIELDS: dict[str, dict[str, Any]] = {
-    "greedy": {"max_tokens": 40, "temperature": 0, "ignore_eos": True},
+    "greedy": {"max_tokens": MANY, "temperature": 0, "ignore_eos": True},
     "sampled": {"n": 2, "seed": 5, "temperature": 0.9, "top_p": 0.95, "max_tokens": 20, "ignore_eos": True},
     "form": {"seed": 3, "temperature": 0.8, "max_tokens": 24, "structured_outputs": {"regex": REGEX}},
 }

@@ -108,6 +108,11 @@ async def test_i5_every_feature_says_the_same_with_drafts(
             together = await asyncio.gather(*(ask(client, name, None) for name in [*REQUESTS, *REQUESTS]))
             for name, found in zip([*REQUESTS, *REQUESTS], together, strict=True):
                 assert is_same(found, expected[name]), name
+            # each grows beyond the 128 tokens for which decode keeps room: 40 blocks hold two of them to their ends
+            long = [prompt_of(50 + seed, seed) for seed in range(4)]
+            plain = [await client.ask(prompt, max_tokens=200, speculative_tokens=0) for prompt in long]
+            drafted_for = await client.ask_all(long, max_tokens=200)
+            assert [answer.token_ids for answer in drafted_for] == [answer.token_ids for answer in plain]
         # sessions are prefilled by decode
         addresses: dict[str, Any] = {role: [cluster.services[role].address] for role in ("prefill", "decode")}
         other = cluster.start_router("--model", str(model), name="router-2", **addresses)

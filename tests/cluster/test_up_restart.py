@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -22,9 +23,10 @@ BODY = {"prompt": "The capital of France is", "max_tokens": 400, "ignore_eos": T
 
 def decode_worker(up: UpCluster) -> psutil.Process | None:
     """The decode worker that runs, if any."""
+    port = up.metrics["decode-0"].split(":")[2].split("/")[0]
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if "decode" in command and f"metrics_port={up.metrics['decode-0'].split(':')[2].split('/')[0]}" in command:
+        if "decode" in command and ("--metrics-port", port) in pairwise(command):
             return process
     return None
 

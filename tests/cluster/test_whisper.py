@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +117,9 @@ async def over_grpc(cluster: Cluster, theirs: Transcripts) -> None:
 
 async def refusals(http: httpx.AsyncClient) -> None:
     good = file_of(0)
-    at = good.index(b"data") + 4
     for file, fields, message, param in (
-        (b"ID3 mp3", {}, "file is no WAV file", "file"),
+        (b"ID3 mp3", {}, "file cannot be read: Format not recognised", "file"),
         (good[:-10], {}, "file is cut: its header says", "file"),
-        (good[:at] + struct.pack("<I", 2**32 - 1) + good[at + 4 :], {}, "says 4294967295 bytes of data", "file"),
         (wav_file(sound(0, 1.5), RATE), {}, "file has 1.50 seconds, at most 1 are read at once", "file"),
         (good, {"language": "xx"}, "language is 'xx', one of de, en is needed", "language"),
         (good, {"language": ""}, "language is needed, it is not detected: one of de, en", "language"),
