@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 LIMITS = {"grammar_timeout_s": 3, "grammar_token_s": 0.01, "grammar_request_s": 0.2}
 GAP_S = 0.5
 FORMS = {**SLOW_TO_MATCH, "slow to compile": SLOW_TO_COMPILE}
-IN_EVERY_RUN = "200 rules behind a beginning"
+IN_EVERY_RUN = "200 rules after a beginning"
 """The others take half a minute each; `tests/engine/test_grammar_processes.py` has every form in `make test`."""
 PROMPT = prompt_of(20)
 MAX_PLACES = 48

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.processes.cluster_processes import Cluster, running_cluster
-from tests.support.processes.inference_client import InferenceClient, was_refused
+from tests.support.processes.inference_client import InferenceClient
 from tests.support.run.waiting import HANG_S
 
 from .prepared_worker import PREPARED_WORKER
@@ -25,8 +25,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 FLAGS = ("--dtype=float32", "--num-blocks=300", "--max-num-batched-tokens=64")
 GONE_S = 3.0
 """A killed router's work has stopped within so long."""
-REFUSED_S = 0.05
-"""Pause before a call that was refused is sent again."""
 
 
 @pytest.mark.faults
@@ -45,24 +43,14 @@ async def test_i7_a_storm_of_aborts_leaves_nothing_behind(
         max_tokens = draw.choice((1, 2, 10, 40))
         patience_s = draw.choice((None, 0.0, 0.002, 0.01, 0.05, 0.2, 0.5))
         async with gate:
-            while True:
-                call = client.start(prompt, max_tokens=max_tokens, temperature=1.0, seed=number)
-                tokens = 0
-                try:
-                    async with asyncio.timeout(patience_s):
-                        async for message in call:
-                            tokens += len(message.token_ids)
-                    assert tokens == max_tokens
-                    num_answered += 1
-                except TimeoutError:
-                    call.cancel()
-                    num_left += 1
-                except grpc.aio.AioRpcError as error:
-                    if tokens or not was_refused(error):
-                        raise
-                    await asyncio.sleep(REFUSED_S)
-                    continue
-                return
+            tokens, has_ended = await client.ask_within(
+                patience_s, prompt, max_tokens=max_tokens, temperature=1.0, seed=number
+            )
+            if has_ended:
+                assert len(tokens) == max_tokens
+                num_answered += 1
+            else:
+                num_left += 1
 
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=4), (f"--connector={connector}",))

@@ -8,13 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from tests.support.inputs.random_prompts import prompt_of
 from tests.support.models.image_checkpoints import picture
 from tests.support.processes.cluster_processes import Cluster, running_cluster
-from tests.support.processes.inference_client import InferenceClient, Prompt, was_refused
+from tests.support.processes.inference_client import InferenceClient, Prompt
 from tests.support.processes.phase_pauses import PhasePauses
 from tests.support.run.waiting import HANG_S, eventually
 
@@ -30,8 +29,6 @@ FLAGS = (
 )
 NUM_REQUESTS, AT_ONCE = 400, 48
 MAX_TOKENS = 40
-REFUSED_S = 0.05
-"""Pause before a call that was refused is sent again."""
 
 
 def prompts_of(model: str) -> list[Prompt]:
@@ -61,25 +58,15 @@ async def test_i4_i7_a_storm_leaves_nothing_behind(tmp_path: Path, model: str, w
         place, max_tokens = number % len(prompts), draw.choice((1, 2, 10, MAX_TOKENS))
         salt, patience_s = draw.choice(("", f"{number}")), draw.choice((None, 0.0, 0.002, 0.01, 0.05, 0.2, 0.5))
         async with gate:
-            while True:
-                call = client.start(prompts[place], cache_salt=salt, max_tokens=max_tokens)
-                tokens: list[int] = []
-                try:
-                    async with asyncio.timeout(patience_s):
-                        async for message in call:
-                            tokens += message.token_ids
-                    assert len(tokens) == max_tokens
-                    num_answered += 1
-                except TimeoutError:
-                    call.cancel()
-                    num_left += 1
-                except grpc.aio.AioRpcError as error:
-                    if tokens or not was_refused(error):
-                        raise
-                    await asyncio.sleep(REFUSED_S)
-                    continue
-                assert tokens == expected[place][: len(tokens)]
-                return
+            tokens, has_ended = await client.ask_within(
+                patience_s, prompts[place], cache_salt=salt, max_tokens=max_tokens
+            )
+            if has_ended:
+                assert len(tokens) == max_tokens
+                num_answered += 1
+            else:
+                num_left += 1
+            assert tokens == expected[place][: len(tokens)]
 
     async def more_ends(number: int) -> None:
         await eventually(lambda: num_left + num_answered >= number or storm.done(), f"{number} ends")

@@ -256,8 +256,8 @@ class PeerEndpoints:
         self, worker_id: str, epoch: int, connector: str, metadata: bytes, rank: int = 0
     ) -> dict[Endpoint, bytes]:
         """Record that an epoch is read at an endpoint. Returns the endpoints to free: those of another epoch, which has ended,
-        and an endpoint that this one replaces because nothing has landed from it. Without that, whoever pretends to be the
-        worker and is first would keep the worker out for as long as it lives.
+        and an endpoint that this one replaces because nothing has landed from it. Without that, a peer that names
+        a wrong endpoint first would keep the worker out for as long as it lives.
 
         Raises: TransferFailed for a second endpoint after blocks have landed: each costs threads, agents, and a share of a ring.
         """

@@ -1,4 +1,4 @@
-"""Embeddings from real processes, by `transformers`' last hidden states in float32, beside an answer that is generated."""
+"""Embeddings from real processes, by `transformers`' last hidden states in float32, next to an answer that is generated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_equal_to_transformers_over_both_front_ends(shared: SharedCluster)
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         mean = request_pb2.PoolingParams(pooling_type=request_pb2.POOLING_TYPE_MEAN, dimensions=24)
         inputs = [inference_pb2.EmbedInput(text=inference_pb2.TextPrompt(text=text)) for text in TEXTS]
-        # a stream that runs beside them
+        # a stream that runs next to them
         generated = asyncio.create_task(client.ask(prompt, max_tokens=40))
         name = (await openai.models.list()).data[0].id
         for _ in range(2):  # the second time the prefix cache has most of it

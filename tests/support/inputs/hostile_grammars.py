@@ -17,7 +17,7 @@ _ANY_OF_MORE, _MORE_RULES = _any_of(800)
 SLOW_TO_MATCH: dict[str, dict[str, Any]] = {
     "nested stars": {"regex": "(a*)*b"},
     "200 rules": {"grammar": f"root ::= {_ANY_OF_THEM}\n{_MANY_RULES}"},
-    "200 rules behind a beginning": {"grammar": f'root ::= "aaaaaa" {_ANY_OF_THEM}\n{_MANY_RULES}'},
+    "200 rules after a beginning": {"grammar": f'root ::= "aaaaaa" {_ANY_OF_THEM}\n{_MANY_RULES}'},
     "ambiguous pairs": {"grammar": 'root ::= x x x x x x\nx ::= x x | "a"* | ""'},
 }
 SLOW_TO_COMPILE: dict[str, Any] = {"regex": "a?" * 2700 + "a" * 2700}

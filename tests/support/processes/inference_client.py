@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc.aio
 
+from pdserve.common.errors import Overloaded
 from pdserve.common.net.public_server import make_public_channel
+from pdserve.common.net.rpc import from_rpc_error
 from pdserve.common.security.tls import ClientTls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
 from tests.support.run.waiting import HANG_S
@@ -31,10 +33,13 @@ class Answer:
 Prompt = Sequence[int] | inference_pb2.ChatPrompt | inference_pb2.AudioPrompt
 
 
-def was_refused(error: grpc.aio.AioRpcError) -> bool:
-    """True for a call beyond those that a connection may have open, which may be sent again: no handler has seen it. Cancelled
-    calls count until the router has ended them."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and "RST_STREAM with error code 7" in (error.details() or "")
+REFUSED_S = 0.05
+"""Pause before a call that was refused is sent again."""
+
+
+def _was_refused(error: grpc.aio.AioRpcError) -> bool:
+    """True for a call beyond those that a connection may have open, which no handler has seen."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and isinstance(from_rpc_error(error), Overloaded)
 
 
 class InferenceClient:
@@ -112,6 +117,27 @@ class InferenceClient:
                 answer.cached_tokens = message.usage.cached_tokens
                 answer.moments = {moment.name for moment in message.moments}
         return answer
+
+    async def ask_within(self, patience_s: float | None, prompt: Prompt, **fields: Any) -> tuple[list[int], bool]:
+        """Token ids that come within `patience_s` seconds, or in any time, and whether the stream has ended; else it is cancelled.
+
+        fields: of `start`. A call that gRPC has refused is sent again: cancelled ones count until the router has ended them.
+        Raises: grpc.aio.AioRpcError.
+        """
+        while True:
+            call, token_ids = self.start(prompt, **fields), list[int]()
+            try:
+                async with asyncio.timeout(patience_s):
+                    async for message in call:
+                        token_ids += message.token_ids
+                return token_ids, True
+            except TimeoutError:
+                call.cancel()
+                return token_ids, False
+            except grpc.aio.AioRpcError as error:
+                if token_ids or not _was_refused(error):
+                    raise
+                await asyncio.sleep(REFUSED_S)
 
     async def ask_choices(self, prompt: Sequence[int], n: int, **sampling: Any) -> list[list[int]]:
         """Token ids of each of n sequences."""

@@ -71,7 +71,7 @@ class SharedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return SamplingParams(structured_outputs=form.params, logprobs=self.num_logprobs, **given)
 
     def request_fields(self, call: CallFields) -> dict[str, Any]:
-        """Fields of each `ClientRequest` beside the prompt and its parameters. Raises: InvalidRequest."""
+        """Fields of each `ClientRequest` other than the prompt and its parameters. Raises: InvalidRequest."""
         verify_service_tier(self.service_tier, self.priority)
         return {
             "cache_salt": self.cache_salt or None,
