@@ -73,13 +73,20 @@ def commands(kind: Kind, request: GenerationRequest, **fields: Any) -> step_stre
 
 
 async def end_of(
-    channel: grpc.aio.Channel, method: Method[Any, Any], raw: bytes, metadata: Any = ()
+    channel: grpc.aio.Channel,
+    method: Method[Any, Any],
+    raw: bytes,
+    metadata: Any = (),
+    computed_by: Worker | None = None,
 ) -> tuple[grpc.StatusCode, str | None, str]:
-    """How a call with these very bytes ends: status, our code, words."""
+    """How a call with these very bytes ends: status, our code, words. computed_by: the stream stays open until this worker
+    has computed something, since the end of a step stream cancels its calls."""
     kind = "unary_unary" if method is MEET else "stream_stream"
 
     async def messages() -> AsyncIterator[bytes]:
         yield raw
+        if computed_by is not None:
+            await eventually(lambda: computed_by.engine.stats.num_computed_prompt_tokens > 0)
 
     call: Any = getattr(channel, kind)(method.path)(
         raw if method is MEET else messages(), metadata=metadata, timeout=HANG_S
@@ -147,9 +154,7 @@ async def test_a_message_that_was_changed_replayed_late_or_meant_for_others_is_r
         assert (await end_of(channel, STEP_STREAM, message, metadata))[1] == code, name
     assert untouched(worker)
     once = sign()
-    assert (await end_of(channel, STEP_STREAM, raw, once))[0] is grpc.StatusCode.OK
-    # the engine tells its numbers after the answer
-    await eventually(lambda: worker.engine.stats.num_computed_prompt_tokens > 0)
+    assert (await end_of(channel, STEP_STREAM, raw, once, computed_by=worker))[0] is grpc.StatusCode.OK
     computed = worker.engine.stats.num_computed_prompt_tokens
     for _ in range(3):
         status, reason, words = await end_of(channel, STEP_STREAM, raw, once)

@@ -137,7 +137,7 @@ class PromptPreparer:
         known to be verified.
         """
         token_ids = self.prompt_tokens(request, token_ids, limits, num_before)
-        if limits.decoder_prompt_len:
+        if limits.decoder_prompt_len or self.audio is not None:
             verify_encoder_features(request)
         params = msgspec.structs.replace(
             request.sampling_params,
