@@ -9,10 +9,13 @@ from functools import partial
 
 import pytest
 
+from pdserve.common import kv_events
+from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.registry.registry import RECORD_FIELDS
+from pdserve.router.workers.kv_event_subscription import FeedSource
 from tests.support.run.loop_watch import LOOP_S, LoopWatch
 from tests.support.run.waiting import eventually
-from tests.support.transfers.registry_world import Router, Worker, World
+from tests.support.transfers.registry_world import Router, Worker, World, source
 
 VALUES: dict[str, bytes] = {
     "empty": b"", "zero": b"0", "negative": b"-1", "no number": b"x", "20 digits": b"9" * 20, "64 bits": b"9223372036854775808",
@@ -90,3 +93,22 @@ async def test_a_few_wrong_values_cost_no_worker(world: World, caplog: pytest.Lo
 @pytest.mark.slow
 async def test_no_wrong_value_costs_a_worker(world: World, caplog: pytest.LogCaptureFixture) -> None:
     await try_all(world, caplog, step=1)
+
+
+async def test_changes_written_by_others_do_not_fill_the_index(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_BLOCKS", 8)
+    worker = await world.worker("decode-0")
+    worker.change(stored=range(4))
+    router: Router = await world.router()
+    await router.joined(worker)
+    await eventually(lambda: source(router, worker) is FeedSource.REDIS)
+    events = f"{{test}}:events:{worker.key[0]}:{worker.key[1]:016x}"
+    for number in range(20):
+        [[_, last]] = world.redis.do("XREVRANGE", events, "+", "-", "COUNT", "1")
+        seq = int(last[b"seq"]) + 1
+        stored = b"".join((4 * number + each).to_bytes(PLACEMENT_HASH_BYTES, "big") for each in range(4))
+        world.redis.do("XADD", events, "*", "seq", str(seq), "cleared", "0", "stored", stored, "removed", b"")
+        await asyncio.sleep(0.02)
+        assert router.index.num_blocks(worker.key) <= 8
+        assert router.knows(worker)
+    await eventually(lambda: router.agrees(worker))

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdserve.common import kv_events
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.workers.fleet import Fleet
@@ -60,6 +61,19 @@ async def test_after_a_gap_or_nonsense_everything_is_told_anew(fleet, sequence, 
     await become(index, worker, [])
     worker.tell_blocks(1, stored=B, cleared=True)
     await become(index, worker, [B])
+
+
+async def test_a_worker_cannot_fill_the_index(fleet, monkeypatch):
+    monkeypatch.setattr(kv_events, "MAX_BLOCKS", 2)
+    worker, index = fleet
+    worker.tell_blocks(1, stored=A)
+    worker.tell_blocks(2, stored=B)
+    await become(index, worker, [A, B])
+    worker.tell_blocks(3, stored=C)
+    await become(index, worker, [])
+    worker.tell_blocks(1, stored=C, cleared=True)
+    worker.tell_blocks(2, stored=A + B, removed=C)
+    await become(index, worker, [A, B])
 
 
 async def test_a_dead_workers_blocks_are_forgotten(fleet):

@@ -7,11 +7,15 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.common.errors import InvalidRequest
+
 WorkerKey = tuple[str, int]
 """(worker_id, epoch)."""
 
 MAX_HASHES = 4096
 """In one change; 32 KiB."""
+MAX_BLOCKS = 1 << 22
+"""Blocks of one worker, at most."""
 
 
 class KvCacheEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,9 @@ class KvCacheEvents(msgspec.Struct, frozen=True, kw_only=True):
 class KvEventSink(Protocol):
     """Records which worker holds which blocks: the router's `PrefixIndex`."""
 
+    def num_blocks(self, worker: WorkerKey) -> int:
+        """Blocks that the worker has."""
+
     def stored(self, worker: WorkerKey, hashes: Iterable[bytes]) -> None:
         """The worker has these blocks now."""
 
@@ -37,10 +44,16 @@ class KvEventSink(Protocol):
 
 
 def apply_change(held: KvEventSink, worker: WorkerKey, change: KvCacheEvents) -> None:
-    """Bring `held` up to date with one change of one worker."""
+    """Bring `held` up to date with one change of one worker.
+
+    Raises: InvalidRequest for a worker that has more than `MAX_BLOCKS` now; all of its blocks are then removed.
+    """
     if change.cleared:
         held.cleared(worker)
     if change.removed:
         held.removed(worker, change.removed)
     if change.stored:
         held.stored(worker, change.stored)
+        if held.num_blocks(worker) > MAX_BLOCKS:
+            held.cleared(worker)
+            raise InvalidRequest(f"worker {worker[0]} reports more than {MAX_BLOCKS} blocks", "blocks")

@@ -24,7 +24,7 @@ import msgspec
 from pdserve.common.address.peer_address import PEER_ADDRESS, WORKER_ID, verify_peer_address
 from pdserve.common.block_hash import PLACEMENT_HASH_BYTES
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
+from pdserve.common.kv_events import MAX_BLOCKS, MAX_HASHES, KvCacheEvents
 from pdserve.common.kv_layout import KvLayout
 from pdserve.common.protocol import OLDEST_VERSION, version_objection
 from pdserve.common.security.deployment_key import REDIS_RECORDS, DeploymentKey
@@ -39,8 +39,6 @@ WORKERS_TTL_S = 60.0
 EVENTS_KEPT = 512
 MAX_WORKERS = 1024
 """Ids that a router reads, the latest first."""
-MAX_BLOCKS = 1 << 22
-"""Blocks of one worker, at most."""
 MAX_NUMBER = (1 << 63) - 1
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -6,9 +6,10 @@ import re
 
 from pdserve.common.address.peer_address import verify_peer_address
 from pdserve.common.errors import InvalidRequest
+from pdserve.common.kv_events import MAX_BLOCKS
 from pdserve.common.kv_layout import DTYPE_BYTES, KvLayout
 from pdserve.common.protocol import MAX_MESSAGE_BYTES
-from pdserve.common.registry.registry import MAX_BLOCKS, is_worker_id
+from pdserve.common.registry.registry import is_worker_id
 from pdserve.common.request.generation_request import MAX_DATA_PARALLEL_RANK
 from pdserve.common.worker_identity import WorkerIdentity
 

@@ -8,9 +8,9 @@ import msgspec
 from redis.asyncio import Redis
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.kv_events import KvCacheEvents, WorkerKey
+from pdserve.common.kv_events import MAX_BLOCKS, KvCacheEvents, WorkerKey
 from pdserve.common.registry.redis_connection import raise_if_cancelled
-from pdserve.common.registry.registry import MAX_BLOCKS, Keys, read_change, read_entry_id, read_hash
+from pdserve.common.registry.registry import Keys, read_change, read_entry_id, read_hash
 
 SCAN_COUNT = 1000
 

@@ -71,12 +71,11 @@ class KvEventSubscription:
         if self.source is not FeedSource.REDIS or self.reader is None:
             return True
         try:
-            changes = self.reader.read(entries)
+            for change in self.reader.read(entries):
+                apply_change(self._held, self.worker.key, change)
         except InvalidRequest as error:
             self.invalidate(error.message)
             return False
-        for change in changes:
-            apply_change(self._held, self.worker.key, change)
         return True
 
     def confirm(self, seq: int, now_s: float) -> None:
