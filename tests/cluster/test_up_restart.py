@@ -46,10 +46,9 @@ def streamed(client: httpx.Client, kill: psutil.Process | None = None) -> str:
     return "".join(choices[0]["text"] for choices in pieces if choices)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-def test_a_stream_waits_for_the_only_decode_worker(tmp_path: Path, processes: str) -> None:
+def test_a_stream_waits_for_the_only_decode_worker(tmp_path: Path) -> None:
     with (
-        running_up(tmp_path, "--router-processes", processes) as up,
+        running_up(tmp_path) as up,
         httpx.Client(base_url=up.base_url, trust_env=False, timeout=3 * HANG_S) as client,
         ThreadPoolExecutor() as threads,
     ):

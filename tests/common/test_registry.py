@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from pdserve.common.errors import InvalidRequest
-from pdserve.common.kv_events import MAX_HASHES, KvCacheEvents
+from pdserve.common.kv_events import MAX_BLOCKS, MAX_HASHES, KvCacheEvents
 from pdserve.common.registry.registry import (
-    MAX_BLOCKS,
     RECORD_FIELDS,
     Keys,
     NumberedChange,

@@ -36,7 +36,7 @@ def test_no_child_crashes_where_grpc_is_at_work() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("module", ["pdserve.cli.main", "pdserve.router.router_process"])
+@pytest.mark.parametrize("module", ["pdserve.cli.main", "pdserve.worker.engine_process"])
 def test_grpc_is_loaded_without_its_handlers(module: str) -> None:
     code = (
         "import importlib, os, sys, pdserve.common\n"

@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 FLOORS = {
     "router": (
-        {"router_process"}, {"service"}, {"processes"}, {"http_front"}, {"responses"}, {"grpc_front", "openai"}, {"requests"},
+        {"service"}, {"http_front"}, {"responses"}, {"grpc_front", "openai"}, {"requests"},
         {"telemetry"}, {"attempts"}, {"placement"}, {"admission"}, {"bodies", "process_link", "tenants", "workers"},
     ),
     "engine": (
@@ -95,7 +95,7 @@ PLAIN_WITHOUT_TLS = {
 ENTRY_POINTS = {
     "pdserve.cli.main",
     "pdserve.engine.structured_outputs.grammar_process",
-    "pdserve.router.router_process", "pdserve.worker.engine_process",
+    "pdserve.worker.engine_process",
     "pdserve.worker.ranks.worker_rank",
 }  # fmt: skip
 """Modules that a process starts with."""

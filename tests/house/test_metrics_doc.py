@@ -17,7 +17,6 @@ from pdserve.common.request.engine_types import ModelRunnerStats, SchedulerStats
 from pdserve.common.telemetry.metrics import Families, make_registry, redis_families, tls_families
 from pdserve.common.timeline import CRITICAL_PATH
 from pdserve.kv_transfer.control.transfer_view import TransferLog
-from pdserve.router.processes.parent_views import process_families
 from pdserve.router.telemetry.router_metrics import RouterMetrics
 from pdserve.router.telemetry.router_telemetry import audit_families
 from pdserve.router.tenants.audit_log import AuditLog
@@ -70,7 +69,6 @@ def router_registry() -> CollectorRegistry:
     RouterMetrics(registry, lambda: 0, lambda: {"prefill": {"live": 1}}, lambda: 0)
     LoopLag(registry)
     registry.register(Families(lambda: audit_families(AuditLog(None, ""))))
-    registry.register(Families(lambda: process_families(2, 0)))
     registry.register(Families(lambda: tls_families({"services": 0.0})))
     registry.register(redis_collector())
     return registry

@@ -10,10 +10,13 @@ import subprocess
 import sys
 import textwrap
 
+import httpx
+import msgspec
 import pytest
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.net.http_server import listening_socket
+from pdserve.common.processes.shutdown import Shutdown
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.router.service import run_router
 from tests.router.fake_worker import ADMITTED, FakeWorker, decode_outputs, decode_well, forever, play, said
@@ -39,6 +42,34 @@ async def test_a_port_in_use_is_told_with_its_address(model_folder, field):
         settings = RouterSettings(**{"port": 0, "grpc_port": 0, field: port})
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             await run_router(settings, model_folder=model_folder)
+
+
+async def test_routers_that_reuse_ports_serve_next_to_each_other(cluster, model_folder):
+    await cluster.start(prefill=0, reuse_port=True)
+    port, grpc_port = (int(address.rpartition(":")[2]) for address in cluster.addresses)
+    settings = RouterSettings(port=port, grpc_port=grpc_port, decode=(cluster.of("decode").address,), metrics_port=0)
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        await run_router(settings, model_folder=model_folder)
+    second, ready = Shutdown(), asyncio.Event()
+    running = asyncio.create_task(
+        run_router(
+            msgspec.structs.replace(settings, reuse_port=True), model_folder=model_folder, ready=lambda *_: ready.set(),
+            shutdown=second,
+        )
+    )  # fmt: skip
+    began: list[float] = []
+    async with asyncio.timeout(HANG_S):
+        await ready.wait()
+        # the kernel chooses the router of a connection
+        while not began or max(began) - min(began) < 0.001:
+            async with httpx.AsyncClient(base_url=f"http://{cluster.addresses[0]}", trust_env=False) as client:
+                answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+                assert answer.json()["choices"][0]["text"] == said(2)
+                status = (await client.get("/debug/status")).json()
+                began.append(status["unix_s"] - status["uptime_s"])
+    second.stop.set()
+    async with asyncio.timeout(HANG_S):
+        await running
 
 
 async def test_a_folder_without_a_tokenizer_is_told(tmp_path):

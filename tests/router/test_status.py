@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdserve.common import timeline as moments
 from pdserve.common.errors import NotFound
 from pdserve.common.timeline import Timeline
-from pdserve.router.telemetry.metric_families import without_label
+from pdserve.router.telemetry.metric_text import without_label
 from pdserve.router.telemetry.request_log import KEPT_REQUESTS, KEPT_S, AskedRequest, LoggedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pdserve.common.address.descriptors import default_max_connections
 from pdserve.common.address.host_address import host_and_port
-from pdserve.common.errors import ConfigError
 from pdserve.common.hub_name import is_hub_name
 from pdserve.common.net.connection_gate import ConnectionLimits
 from pdserve.common.net.connection_watch import ConnectionWatch
@@ -26,20 +25,15 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.settings.settings import describe
 from pdserve.common.tasks.background_task import background_task
 from pdserve.common.tasks.first_done import first_done
-from pdserve.router.admission.admission import Admission
 from pdserve.router.bodies.client_bodies import ClientBodies, model_len_of
 from pdserve.router.grpc_front.front_grpc import GrpcFront
 from pdserve.router.http_front.front_http import HttpFront
 from pdserve.router.placement.prefix_index import PrefixIndex
-from pdserve.router.process_link import ProcessLink
-from pdserve.router.processes.router_parent import run_parent
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import Preparation
 from pdserve.router.requests.remote_images import RemoteImages
-from pdserve.router.requests.router_views import OwnViews, RouterViews, SharedViews
 from pdserve.router.responses.redis_response_store import make_response_store
 from pdserve.router.responses.response_store import ResponseStore
-from pdserve.router.responses.shared_response_store import SharedResponseStore
 from pdserve.router.telemetry.serving_metrics import serving_metrics
 from pdserve.router.tenants.fleet_usage import make_fleet_usage
 from pdserve.router.workers.fleet import Directory, Fleet, IsStarting, nobody_starts
@@ -75,32 +69,7 @@ async def run_router(
     place of Redis, which finds them if it is in the settings. is_starting: asked before a request gives up its wait for a worker.
     Raises: ConfigError for a model folder, key or port that cannot be used.
     """
-    if settings.router_processes == 1:
-        log.info("settings: %s", describe(settings))
-        await serve_process(
-            settings, model_folder=model_folder, ready=ready, shutdown=shutdown, addresses=addresses,
-            is_starting=is_starting,
-        )  # fmt: skip
-        return
-    if addresses is not None:
-        raise ConfigError(
-            f"router_processes is {settings.router_processes}: the addresses of workers on a Ray cluster are known to one "
-            "process alone"
-        )
-    await run_parent(settings, model_folder=model_folder, ready=ready, shutdown=shutdown, is_starting=is_starting)
-
-
-async def serve_process(
-    settings: RouterSettings,
-    *,
-    model_folder: Path,
-    ready: Callable[[str, str], None] | None,
-    shutdown: Shutdown | None,
-    addresses: Directory | None = None,
-    is_starting: IsStarting = nobody_starts,
-    parent: ProcessLink | None = None,
-) -> None:
-    """One router process, as `run_router`. parent: counts the requests of all processes, if there are several."""
+    log.info("settings: %s", describe(settings))
     return_large_blocks()
     key, is_development_key = settings.key()
     if is_development_key:
@@ -131,7 +100,7 @@ async def serve_process(
             insecure=settings.insecure, is_starting=is_starting,
             starting_timeout_s=STARTING_WORKER_TIMEOUT_S,
         ) as fleet:  # fmt: skip
-            inference = Inference(models, settings, fleet, preparation, index, bodies, parent)
+            inference = Inference(models, settings, fleet, preparation, index, bodies)
             if directory is not None:
                 inference.telemetry.watch_redis(directory.breaker, lambda: directory.counts)
             if not settings.asks_for_keys and not is_loopback(settings.host) and settings.no_auth:
@@ -146,24 +115,12 @@ async def serve_process(
                 background_task("loop_lag", inference.telemetry.loop_lag.run),
                 background_task("memory", MemoryReturn().run),
             }
-            responses: ResponseStore
-            if parent is not None and settings.redis is None:
-                responses = SharedResponseStore(parent, settings)
-            else:
-                responses = make_response_store(settings, key)
-            usage = None
-            if isinstance(inference.admission, Admission):
-                usage = make_fleet_usage(settings, key, inference.admission.tenants)
-            if usage is not None:
+            responses = make_response_store(settings, key)
+            if (usage := make_fleet_usage(settings, key, inference.admission.tenants)) is not None:
                 tasks.add(background_task("usage", usage.run))
-            own = OwnViews(inference)
             try:
-                if parent is not None:
-                    parent.handlers |= own.handlers()
-                    await _serve(inference, responses, SharedViews(parent), front, ready, shutdown)
-                else:
-                    async with serving_metrics(settings, inference.telemetry.exposition):
-                        await _serve(inference, responses, own, front, ready, shutdown)
+                async with serving_metrics(settings, inference.telemetry.exposition):
+                    await _serve(inference, responses, front, ready, shutdown)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -186,7 +143,6 @@ def _model_names(settings: RouterSettings, model_folder: Path) -> tuple[str, ...
 async def _serve(
     inference: Inference,
     responses: ResponseStore,
-    views: RouterViews,
     tls: ServerTls | None,
     ready: Callable[[str, str], None] | None,
     shutdown: Shutdown | None,
@@ -200,11 +156,10 @@ async def _serve(
     limits = ConnectionLimits(
         total=max_connections, per_address=settings.limits.max_connections_per_address or max(1, max_connections // 2)
     )
-    shares_port = settings.router_processes > 1
-    with listening_socket(settings.host, settings.port, shared=shares_port) as http_socket:
-        grpc_front = GrpcFront(inference, max_connections, shares_port=shares_port)
+    with listening_socket(settings.host, settings.port, reuse_port=settings.reuse_port) as http_socket:
+        grpc_front = GrpcFront(inference, max_connections, reuse_port=settings.reuse_port)
         grpc_port = bind(grpc_front.server, settings.host, settings.grpc_port, tls)
-        http_server = HttpServer(HttpFront(inference, responses, views).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
+        http_server = HttpServer(HttpFront(inference, responses).app, KEEP_ALIVE_S, _LAST_WORDS_S, tls, limits)
         with signals:
             await grpc_front.start()
             watching = background_task("connections", ConnectionWatch(grpc_port, limits.per_address).run)

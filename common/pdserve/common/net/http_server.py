@@ -148,12 +148,12 @@ class HttpServer(uvicorn.Server):
                 cast(GuardedConnection, connection).look(now)
 
 
-def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def listening_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A socket that listens on host:port; port 0 draws a free one. Raises: ConfigError naming the address.
 
-    shared: other processes of this user may listen on the same port; the kernel divides new connections among them.
+    reuse_port: other processes of this user may listen on the same port; the kernel divides new connections among them.
     """
-    bound = bound_socket(host, port, shared=shared)
+    bound = bound_socket(host, port, reuse_port=reuse_port)
     try:
         bound.listen(BACKLOG)
     except OSError as error:
@@ -163,10 +163,11 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.so
     return bound
 
 
-def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def bound_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A socket that is bound to host:port and does not listen; port 0 draws a free one.
 
-    Until it is closed the port is kept from all but servers that set SO_REUSEADDR, as ours do. shared: as of `listening_socket`.
+    Until it is closed the port is kept from all but servers that set SO_REUSEADDR, as ours do. reuse_port: as for
+    `listening_socket`.
     Raises: ConfigError naming the address, also if another process listens there.
     """
     try:
@@ -176,7 +177,7 @@ def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket
         raise ConfigError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
         # connections inherit it: what a client does not read then waits where it is counted
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         bound.bind(address)

@@ -38,7 +38,7 @@ _CLIENT_KEEPALIVE = [
 ]
 
 
-def _options(max_request_bytes: int, max_connections: int, *, shares_port: bool) -> list[tuple[str, int]]:
+def _options(max_request_bytes: int, max_connections: int, *, reuse_port: bool) -> list[tuple[str, int]]:
     return [
         *_CLIENT_KEEPALIVE,
         # half as much again is received, so that the refusal can carry our code; beyond that the channel refuses
@@ -53,7 +53,7 @@ def _options(max_request_bytes: int, max_connections: int, *, shares_port: bool)
         ("grpc.max_connection_age_ms", 3_600_000),
         *ENDURED_PINGS,
         ("grpc.server_handshake_timeout_ms", 5000),
-        ("grpc.so_reuseport", int(shares_port)),
+        ("grpc.so_reuseport", int(reuse_port)),
     ]
 
 
@@ -65,20 +65,20 @@ def make_public_server(
     max_request_bytes: int,
     max_connections: int,
     read_timeout_s: float,
-    shares_port: bool = False,
+    reuse_port: bool = False,
 ) -> grpc.aio.Server:
     """A server whose handlers may raise `PdServeError`.
 
     authenticate: called before any message of a call is read; not for health and reflection.
     decode: makes messages of bytes, in a thread where that takes long. budget: for messages being read.
     max_request_bytes: of a message. max_connections: more are closed at once. read_timeout_s: within which a call that
-    has one message must have sent it. shares_port: other processes of this user may listen on the same port; the kernel
+    has one message must have sent it. reuse_port: other processes of this user may listen on the same port; the kernel
     divides new connections among them.
     """
     public = _PublicInterceptor(authenticate, decode, budget, max_request_bytes, read_timeout_s)
     return grpc.aio.server(
         interceptors=[ErrorInterceptor(), public],
-        options=_options(max_request_bytes, max_connections, shares_port=shares_port),
+        options=_options(max_request_bytes, max_connections, reuse_port=reuse_port),
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
     )
 

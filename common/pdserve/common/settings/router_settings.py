@@ -17,8 +17,6 @@ from pdserve.common.settings.service_settings import ServiceSettings
 
 _MAX_FLUSH_MS = 1000
 _MAX_NAME_CHARS = 256
-_MAX_PROCESSES = 64
-_MOST_SHARED_RESPONSE_BYTES = 48 << 20
 _REASONING_PARSER = re.compile(r"[a-z0-9_]{1,64}|<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 
@@ -33,9 +31,9 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     """OpenAI HTTP."""
     grpc_port: int = 50051
     """gRPC for clients."""
-    router_processes: int = 1
-    """Processes that serve clients behind `port` and `grpc_port`; limits of tenants and of the queue hold over all of them, limits
-    of connections and bytes in each. See docs/deploy.md#several-router-processes."""
+    reuse_port: bool = False
+    """Let other routers of this host listen on `port` and `grpc_port`, too: the kernel divides new connections among them. See
+    docs/deploy.md#several-routers-on-one-host."""
     prefill: tuple[str, ...] = ()
     """host:port of prefill workers."""
     decode: tuple[str, ...] = ()
@@ -158,7 +156,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
     def verify(self) -> None:
         super().verify()
         self._verify_ports("port", "grpc_port")
-        self._verify_processes()
         self._verify_least(0, "stream_flush_ms")
         if self.stream_flush_ms > _MAX_FLUSH_MS:
             raise ConfigError(f"stream_flush_ms is {self.stream_flush_ms}, at most {_MAX_FLUSH_MS} is possible")
@@ -181,17 +178,6 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
         for field in ("prefill", "decode"):
             for address in getattr(self, field):
                 _verify_address(field, address)
-
-    def _verify_processes(self) -> None:
-        """Raises: ConfigError."""
-        if not 1 <= self.router_processes <= _MAX_PROCESSES:
-            raise ConfigError(f"router_processes is {self.router_processes}, 1 to {_MAX_PROCESSES} are possible")
-        most = self.limits.max_stored_response_bytes
-        if self.router_processes > 1 and self.redis is None and most > _MOST_SHARED_RESPONSE_BYTES:
-            raise ConfigError(
-                f"max_stored_response_bytes is {most} and router_processes {self.router_processes}: without redis, a response "
-                f"of at most {_MOST_SHARED_RESPONSE_BYTES} bytes is stored for all processes"
-            )
 
     def _verify_names(self) -> None:
         """Raises: ConfigError."""

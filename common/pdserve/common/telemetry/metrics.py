@@ -69,7 +69,6 @@ class Families(Collector):
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Label = TypeVar("Label", bound=str | tuple[str, ...])
-Value = TypeVar("Value")
 
 
 def by_label(
@@ -146,13 +145,9 @@ class Exposition:
             self._making = asyncio.create_task(self._make())
         return await asyncio.shield(self._making)
 
-    async def read(self, use: Callable[[Sequence[Collector]], Value]) -> Value:
-        """Result of `use`, which gets the metrics now, one collector per registry, in a thread."""
-        seen = [_Seen(registry) for registry in self._registries]
-        return await asyncio.to_thread(use, seen)
-
     async def _make(self) -> bytes:
-        return await self.read(lambda seen: b"".join(generate_latest(each) for each in seen))
+        seen = [_Seen(registry) for registry in self._registries]
+        return await asyncio.to_thread(lambda: b"".join(map(generate_latest, seen)))
 
 
 class _Seen(Collector):

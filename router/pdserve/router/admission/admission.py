@@ -24,7 +24,7 @@ from pdserve.common.errors import Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
 from pdserve.router.admission.flex_requests import NOTHING, FlexRequest, FlexRequests, Freed
 from pdserve.router.admission.open_requests import OpenRequests, leaving, once
-from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, HeldPlace, Place, Waiter, granted
+from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
 
@@ -125,21 +125,6 @@ class Admission(OpenRequests):
         account.num_requests += num_requests
         account.num_sequences += sequences
 
-    async def admit(
-        self,
-        num_requests: int,
-        expel: Callable[[], None],
-        *,
-        client: Client = ANYBODY,
-        num_sequences: int | None = None,
-        timeout_s: float | None = None,
-        flex_id: str = "",
-    ) -> None:
-        """As `enter`, which here waits for nothing."""
-        self.enter(
-            num_requests, expel, client=client, num_sequences=num_sequences, timeout_s=timeout_s, flex_id=flex_id
-        )
-
     def leave(
         self,
         num_requests: int,
@@ -159,10 +144,6 @@ class Admission(OpenRequests):
         account = self.tenants[tenant]
         account.num_requests -= num_requests
         account.num_sequences -= num_sequences
-
-    async def begin_session(self, client: Client = ANYBODY) -> Callable[[], None]:
-        """As `open_session`, which here waits for nothing."""
-        return self.open_session(client)
 
     def open_session(self, client: Client = ANYBODY) -> Callable[[], None]:
         """Count a session until the returned function is called. Raises: Overloaded; Draining after `close`."""
@@ -198,22 +179,6 @@ class Admission(OpenRequests):
         Raises: Overloaded after `queue_timeout_s`, if the tenant has spent its tokens, or if the request is flex and made room for
         another; exceptions of `raise_when_no_worker`.
         """
-        held = await self.hold(cost, priority, raise_when_no_worker, client=client, flex_id=flex_id)
-        try:
-            yield held.place
-        finally:
-            held.end()
-
-    async def hold(
-        self,
-        cost: Cost,
-        priority: int = 0,
-        raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None = None,
-        *,
-        client: Client = ANYBODY,
-        flex_id: str = "",
-    ) -> HeldPlace:
-        """As `place`, for a caller that ends what it holds."""
         account = self.tenants[client.tenant]
         expected = cost.num_tokens + account.expected_output(cost.max_tokens, cost.num_places)
         self.tenants.check_tokens(client, expected)
@@ -231,14 +196,13 @@ class Admission(OpenRequests):
             raise
         started_at = self._clock()
         self._running_since += started_at * cost.num_places
-
-        def end() -> None:
+        try:
+            yield place
+        finally:
             self._running_since -= started_at * cost.num_places
             self._learn(self._clock() - started_at)
             place.settle(has_run=True)
             self._give_back(waiter)
-
-        return HeldPlace(place, end)
 
     async def _granted(
         self, waiter: Waiter, raise_when_no_worker: Callable[[], Coroutine[Any, Any, None]] | None

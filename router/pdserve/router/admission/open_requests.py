@@ -1,4 +1,4 @@
-"""`OpenRequests`: the requests of one router process, and its end: nothing new enters, and what is left is ended."""
+"""`OpenRequests`: the requests of a router, and its end: nothing new enters, and what is left is ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """Prompts that entered this process and have not left."""
+        """Prompts that entered and have not left."""
         self._closing = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -36,12 +36,12 @@ class OpenRequests:
         raise leaving()
 
     def expel(self) -> None:
-        """End all requests in this process."""
+        """End all requests."""
         for expel in list(self._expel):
             expel()
 
     async def emptied(self) -> None:
-        """Returns when no request is in this process."""
+        """Returns when no request is left."""
         await self._emptied.wait()
 
     def count(self, num_requests: int, expel: Callable[[], None]) -> None:

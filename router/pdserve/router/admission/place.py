@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 
@@ -67,16 +67,6 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_tokens + self.num_encoder_tokens
 
 
-class RunningPlace(Protocol):
-    """Held by a running request, which reports its cost as it arises."""
-
-    def placed(self) -> None:
-        """A worker has the prompt, or none will. Later calls have no effect."""
-
-    def produced(self, num_tokens: int) -> None:
-        """Output tokens went to the client."""
-
-
 class Place:
     """Held by a running request, which reports its cost as it arises."""
 
@@ -120,13 +110,6 @@ class Place:
         self._charged_output += num_tokens
         self._account.spend(num_tokens)
         self._charge(num_tokens)
-
-
-class HeldPlace(NamedTuple):
-    """A place, and the call that gives it back; call it once."""
-
-    place: Place
-    end: Callable[[], None]
 
 
 class Waiter(msgspec.Struct, gc=False, eq=False):

@@ -96,7 +96,7 @@ class InferenceServicer(PoolingServicer):
         with refusals():
             client = caller()
             session_id = uuid.uuid4().hex
-            session = await self.inference.session(session_id, client)
+            session = self.inference.session(session_id, client)
         is_first = True
         try:
             while (request := await self._next_turn(request_iterator, session)) is not None:
@@ -338,8 +338,8 @@ def _prompt(request: inference_pb2.GenerateRequest, goes_on: bool, embeds_len: i
 class GrpcFront:
     """The gRPC server with its services; `bind` it with `common.rpc.bind`, then start it."""
 
-    def __init__(self, inference: Inference, max_connections: int, *, shares_port: bool = False) -> None:
-        """max_connections: most connections at a time; further ones are closed at once. shares_port: with other processes."""
+    def __init__(self, inference: Inference, max_connections: int, *, reuse_port: bool = False) -> None:
+        """max_connections: most connections at a time; further ones are closed at once. reuse_port: as of `make_public_server`."""
         servicer = InferenceServicer(inference)
         self.server = make_public_server(
             servicer.authenticate,
@@ -348,7 +348,7 @@ class GrpcFront:
             max_request_bytes=inference.bodies.max_request_bytes,
             max_connections=max_connections,
             read_timeout_s=inference.bodies.timeout_s,
-            shares_port=shares_port,
+            reuse_port=reuse_port,
         )
         self._inference = inference
         self._health = HealthServicer()

@@ -11,8 +11,9 @@ from starlette.routing import Route
 from pdserve.router.http_front.error_response import json_response
 from pdserve.router.http_front.page_response import page_response
 from pdserve.router.http_front.tokenization_http import authenticated
+from pdserve.router.placement.worker_selector import routing_view
 from pdserve.router.requests.inference import Inference
-from pdserve.router.requests.router_views import RouterViews
+from pdserve.router.telemetry.status import status_of
 from pdserve.router.tenants.api_keys import ApiKeys
 
 _PAGE = Path(__file__).with_name("status_page.html")
@@ -23,9 +24,8 @@ _ALWAYS_ASIDE = 1 << 20
 class DebugHttp:
     """The page, which needs no key, and its data, which does where clients need one."""
 
-    def __init__(self, inference: Inference, keys: ApiKeys, views: RouterViews) -> None:
+    def __init__(self, inference: Inference, keys: ApiKeys) -> None:
         self._inference = inference
-        self._views = views
         self._keys = keys
         self._page = page_response(_PAGE.read_text())
         self.routes = [
@@ -41,16 +41,23 @@ class DebugHttp:
 
     async def status(self, request: Request) -> Response:
         """Workers, queues, rates and the slowest requests."""
-        return await self._large_json(await self._views.status(await authenticated(self._keys, request)))
+        inference, client = self._inference, await authenticated(self._keys, request)
+        view = status_of(
+            client, inference.models.base, inference.fleet, inference.admission, inference.selector, inference.telemetry,
+            healthy=inference.healthy,
+        )  # fmt: skip
+        return await self._large_json(view)
 
     async def request(self, request: Request) -> Response:
         """One request with its phases. Raises: NotFound."""
         client = await authenticated(self._keys, request)
-        return json_response(await self._views.request(request.path_params["request_id"], client))
+        return json_response(self._inference.telemetry.request_log.find(request.path_params["request_id"], client))
 
     async def routing(self, request: Request) -> Response:
         """The last placements with their reasons, newest first."""
-        return await self._large_json(await self._views.routing(await authenticated(self._keys, request)))
+        inference, client = self._inference, await authenticated(self._keys, request)
+        view = routing_view(client, inference.settings, inference.selector, inference.admission)
+        return await self._large_json(view)
 
     async def _large_json(self, content: object) -> Response:
         return await self._inference.bodies.in_background_pool(_ALWAYS_ASIDE, lambda: json_response(content))

@@ -37,9 +37,8 @@ from pdserve.router.requests.answer_reader import with_visible_markers
 from pdserve.router.requests.inference import Inference
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_scope import REQUEST_ID_HEADER
-from pdserve.router.requests.router_views import OwnViews, RouterViews
 from pdserve.router.responses.response_store import ResponseStore
-from pdserve.router.telemetry.metric_families import without_label
+from pdserve.router.telemetry.metric_text import without_label
 from pdserve.router.tenants.client import Client
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
@@ -67,15 +66,14 @@ _HTTP_ERRORS = {
 class HttpFront:
     """OpenAI's endpoints over one `Inference`."""
 
-    def __init__(self, inference: Inference, responses: ResponseStore, views: RouterViews | None = None) -> None:
-        """responses: where those of `/v1/responses` are kept. views: over all processes of the router; default: this one's."""
+    def __init__(self, inference: Inference, responses: ResponseStore) -> None:
+        """responses: where those of `/v1/responses` are kept."""
         self._inference = inference
-        self._views = views = views or OwnViews(inference)
         self._keys = inference.keys
         self._started_at = int(time.time())
         described = OpenApi()
         routes = [
-            *DebugHttp(inference, self._keys, views).routes,
+            *DebugHttp(inference, self._keys).routes,
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"], name="ping"),
             Route("/ping", self.health, methods=["POST"], name="ping_by_post"),
@@ -113,7 +111,7 @@ class HttpFront:
         healthy = self._inference.healthy
         content = {
             "status": "ok" if healthy else "unavailable",
-            "requests": await self._views.num_requests(),
+            "requests": self._inference.admission.num_requests,
             "workers": self._inference.fleet.counts(),
         }
         return json_response(content, 200 if healthy else 503)
@@ -121,7 +119,7 @@ class HttpFront:
     async def load(self, request: Request) -> Response:
         """Number of requests in the router, in vLLM's shape."""
         await self._authenticate(request)
-        return json_response({"server_load": await self._views.num_requests()})
+        return json_response({"server_load": self._inference.admission.num_requests})
 
     async def ready(self, request: Request) -> Response:
         """Status 200 if a request could be served now."""
@@ -135,7 +133,7 @@ class HttpFront:
     async def metrics(self, request: Request) -> Response:
         """Metrics for clients; metrics per API key and per worker need an operator's key. Prometheus has a separate port."""
         client = await self._authenticate(request)
-        content = await self._views.metrics(by_key=self._keys.needed and client.sees_all)
+        content = await self._inference.telemetry.exposition(by_key=self._keys.needed and client.sees_all)
         if not client.sees_all:
             content = without_label("worker", content)
         return Response(content, headers={"content-type": CONTENT_TYPE})

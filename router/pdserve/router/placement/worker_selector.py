@@ -221,12 +221,10 @@ def _is_full(worker: RemoteWorker, hint: PlacementHint) -> bool:
 
 
 def routing_view(
-    client: Client, settings: RouterSettings, selector: WorkerSelector, numbers: dict[str, Any]
+    client: Client, settings: RouterSettings, selector: WorkerSelector, admission: Admission
 ) -> dict[str, Any]:
-    """For JSON. An operator sees the requests of all tenants and the workers' loads, a user its own tenant's requests.
-
-    numbers: those of admission (`admission_numbers`).
-    """
+    """For JSON. An operator sees the requests of all tenants and the workers' loads, a user its own tenant's requests."""
+    numbers = _admission_numbers(client, admission)
     view: dict[str, Any] = {"policy": settings.policy, "local_prefill": settings.local_prefill}
     if not client.sees_all:
         return view | numbers | {"placements": selector.log.content_of(client.tenant)}
@@ -238,7 +236,7 @@ def routing_view(
     )
 
 
-def admission_numbers(client: Client, admission: Admission) -> dict[str, Any]:
+def _admission_numbers(client: Client, admission: Admission) -> dict[str, Any]:
     """Requests in admission for JSON, as the client may see them."""
     if not client.sees_all:
         return {

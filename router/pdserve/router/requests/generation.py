@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
 from pdserve.common.errors import Cancelled, PdServeError
-from pdserve.router.admission.shared_admission import RequestAdmission
+from pdserve.router.admission.admission import Admission
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.preparation import ClientRequest
 from pdserve.router.requests.request_scope import RequestScope
@@ -30,7 +30,7 @@ class Generation(RequestScope[PromptTask]):
         request_id: str,
         stream: ClientStream,
         runs: list[PromptTask],
-        admission: RequestAdmission,
+        admission: Admission,
         record: RequestTrace,
         client: Client = ANYBODY,
         embeds: AbstractContextManager[None] | None = None,
@@ -48,7 +48,7 @@ class Generation(RequestScope[PromptTask]):
         self._owner: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def _enter(self) -> None:
+    def _enter(self) -> None:
         try:
             if self._embeds is not None:
                 self._held.enter_context(self._embeds)
@@ -57,7 +57,7 @@ class Generation(RequestScope[PromptTask]):
             self._record.end()
             raise
         try:
-            await super()._enter()
+            super()._enter()
         except BaseException:
             self._held.close()
             raise
@@ -68,11 +68,7 @@ class Generation(RequestScope[PromptTask]):
 
     async def __aenter__(self) -> Generation:
         """Raises: Overloaded, Draining."""
-        await self._enter()
-        if (error := self.stream.error) is not None:
-            # cancelled while another process decided
-            self._leave()
-            raise error
+        self._enter()
         self._owner = asyncio.current_task()
         self._tasks = [asyncio.create_task(run.run()) for run in self._runs]
         for task in self._tasks:

@@ -16,12 +16,10 @@ from pdserve.common.worker_identity import WorkerRole
 from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.held_bytes import HeldBytes
 from pdserve.router.admission.place import AdmissionLimits, Capacity
-from pdserve.router.admission.shared_admission import SharedAdmission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.placement.prefix_index import PrefixIndex
 from pdserve.router.placement.worker_selector import WorkerSelector, pooling_workers
-from pdserve.router.process_link import ProcessLink
 from pdserve.router.requests.client_stream import ClientStream
 from pdserve.router.requests.fields.request_limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_NUMBERS, MAX_PROMPTS
 from pdserve.router.requests.fields.service_tier import FLEX
@@ -58,23 +56,15 @@ class Inference:
         preparation: Preparation,
         index: PrefixIndex,
         bodies: ClientBodies,
-        parent: ProcessLink | None = None,
     ) -> None:
-        """models: names of the model for clients. index: is informed of the blocks that workers hold.
-
-        parent: the process that counts the requests of several router processes; None: this one alone does.
-        """
+        """models: names of the model for clients. index: is informed of the blocks that workers hold."""
         self.models = ServedModels(models, fleet)
         self.settings = settings
         self.bodies = bodies
         self.fleet = fleet
         self.keys = ApiKeys.from_settings(settings)
-        self.admission: Admission | SharedAdmission
-        if parent is None:
-            limits = AdmissionLimits.of(settings)
-            self.admission = Admission(limits, self._capacity, num_tenants=lambda: self.keys.num_tenants)
-        else:
-            self.admission = SharedAdmission(parent, self._capacity, settings.limits.queue_timeout_s)
+        limits = AdmissionLimits.of(settings)
+        self.admission = Admission(limits, self._capacity, num_tenants=lambda: self.keys.num_tenants)
         self._held_embeds = HeldBytes(
             settings.limits.max_prompt_embeds_bytes,
             "prompt_embeds has {asked} bytes, and requests in the router keep {held} of at most {limit} "
@@ -246,9 +236,9 @@ class Inference:
             lora_name=request.lora_name,
         )
 
-    async def session(self, session_id: str, client: Client = ANYBODY) -> ClientSession:
+    def session(self, session_id: str, client: Client = ANYBODY) -> ClientSession:
         """A session that counts for its client's limits until it is closed. Raises: Overloaded, Draining."""
-        return ClientSession(session_id, await self.admission.begin_session(client))
+        return ClientSession(session_id, self.admission.open_session(client))
 
     def _client_stream(self, num_runs: int, *, stream: bool, returns_token_ids: bool = False) -> ClientStream:
         settings = self.settings

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.common.errors import Cancelled, Draining, PdServeError
 from pdserve.common.request.trace_headers import TRACEPARENT
 from pdserve.common.timeline import Timeline
-from pdserve.router.admission.shared_admission import RequestAdmission
+from pdserve.router.admission.admission import Admission
 from pdserve.router.requests.usage import Usage
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.tenants.client import Client
@@ -39,7 +39,7 @@ class RequestScope(abc.ABC, Generic[R]):
         self,
         request_id: str,
         runs: list[R],
-        admission: RequestAdmission,
+        admission: Admission,
         record: RequestTrace,
         client: Client,
         flex_id: str = "",
@@ -81,11 +81,11 @@ class RequestScope(abc.ABC, Generic[R]):
         """The timeline of the first task."""
         return self._runs[0].timeline
 
-    async def _enter(self) -> None:
+    def _enter(self) -> None:
         """Raises: Overloaded, Draining."""
         timeout_s = min(run.timeout_s for run in self._runs)
         try:
-            await self._admission.admit(
+            self._admission.enter(
                 len(self._runs),
                 self._expelled,
                 client=self._client,

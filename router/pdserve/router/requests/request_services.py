@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.admission.shared_admission import RequestAdmission
+from pdserve.router.admission.admission import Admission
 from pdserve.router.attempts.crash_guard import Company, DenyList
 from pdserve.router.placement.worker_selector import WorkerSelector
 from pdserve.router.requests.preparation import Preparation
@@ -21,7 +21,7 @@ class RequestServices:
     fleet: Fleet
     models: ServedModels
     selector: WorkerSelector
-    admission: RequestAdmission
+    admission: Admission
     preparation: Preparation
     deny_list: DenyList
     company: Company

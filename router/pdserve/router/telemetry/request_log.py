@@ -14,7 +14,6 @@ import msgspec
 from pdserve.common import timeline as moments
 from pdserve.common.errors import Cancelled, NotFound
 from pdserve.common.timeline import Timeline, now_unix_ns
-from pdserve.router.telemetry.recent_window import RecentWindow, recent_view
 from pdserve.router.telemetry.request_trace import PromptTrace, RequestTrace
 from pdserve.router.telemetry.status_view import MAX_SLOWEST, PhaseView, RecentView, RequestView
 from pdserve.router.tenants.client import Client
@@ -214,10 +213,6 @@ class RequestLog:
 
     def recent(self, client: Client) -> RecentView:
         """Rates and percentiles of requests that ended lately."""
-        return recent_view([self.window(client)], sees_all=client.sees_all)
-
-    def window(self, client: Client) -> RecentWindow:
-        """The requests that ended lately, from which rates and percentiles are taken."""
         now = self._clock()
         window_s = min(WINDOW_S, (now - self.started_unix_ns) / 1e9)
         lost_unix_ns = self._lost_unix_ns
@@ -228,15 +223,22 @@ class RequestLog:
         window_s = min(window_s, (now - lost_unix_ns) / 1e9)
         window_s = max(window_s, 1.0)
         seen = self._seen(client, window_s)
-        return RecentWindow(
+        num_prompt_tokens = sum(each.num_prompt_tokens for each in seen)
+        num_cached_tokens = sum(each.num_cached_tokens for each in seen)
+        ttfts = sorted(ttft for each in seen if each.timeline and (ttft := each.timeline.ttft_s) is not None)
+        durations = sorted(each.duration_s for each in seen if not each.has_failed and not each.client_left)
+        return RecentView(
             window_s=window_s,
             num_requests=len(seen),
-            num_failed=sum(each.has_failed for each in seen),
-            num_prompt_tokens=sum(each.num_prompt_tokens for each in seen),
-            num_cached_tokens=sum(each.num_cached_tokens for each in seen),
-            num_output_tokens=sum(each.num_output_tokens for each in seen),
-            ttfts_s=[ttft for each in seen if each.timeline and (ttft := each.timeline.ttft_s) is not None],
-            durations_s=[each.duration_s for each in seen if not each.has_failed and not each.client_left],
+            requests_per_s=len(seen) / window_s,
+            failed_per_s=sum(each.has_failed for each in seen) / window_s,
+            prompt_tokens_per_s=num_prompt_tokens / window_s,
+            output_tokens_per_s=sum(each.num_output_tokens for each in seen) / window_s,
+            cached_fraction=num_cached_tokens / num_prompt_tokens if num_prompt_tokens and client.sees_all else None,
+            ttft_p50_s=_percentile(ttfts, 0.5),
+            ttft_p95_s=_percentile(ttfts, 0.95),
+            duration_p50_s=_percentile(durations, 0.5),
+            duration_p95_s=_percentile(durations, 0.95),
         )
 
     def _seen_under_way(self, client: Client) -> list[tuple[RequestTrace, AskedRequest]]:
@@ -257,3 +259,8 @@ class RequestLog:
 
 def _may_see(client: Client, asked: AskedRequest) -> bool:
     return client.sees_all or asked.client.tenant == client.tenant
+
+
+def _percentile(ordered: Sequence[float], fraction: float) -> float | None:
+    """The nearest rank; None without a value."""
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else None

@@ -8,12 +8,11 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from pdserve.common.errors import PdServeError
 from pdserve.common.request.sampling_params import SamplingParams
@@ -22,7 +21,6 @@ from pdserve.common.settings.router_settings import RouterSettings
 from pdserve.common.telemetry.metrics import Exposition, Families, by_label
 from pdserve.common.telemetry.service_telemetry import ServiceTelemetry
 from pdserve.common.timeline import now_unix_ns
-from pdserve.router.telemetry.metric_families import MetricFamilies, families_of
 from pdserve.router.telemetry.request_log import AskedRequest, RequestLog
 from pdserve.router.telemetry.request_trace import RequestTrace
 from pdserve.router.telemetry.router_metrics import RouterMetrics
@@ -168,14 +166,6 @@ class RouterTelemetry(ServiceTelemetry):
     async def exposition(self, *, by_key: bool = False) -> bytes:
         """The current metrics. by_key: include metrics per API key, which are for operators."""
         return await (self._text_by_key if by_key else self._text).text()
-
-    async def families(self) -> MetricFamilies:
-        """The current metrics, for a parent that adds those of several processes."""
-
-        def read(registries: Sequence[Collector]) -> MetricFamilies:
-            return MetricFamilies(*(families_of(registry) for registry in registries))
-
-        return await self._text_by_key.read(read)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.audit.close)

@@ -31,7 +31,7 @@ _MAX_CAUSE_CHARS = 200
 _VERSION = version("pdserve")
 
 
-def admission_view(client: Client, admission: Admission) -> AdmissionView:
+def _admission_view(client: Client, admission: Admission) -> AdmissionView:
     """An operator sees all tenants, a user its own. The size is bounded."""
     if not client.sees_all:
         account = admission.tenants[client.tenant]
@@ -71,16 +71,14 @@ def status_of(
     client: Client,
     model: str,
     fleet: Fleet,
-    admission: AdmissionView,
+    admission: Admission,
     selector: WorkerSelector,
     telemetry: RouterTelemetry,
     *,
     healthy: bool,
 ) -> StatusView:
-    """An operator sees the fleet and all tenants' requests, a user its own tenant's requests. The size is bounded.
-
-    admission: as the client may see it; empty in a process whose parent counts.
-    """
+    """An operator sees the fleet and all tenants' requests, a user its own tenant's requests. The size is bounded."""
+    seen = _admission_view(client, admission)
     log, now_ns = telemetry.request_log, now_unix_ns()
     own = StatusView(
         unix_s=now_ns / 1e9,
@@ -89,7 +87,7 @@ def status_of(
         healthy=healthy,
         uptime_s=(now_ns - log.started_unix_ns) / 1e9,
         tenant=client.tenant,
-        queue=admission.queue,
+        queue=seen.queue,
         recent=log.recent(client),
         slowest=log.slowest(client),
         kept_requests=KEPT_REQUESTS,
@@ -109,8 +107,8 @@ def status_of(
             *(_absent_view(*entry) for entry in absent[:MAX_WORKERS]),
             *map(_worker_view, workers[: max(0, MAX_WORKERS - len(absent))]),
         ],
-        num_tenants=admission.num_tenants,
-        tenants=admission.tenants,
+        num_tenants=seen.num_tenants,
+        tenants=seen.tenants,
         errors=telemetry.metrics.error_counts(),
         num_indexed_blocks=selector.num_indexed_blocks,
         transfer_bytes_per_s=selector.bandwidth.bytes_per_s,

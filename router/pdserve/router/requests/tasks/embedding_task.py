@@ -18,8 +18,8 @@ from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.request.pooling_params import PoolingParams
 from pdserve.common.timeline import Timeline
 from pdserve.common.worker_identity import WorkerRole
+from pdserve.router.admission.admission import Admission
 from pdserve.router.admission.place import Cost
-from pdserve.router.admission.shared_admission import RequestAdmission
 from pdserve.router.attempts.attempt_failure import AttemptFailed
 from pdserve.router.attempts.embed_call import Embedded, embed
 from pdserve.router.placement.placement import Placement
@@ -174,7 +174,7 @@ class Embedding(RequestScope[EmbeddingInput]):
         request_id: str,
         inputs: list[EmbeddingInput],
         services: RequestServices,
-        admission: RequestAdmission,
+        admission: Admission,
         record: RequestTrace,
         client: Client = ANYBODY,
     ) -> None:
@@ -193,7 +193,7 @@ class Embedding(RequestScope[EmbeddingInput]):
         if len(self._runs) > MAX_RUNNING:
             # the inputs have just been made, which is as long as all others should wait
             await asyncio.sleep(0)
-        await self._enter()
+        self._enter()
         try:
             yield await self._computed()
         finally:

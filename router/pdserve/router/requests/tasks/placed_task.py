@@ -26,7 +26,7 @@ from pdserve.common.kv_layout import KvLayout
 from pdserve.common.request.generation_request import GenerationRequest
 from pdserve.common.timeline import Timeline, now_unix_ns
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.router.admission.place import RunningPlace
+from pdserve.router.admission.place import Place
 from pdserve.router.attempts.attempt_failure import AttemptFailed, FullWorkers, PrefillNeeded, backoff_s
 from pdserve.router.attempts.crash_guard import CrashGuard
 from pdserve.router.placement.placement import Placement, PlacementHint
@@ -70,7 +70,7 @@ class PlacedTask(ABC, Generic[T]):
         self._request = request
         self._services = services
         self._record = record
-        self._holds: RunningPlace | None = None
+        self._holds: Place | None = None
         self._prepared: dict[tuple[str, int, int, int], HashedRequest] = {}
         """(layout, sequence, length of the client's output) -> hashed request."""
         self._numbers = itertools.count()
