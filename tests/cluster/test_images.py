@@ -15,7 +15,7 @@ from PIL import Image
 from pdserve.common.net.public_server import make_public_channel
 from pdserve.text.tokenization.tokenizer import Tokenizer
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, request_pb2
-from pdserve.worker.make_engine import ENGINE_PROGRAM
+from pdserve.worker.worker_process import ENGINE_PROGRAM
 from tests.support.models.image_checkpoints import (
     FAMILIES,
     ImageOracle,

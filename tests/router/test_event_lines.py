@@ -10,7 +10,7 @@ from tokenizers import pre_tokenizers
 
 from pdserve.common.errors import InternalError
 from pdserve.common.security.fingerprint import tokenizer_fingerprint
-from pdserve.router.http_front.event_lines import one_line_each
+from pdserve.router.http_front.generation_response import one_line_each
 from tests.router.audio_folder import save_audio_folder
 from tests.router.fake_worker import ALPHABET, decode_outputs, play
 from tests.router.test_sound_placement import FILE

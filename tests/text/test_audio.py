@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from pdserve.common.audio_processor_config import AudioProcessorConfig
 from pdserve.common.errors import InvalidRequest
-from pdserve.text.audio.audio_processor import AudioProcessor
-from pdserve.text.audio.resampling import resampled
+from pdserve.text.audio.audio_processor import AudioProcessor, resampled
 from tests.support.models.wav_files import wav_file
 from tests.support.run.process_memory import TracedMemory
 

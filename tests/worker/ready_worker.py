@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.worker_identity import WorkerIdentity
-from pdserve.decode.service import add_servicers
+from pdserve.decode.decode_servicer import add_servicers
 from pdserve.worker.worker_process import run_worker
 
 

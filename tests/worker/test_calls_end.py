@@ -19,12 +19,12 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.decode import service as decode_service
+from pdserve.decode import decode_servicer
 from pdserve.kv_transfer.control.transfer_state import ReceiverState
-from pdserve.prefill import service as prefill_service
+from pdserve.prefill import prefill_servicer
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
+from pdserve.worker.worker_process import make_engine
 from tests.support.engine.settings_with import settings_with
 from tests.support.run.waiting import HANG_S
 from tests.support.transfers.signed_channel import signed
@@ -50,8 +50,8 @@ async def two(tiny_checkpoints: Callable[..., Path]) -> AsyncIterator[Two]:
     }
     workers = []
     for settings, role, service in (
-        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_service),
-        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **fields), WorkerRole.PREFILL, prefill_servicer),
+        (settings_with(DecodeSettings, **fields), WorkerRole.DECODE, decode_servicer),
     ):
         engine = await make_engine(settings, tiny_checkpoints("llama"), DEVELOPMENT_KEY)
         workers.append(Worker(settings, role, engine, DEVELOPMENT_KEY, service.add_servicers))

@@ -34,7 +34,7 @@ from pdserve.kv_transfer.control.receiver_transfer import SourceRef
 from pdserve.kv_transfer.control.source_transfer import ExpectedTransfer, PeerId
 from pdserve.kv_transfer.control.transfer_state import SourceState
 from pdserve.worker.engine_client import EngineClient, RequestEnd, RequestStream
-from pdserve.worker.make_engine import make_engine
+from pdserve.worker.worker_process import make_engine
 from tests.support.engine.forked_engine import FATAL_TOKEN, fail_at_fatal_token, start_failing, start_forked
 from tests.support.engine.settings_with import settings_with
 from tests.support.inputs.random_prompts import prompt_of

@@ -21,8 +21,8 @@ from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.client import process_client
 from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import PromptWithImages, with_images
-from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
+from pdserve.worker.worker_process import make_engine
 from tests.support.engine.encoder_pair import is_at_rest, prefilled_at_decode, values_of
 from tests.support.engine.forked_engine import start_forked
 from tests.support.inputs.random_prompts import prompt_of

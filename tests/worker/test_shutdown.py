@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from pdserve.common.settings.worker_settings import DecodeSettings
-from pdserve.decode.service import add_servicers
+from pdserve.decode.decode_servicer import add_servicers
 from pdserve.worker.worker import Worker
 from pdserve.worker.worker_process import run_worker
 from tests.support.run.waiting import HANG_S, eventually

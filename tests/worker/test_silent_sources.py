@@ -13,7 +13,7 @@ from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.engine.client import process_client
 from pdserve.kv_transfer.control.source_transfer import SourceTransfer
 from pdserve.router.attempts import attempt
-from pdserve.worker.transfers import transfer_progress
+from pdserve.worker.transfers import worker_transfers
 from pdserve.worker.worker import Worker
 from tests.router.conftest import Cluster
 from tests.support.engine.forked_engine import start_forked
@@ -23,7 +23,7 @@ from tests.support.transfers.worker_pair import check_at_rest, running_pair
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_progress, "RECEIVING_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_transfers, "RECEIVING_EVERY_S", 0.1)
     monkeypatch.setattr(attempt, "PUBLISHED_WITHIN_S", 0.5)
     monkeypatch.setattr(process_client, "start_program", start_forked)
 

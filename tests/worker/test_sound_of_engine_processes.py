@@ -22,8 +22,8 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.settings.worker_settings import PrefillSettings
 from pdserve.engine.client import process_client
 from pdserve.text.audio.audio_processor import AudioProcessor
-from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
+from pdserve.worker.worker_process import make_engine
 from tests.support.engine.encoder_pair import is_at_rest, prefilled_at_decode, values_of
 from tests.support.engine.forked_engine import start_forked
 from tests.support.engine.whisper_engines import whisper as whisper  # a fixture

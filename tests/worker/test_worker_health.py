@@ -14,10 +14,10 @@ from pdserve.common.net.rpc import make_channel
 from pdserve.common.security.deployment_key import DEVELOPMENT_KEY
 from pdserve.common.settings.worker_settings import DecodeSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.decode.service import add_servicers
+from pdserve.decode.decode_servicer import add_servicers
 from pdserve.worker import worker as worker_module
-from pdserve.worker.make_engine import make_engine
 from pdserve.worker.worker import Worker
+from pdserve.worker.worker_process import make_engine
 from tests.support.run.waiting import HANG_S
 from tests.support.transfers.worker_pair import door_of
 

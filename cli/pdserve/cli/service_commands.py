@@ -88,9 +88,9 @@ def _serve_worker(
     folder = model_folder(settings.model)
     # imported after the settings were checked, because torch takes seconds to import
     if isinstance(settings, PrefillSettings):
-        from pdserve.prefill.service import add_servicers
+        from pdserve.prefill.prefill_servicer import add_servicers
     else:
-        from pdserve.decode.service import add_servicers
+        from pdserve.decode.decode_servicer import add_servicers
     from pdserve.common.worker_identity import WorkerIdentity
     from pdserve.worker.worker_process import run_worker
 

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import grpc
+
 from pdserve.common.address.peer_address import verify_peer_address, verify_worker_id
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import InternalError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest
 from pdserve.common.security.deployment_key import is_loopback
 from pdserve.common.settings.worker_settings import DecodeSettings
@@ -36,6 +38,7 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
+from pdserve.worker.worker import Worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,3 +97,14 @@ def _verify_samples(request: EngineCoreRequest) -> None:
     """Raises: InvalidRequest."""
     if request.pooling_params is not None:
         raise InvalidRequest("request.pooling_params is given: prefill workers compute embeddings", "pooling_params")
+
+
+def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
+    """Register what makes a worker a decode worker; returns the service names."""
+    settings = worker.settings
+    if not isinstance(settings, DecodeSettings):
+        raise InternalError(f"a decode worker needs DecodeSettings, not {type(settings).__name__}")
+    servicer = DecodeServicer(
+        settings, worker.reader, worker.engine, worker.telemetry, worker.identity.layout.total_block_bytes
+    )
+    return [worker.serve_calls({"decode": servicer.begin_decode, "session": servicer.begin_session})]

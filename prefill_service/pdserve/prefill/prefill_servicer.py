@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
+import grpc
+
 from pdserve.common import timeline
 from pdserve.common.address.peer_address import verify_worker_id
 from pdserve.common.errors import InternalError, InvalidRequest
@@ -37,6 +39,7 @@ from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.request_reader import RequestReader
 from pdserve.worker.step_stream.step_call import StepCall
 from pdserve.worker.telemetry.worker_telemetry import WorkerTelemetry
+from pdserve.worker.worker import Worker
 
 _MOMENTS = {
     "queued": timeline.PREFILL_QUEUED,
@@ -158,3 +161,10 @@ def _computed(request: EngineCoreRequest, outputs: Sequence[EngineCoreOutput]) -
 
 def _moments(output: EngineCoreOutput, names: Mapping[str, str]) -> list[request_pb2.Moment]:
     return moments_to_wire({names[name]: at for name, at in output.moments.items() if name in names})
+
+
+def add_servicers(worker: Worker, server: grpc.aio.Server) -> list[str]:
+    """Register what makes a worker a prefill worker; returns the service names."""
+    servicer = PrefillServicer(worker.reader, worker.engine, worker.telemetry, worker.identity.layout)
+    calls = worker.serve_calls({"prefill": servicer.begin_prefill, "embed": servicer.begin_embed})
+    return [calls, *worker.serve_source()]

@@ -11,7 +11,7 @@ from pdserve.common.ipc.child_process import ChildProcess
 from pdserve.engine.client.engine_process import run_engine_process
 from pdserve.engine.executor.executor import SingleDeviceExecutor
 from pdserve.worker import engine_process
-from pdserve.worker.make_engine import ENGINE_PROGRAM
+from pdserve.worker.worker_process import ENGINE_PROGRAM
 from tests.support.processes.forked_process import ForkedProcess
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -23,13 +23,13 @@ from pdserve.common.request.sampling_params import SamplingParams
 from pdserve.common.security.deployment_key import DeploymentKey
 from pdserve.common.settings.worker_settings import DecodeSettings, PrefillSettings
 from pdserve.common.worker_identity import WorkerRole
-from pdserve.decode import service as decode_service
+from pdserve.decode import decode_servicer
 from pdserve.engine.client.inproc_client import InprocClient
-from pdserve.prefill import service as prefill_service
+from pdserve.prefill import prefill_servicer
 from pdserve.v1 import decode_pb2, prefill_pb2
-from pdserve.worker.make_engine import make_engine
 from pdserve.worker.transfers.worker_transfers import WorkerTransfers
 from pdserve.worker.worker import Worker
+from pdserve.worker.worker_process import make_engine
 from tests.support.engine.settings_with import settings_with
 from tests.support.run.waiting import HANG_S, eventually
 from tests.support.transfers.signed_channel import signed
@@ -89,8 +89,8 @@ async def running_pair(
     fields = {"connector": "tcp", "drain_s": 0.0, "attach_timeout_s": HANG_S, **fields}
     workers = []
     for settings, role, service in (
-        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_service),
-        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE, decode_service),
+        (settings_with(PrefillSettings, **{**fields, **(prefill or {})}), WorkerRole.PREFILL, prefill_servicer),
+        (settings_with(DecodeSettings, **{**fields, **(decode or {})}), WorkerRole.DECODE, decode_servicer),
     ):
         engine = await make_engine(settings, folder, key)
         workers.append(Worker(settings, role, engine, key, service.add_servicers))

@@ -6,24 +6,26 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdserve.common.errors import InvalidRequest
+from pdserve.common.errors import ConfigError, InvalidRequest
 from pdserve.common.request.engine_types import EngineCoreRequest, StreamingUpdate
 from pdserve.common.request.generation_request import GenerationRequest, verify_priority_is_used
+from pdserve.common.request.lora_request import LoRARequest
 from pdserve.common.request.multimodal import hashed_spans
 from pdserve.common.request.pooling_params import PoolingParams, PoolingTask, verify_generates
 from pdserve.common.request.sampling_params import NamedLogitsProcessor, SamplingParams
 from pdserve.common.telemetry.request_metrics import RequestMetrics, monotonic_s, unix_s
+from pdserve.engine.client.engine_core_client import EngineCoreClient
 from pdserve.engine.prompt_embeds_values import verify_finite
 from pdserve.llm.beam_search import BeamStep
 from pdserve.llm.local_engine import LocalEngine
 from pdserve.llm.requests.checked_fields import checked, converted, field_types
 from pdserve.llm.requests.local_request import LocalPooling, LocalRequest, ValidRequest
 from pdserve.llm.requests.logits_callables import LogitsCallable
-from pdserve.llm.requests.lora_fields import lora_fields
 from pdserve.llm.requests.prompts import PromptWithSalt
 from pdserve.text.beam_search import BeamSearchParams, step_params
 from pdserve.text.best_of import for_engines
@@ -336,3 +338,21 @@ def _verify_without_images(prompt: PromptWithSalt, kind: str) -> None:
     if prompt.images or prompt.sounds:
         what = "images" if prompt.images else "sound"
         raise InvalidRequest(f"multi_modal_data is given, and the prompt of {kind} has no {what}", "multi_modal_data")
+
+
+def lora_fields(client: EngineCoreClient, lora_request: object) -> dict[str, Any]:
+    """Fields of `GenerationRequest` for a request with this adapter, which the engine reads if it is new; {} for None.
+
+    Raises: InvalidRequest naming the field, its value and its limit.
+    """
+    if lora_request is None:
+        return {}
+    if not isinstance(lora_request, LoRARequest):
+        raise InvalidRequest(f"lora_request must be LoRARequest, not {type(lora_request).__name__}", "lora_request")
+    lora_request.verify()
+    folder = Path(lora_request.lora_path).expanduser().absolute()
+    try:
+        fingerprint = client.utility("add_lora", str(folder))
+    except ConfigError as error:
+        raise InvalidRequest(f"lora_request: {error.message}", "lora_request") from error
+    return {"lora_name": lora_request.lora_name, "lora_fingerprint": fingerprint}

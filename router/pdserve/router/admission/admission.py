@@ -18,12 +18,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
-from pdserve.common.errors import Overloaded
+from pdserve.common.errors import Draining, Overloaded
 from pdserve.router.admission.fair_queue import FairQueue
 from pdserve.router.admission.flex_requests import NOTHING, FlexRequest, FlexRequests, Freed
-from pdserve.router.admission.open_requests import OpenRequests, leaving, once
 from pdserve.router.admission.place import AdmissionLimits, Capacity, Cost, Place, Waiter, granted
 from pdserve.router.tenants.client import ANYBODY, Client
 from pdserve.router.tenants.tenant_account import RETRY_AFTER_S, TenantAccounts
@@ -43,7 +42,7 @@ _KEPT = 0.9
 """Weight of the old value in the decaying mean time for which a place is held."""
 
 
-class Admission(OpenRequests):
+class Admission:
     """Counts the requests in the router, and grants places in the queue's order."""
 
     def __init__(
@@ -58,7 +57,6 @@ class Admission(OpenRequests):
 
         num_tenants: number of tenants with keys. clock: seconds, monotonic.
         """
-        super().__init__()
         self._limits = limits
         self._capacity = capacity
         self._num_tenants = num_tenants
@@ -78,6 +76,35 @@ class Admission(OpenRequests):
         self._mean_s: float | None = None
         self._queue = FairQueue[Waiter]()
         self._flex = FlexRequests()
+        self.num_requests = 0
+        """Prompts that entered and have not left."""
+        self._closing = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._expel: dict[Callable[[], None], None] = {}
+
+    @property
+    def closed(self) -> bool:
+        """True if no request may enter any more."""
+        return self._closing.is_set()
+
+    def close(self) -> None:
+        """Refuse all requests from now on."""
+        self._closing.set()
+
+    async def until_closed(self) -> NoReturn:
+        """Wait until `close`, for a front end that waits without a request. Raises: Draining."""
+        await self._closing.wait()
+        raise _leaving()
+
+    def expel(self) -> None:
+        """End all requests."""
+        for expel in list(self._expel):
+            expel()
+
+    async def emptied(self) -> None:
+        """Returns when no request is left."""
+        await self._emptied.wait()
 
     @property
     def capacity(self) -> Capacity:
@@ -112,12 +139,14 @@ class Admission(OpenRequests):
         have; Draining after `close`.
         """
         if self.closed:
-            raise leaving()
+            raise _leaving()
         sequences = num_requests if num_sequences is None else num_sequences
         self.tenants.check_sequences(client, sequences)
         self.tenants.check_tokens(client, 1.0)
         self._make_room(client, sequences, timeout_s, is_flex=bool(flex_id))
-        self.count(num_requests, expel)
+        self.num_requests += num_requests
+        self._expel[expel] = None
+        self._emptied.clear()
         if flex_id:
             self._flex.enter(flex_id, client.tenant, num_requests, sequences)
         self._num_sequences += sequences
@@ -137,7 +166,10 @@ class Admission(OpenRequests):
         """End requests. The arguments are those of `enter`."""
         if not flex_id or self._flex.leave(flex_id):
             self._uncount(client.tenant, num_requests, num_requests if num_sequences is None else num_sequences)
-        self.count_out(num_requests, expel)
+        self.num_requests -= num_requests
+        self._expel.pop(expel, None)
+        if not self.num_requests:
+            self._emptied.set()
 
     def _uncount(self, tenant: str, num_requests: int, num_sequences: int) -> None:
         self._num_sequences -= num_sequences
@@ -148,7 +180,7 @@ class Admission(OpenRequests):
     def open_session(self, client: Client = ANYBODY) -> Callable[[], None]:
         """Count a session until the returned function is called. Raises: Overloaded; Draining after `close`."""
         if self.closed:
-            raise leaving()
+            raise _leaving()
         self.tenants.check_sessions(
             client, self.num_sessions, self._capacity().num_sessions, is_shared=self._num_tenants() > 1
         )
@@ -160,7 +192,10 @@ class Admission(OpenRequests):
             account.num_sessions -= 1
             self.num_sessions -= 1
 
-        return once(close)
+        # later calls have no effect
+        stack = contextlib.ExitStack()
+        stack.callback(close)
+        return stack.close
 
     @contextlib.asynccontextmanager
     async def place(
@@ -425,3 +460,7 @@ class Admission(OpenRequests):
         self._running_blocks -= waiter.cost.num_blocks
         waiter.place.placed()
         self.recheck()
+
+
+def _leaving() -> Draining:
+    return Draining("this router is shutting down")

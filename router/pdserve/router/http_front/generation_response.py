@@ -25,7 +25,6 @@ from pdserve.common.timeline import Timeline
 from pdserve.router.bodies.client_bodies import ClientBodies
 from pdserve.router.http_front.answer_parts import PART_BYTES, abandon, send_body
 from pdserve.router.http_front.error_response import JSON, error_response
-from pdserve.router.http_front.event_lines import one_line_each
 from pdserve.router.requests.generation import Generation
 from pdserve.router.requests.output_pump import OutputPump
 from pdserve.router.requests.preparation import CallFields
@@ -39,6 +38,7 @@ RANK_HEADER = "x-data-parallel-rank"
 """vLLM's header: the rank of the decode workers that the request prefers."""
 TIMELINE_HEADER = "x-pdserve-timeline"
 _RANK = re.compile("[0-9]{1,9}")
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -207,3 +207,18 @@ class GenerationResponse(Response):
         await send(
             {"type": "http.response.body", "body": one_line_each(self._answer.failed(error)), "more_body": False}
         )
+
+
+def one_line_each(events: bytes) -> bytes:
+    """Events whose fields are one line for every client. events: of ASCII and JSON, whose strings may have other characters. They
+    mean the same afterwards.
+
+    The standard of server-sent events knows CR and LF. Clients that split a decoded text with Python's `str.splitlines`, such as
+    httpx's `iter_lines`, also end a line at U+000B, U+000C, U+001C to U+001E, U+0085, U+2028 and U+2029. JSON's encoder escapes
+    those below U+0020; the others it writes as they are.
+    """
+    if events.isascii():
+        return events
+    for end, escape in _LINE_ENDS:
+        events = events.replace(end, escape)
+    return events

@@ -13,7 +13,6 @@ from pdserve.common.errors import InvalidRequest
 from pdserve.common.json_file import read_model_config
 from pdserve.common.request.audio import audio_feature, verify_samples
 from pdserve.common.request.multimodal import MultiModalFeatureSpec
-from pdserve.text.audio.resampling import resampled
 from pdserve.text.audio.sound_file import MAX_RATE, MIN_RATE, SoundFile
 from pdserve.text.audio.transcript_prompt import TranscriptPrompt
 
@@ -99,3 +98,17 @@ class AudioProcessor:
         verify_samples(np.ascontiguousarray(samples, "<f4").data, where, field)
         samples = resampled(samples, rate, self.config.sampling_rate)[: self.config.max_samples]
         return audio_feature(np.ascontiguousarray(samples, "<f4").tobytes(), self.config)
+
+
+def resampled(samples: NDArray[np.float32], rate: int, new_rate: int) -> NDArray[np.float32]:
+    """`[n]` -> `[ceil(n * new_rate / rate)]`; rates are samples per second."""
+    if rate == new_rate:
+        return samples
+    # imported here: a router of a model without sound does not need it
+    import soxr
+
+    num_new = -(-len(samples) * new_rate // rate)
+    # libsoxr rounds the length, down too: a single sample may become none
+    found = soxr.resample(samples, rate, new_rate)[:num_new]
+    padded: NDArray[np.float32] = np.pad(found, (0, num_new - len(found)))
+    return padded

@@ -8,6 +8,10 @@ Sequences are tried by priority, and within a priority in this order: preempted,
 from __future__ import annotations
 
 import enum
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from pdserve.common.errors import Evicted, NeedsPrefill, PdServeError
 from pdserve.engine.config import EngineConfig
@@ -16,9 +20,35 @@ from pdserve.engine.kv_cache.kv_cache_manager import NO_BLOCKS, KVCacheBlocks, K
 from pdserve.engine.request import Request, RequestStatus
 from pdserve.engine.scheduler.host_loads import NOT_IN_HOST, HostLoads, InHost
 from pdserve.engine.scheduler.running_batch import RunningBatch
-from pdserve.engine.scheduler.waiting.admission_order import AdmissionOrder
 from pdserve.engine.scheduler.waiting.refused_admissions import RefusedAdmissions
 from pdserve.engine.scheduler.waiting.starvation_guard import RequestQueue, StarvationGuard
+
+
+@dataclass(eq=False)
+class AdmissionOrder:
+    """Sequences of several queues by priority, those of equal priority in the order of the queues. Iterated once.
+
+    Lists are taken when the order is made; queues may change between two sequences. Only those that are tried cost anything.
+    """
+
+    queues: Sequence[Sequence[Request]]
+    """Each by priority."""
+    ready: Sequence[Request]
+    """Sequences that hold blocks; one of the queues."""
+    look_ahead: int
+    """Number of sequences without room that may be passed by ones that hold no blocks."""
+    num_without_room: int = 0
+    """Number of sequences that had no room, counted by the caller."""
+
+    def __iter__(self) -> Iterator[Request]:
+        tried: set[str] = set()
+        for request in heapq.merge(*self.queues, key=attrgetter("priority")):
+            if self.num_without_room > self.look_ahead:
+                break
+            if request.request_id not in tried:  # an overdue sequence is in its own queue, too
+                tried.add(request.request_id)
+                yield request
+        yield from (request for request in self.ready if request.request_id not in tried)
 
 
 class Refusal(enum.Enum):
