@@ -8,12 +8,10 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import grpc.aio
-
-from pdserve.common.errors import BodyTooLarge, InvalidRequest, Overloaded, PdServeError
+from pdserve.common.errors import BodyTooLarge, InvalidRequest, Overloaded
 from pdserve.common.method_handler import Context, behaviour_of, closed_at_end, remade
 from pdserve.common.net.body_budget import BodyBudget
-from pdserve.common.net.rpc import ended_with
+from pdserve.common.net.rpc import translate_coroutine
 
 MAX_OPEN_BYTES = 4096
 """Bytes of one message."""
@@ -36,20 +34,10 @@ class OpenCalls:
         answer = self._answer(behaviour_of(handler), handler.request_deserializer, handler.request_streaming)
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
-            try:
-                with self._counted(context.peer()):
-                    async with closed_at_end(requests):
-                        return await answer(requests, context)
-            except (PdServeError, grpc.aio.AbortError) as error:
-                ended = await ended_with(context, error)
-            del requests, context
-            try:
-                raise ended
-            finally:
-                # its traceback leads to this frame
-                del ended
+            with self._counted(context.peer()):
+                return await answer(requests, context)
 
-        return remade(handler, call, reads_stream=True)
+        return remade(handler, translate_coroutine(call, closed_at_end), reads_stream=True)
 
     def _answer(
         self, behaviour: Callable[[Any, Any], Any], parse: Callable[[bytes], Any], request_streaming: bool

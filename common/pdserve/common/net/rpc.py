@@ -255,12 +255,12 @@ class ErrorInterceptor(HandlerInterceptor):
         # health and reflection come with grpc and keep their own handlers
         if not details.method.startswith("/pdserve."):
             return handler
-        translate: Callable[..., Any] = _translate_generator if generates(handler) else _translate_coroutine
+        translate: Callable[..., Any] = translate_generator if generates(handler) else translate_coroutine
         closing: _Closing = closed_at_end if handler.request_streaming else contextlib.nullcontext
         return remade(handler, translate(behaviour_of(handler), closing), parse=handler.request_deserializer)
 
 
-async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
+async def _ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
     """End the call with what a handler raised. Returns: what the handler has to raise when it holds the call no longer.
 
     The call refers to that error, and the error's traceback to each frame that it passes: a frame that still held the call would
@@ -280,16 +280,18 @@ async def ended_with(context: Context, error: Exception) -> grpc.aio.AbortError:
     return error
 
 
-def _translate_generator(
+def translate_generator(
     behaviour: Callable[[Any, Any], AsyncIterator[Any]], closing: _Closing
 ) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    """As `translate_coroutine`, for a handler of many answers."""
+
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             async with closing(request):
                 async for response in behaviour(request, context):
                     yield response
         except Exception as error:
-            ended = await ended_with(context, error)
+            ended = await _ended_with(context, error)
         else:
             return
         del request, context
@@ -302,15 +304,17 @@ def _translate_generator(
     return call
 
 
-def _translate_coroutine(
+def translate_coroutine(
     behaviour: Callable[[Any, Any], Awaitable[Any]], closing: _Closing
 ) -> Callable[[Any, Any], Awaitable[Any]]:
+    """A handler of one answer that ends its call with the status of what `behaviour` raises. closing: closes the request."""
+
     async def call(request: Any, context: Context) -> Any:
         try:
             async with closing(request):
                 return await behaviour(request, context)
         except Exception as error:
-            ended = await ended_with(context, error)
+            ended = await _ended_with(context, error)
         del request, context
         try:
             raise ended
