@@ -124,7 +124,7 @@ def test_one_too_old_to_say_its_version(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--rename-command", "HELLO", "") as old:
         findings = look(old.url)
     assert findings[0].verdict is Verdict.FAILED
-    assert "does not say its version" in findings[0].what
+    assert "does not report its version" in findings[0].what
     assert "6.2 or newer" in findings[0].advice
 
 
@@ -151,7 +151,7 @@ def test_who_is_there_and_who_does_not_fit(server: RedisServer) -> None:
     register(server, "decode-3", protocol_version=PROTOCOL_VERSION + 2)
     findings = look(server.url, worker_id="decode-1")
     assert verdicts(findings) == ["ok", "ok", "ok", "failed", "warning", "warning"]
-    assert "decode-2: another deployment key" in findings[3].what
+    assert "decode-2: a different deployment key" in findings[3].what
     assert f"decode-3: it speaks protocol version {PROTOCOL_VERSION + 2}" in findings[4].what
     assert "decode-1" in findings[5].what
     with server.admin() as admin:

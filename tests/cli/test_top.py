@@ -146,8 +146,8 @@ def test_a_trace_has_each_phase_and_no_control_characters(
         (404, b'{"error":{"message":"no request \'x\' is known to this router: it keeps the last 1024"}}', "keeps the last"),
         (404, b"no", "answers with status 404"),
         (500, b'{"error":{"message":"internal\\u001b error"}}', "500: internal? error"),
-        (200, b"<html>", "is not the answer of a pdserve router"),
-        (200, b'{"unix_s":"now"}', "is not the answer of a pdserve router"),
+        (200, b"<html>", "did not answer like a pdserve router"),
+        (200, b'{"unix_s":"now"}', "did not answer like a pdserve router"),
     ],
 )  # fmt: skip
 def test_an_answer_that_cannot_be_shown_is_one_error(

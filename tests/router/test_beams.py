@@ -197,7 +197,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported with use_beam_search"),
     ({"length_penalty": 33}, "length_penalty", "must be from -32 to 32, not 33"),
     ({"early_stopping": "soon"}, "early_stopping", 'is "soon", true, false or never'),
-    ({"beam_width": 4}, "beam_width", "best_of, or n, is the number of beams"),
+    ({"beam_width": 4}, "beam_width", "the number of beams is best_of, or n"),
     ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty", "needs use_beam_search to be true"),
     ({"use_beam_search": None, "early_stopping": True}, "early_stopping", "needs use_beam_search to be true"),
 ]

@@ -174,7 +174,11 @@ REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": -1}, "temperature", "temperature must be"),
     ({"top_p": 2}, "top_p", "top_p must be"),
     ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "metadata has 17 entries, at most 16"),
-    ({"background": True}, "background", "background is true, but only false is supported; a response is made while"),
+    (
+        {"background": True},
+        "background",
+        "background is true, but only false is supported; a response is generated while",
+    ),
     ({"truncation": "auto"}, "truncation", 'truncation is "auto", but only "disabled" is supported; a conversation'),
     ({"conversation": "c"}, "conversation", "it is not supported; previous_response_id continues"),
     ({"prompt": {"id": "p"}}, "prompt", "it is not supported; no prompts are stored"),

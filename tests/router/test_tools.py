@@ -83,7 +83,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "has no constraint, exactly one of json, regex"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex and choice"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice must have 1 to 1024 texts, not 0"),
-    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "choice[1] must have a text of at least one"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "choice[1] must have at least one"),
     ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice", "expected `array"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "expected `str`"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "structured_outputs.json is not JSON"),

@@ -8,7 +8,7 @@ from pdserve.cli.exit_status import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 
 
 def main() -> None:
-    """Entry point. Errors of pdserve are printed as one line, without a traceback."""
+    """Entry point. pdserve's own errors are printed on one line, without a traceback."""
     try:
         _run()
     except KeyboardInterrupt:

@@ -27,10 +27,10 @@ class RequestRecord:
     """None while the request is in flight."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    """Count by the server."""
+    """As counted by the server."""
     cached_tokens: int | None = None
     error: str | None = None
-    """Kind of the failure; None if there was none so far."""
+    """Kind of failure; None if there has been none so far."""
     error_message: str = ""
 
 
@@ -39,14 +39,15 @@ class LoadPlan:
     """When sessions begin."""
 
     concurrency: int | None = None
-    """Number of concurrent sessions: the next begins when one has ended. With a rate or a trace, their upper limit."""
+    """Number of concurrent sessions: the next begins when one ends.
+    With a rate or a trace, the maximum number of concurrent sessions."""
     requests_per_s: float | None = None
     """Sessions that begin per second on average, at random times (a Poisson process)."""
     seed: int = 0
 
 
 class LoadRun:
-    """One run of a workload against an end point."""
+    """One run of a workload against an endpoint."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class LoadRun:
         timeout_s: float,
         on_end: Callable[[RequestRecord], None],
     ) -> None:
-        """decode: token ids to text. as_text: send prompts as texts, which chat and sessions of several turns need.
+        """decode: token ids to text. as_text: send prompts as text, as chat and multi-turn sessions require.
 
         timeout_s: limit of each request.
         """
@@ -68,7 +69,7 @@ class LoadRun:
         self._on_end = on_end
         self._start = 0.0
         self.records: list[RequestRecord] = []
-        """In the order of sending, with those in flight."""
+        """In the order sent, including those in flight."""
 
     async def run(self, sessions: Iterable[BenchSession], plan: LoadPlan) -> None:
         """Send all sessions and return when all have ended. Cancellation ends those in flight."""

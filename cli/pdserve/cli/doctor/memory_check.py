@@ -14,7 +14,7 @@ from pdserve.kernels.cpu.free_memory import free_memory
 from pdserve.models.model_folder import model_folder
 
 TIGHT_SHARE = 0.9
-"""Share of free memory above which a warning is given."""
+"""A warning is given if a worker needs more than this share of the free memory."""
 
 
 def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[Finding]:
@@ -24,7 +24,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
     try:
         needs = memory_needs(model_folder(settings.model, download=False), settings)
     except PdServeError as error:
-        yield failed(f"what a worker needs is not known: {error.message}", "correct model or settings")
+        yield failed(f"the memory that a worker needs is unknown: {error.message}", "correct the model or settings")
         return
     parts = {"weights": needs.weights, "KV pool": needs.pool, "a step, about": needs.step}
     parts |= {"images, about": needs.images} if needs.images else {}
@@ -33,7 +33,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
     on_device = parts | {"KV blocks in transfer": needs.transfers}
     free = free_memory(root)
     if free is None:
-        yield warning("this system does not report its free memory", f"see to {_mib(needs.host)}")
+        yield warning("this system does not report its free memory", f"make sure that {_mib(needs.host)} is free")
     else:
         tier = {"the host-memory tier": needs.host_tier} if needs.host_tier else {}
         on_host = on_host | {"the process, about": needs.process} | tier
@@ -46,7 +46,7 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
     try:
         gpus = look_at_gpus(settings).gpus
     except NoView as error:
-        yield failed(f"the memory of {settings.device} is not known: {error}", "see the check gpu")
+        yield failed(f"the memory of {settings.device} is not known: {error}", "see the gpu check")
         return
     for rank, device in enumerate(rank_devices(settings)):
         if rank == 0:
@@ -58,13 +58,13 @@ def check_memory(settings: WorkerSettings, root: Path = Path("/")) -> Iterator[F
 def _on_gpu(gpus: Sequence[Gpu], device: str, parts: dict[str, int], num_bytes: int) -> Finding:
     index = gpu_index(device)
     if index is None or index >= len(gpus):
-        return failed(f"{_needed(parts, num_bytes)} on {device}, which is not here", "see the check gpu")
+        return failed(f"{_needed(parts, num_bytes)} on {device}, which this machine does not have", "see the gpu check")
     return _fit(device, parts, num_bytes, gpus[index].free_bytes, gpus[index].name)
 
 
 def _fit(where: str, parts: dict[str, int], num_bytes: int, free_bytes: int, limited_by: str) -> Finding:
     shown = f"{where}: {_needed(parts, num_bytes)}, free {_mib(free_bytes)} by {limited_by}"
-    advice = "set a smaller kv_cache_mib (or num_blocks) or kv_host_mib, a smaller dtype or model, or free memory"
+    advice = "reduce kv_cache_mib (or num_blocks) or kv_host_mib, use a smaller dtype or model, or free up memory"
     if num_bytes > free_bytes:
         return failed(shown, advice)
     if num_bytes > TIGHT_SHARE * free_bytes:

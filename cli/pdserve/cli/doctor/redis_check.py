@@ -1,4 +1,4 @@
-"""Redis: whether it is reachable, new enough, fast, and permits the services' commands; and which services use the namespace."""
+"""Redis: whether it is reachable, new and fast enough, and permits the services' commands; which services use the namespace."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SLOW_S = 0.005
 MAX_SHOWN = 32
 _ANSWER_S = 10.0
 _ADVICE = {
-    "unreachable": "start it, or correct host and port in redis (and redis_ca_file for rediss://)",
+    "unreachable": "start it, or correct the host and port in the redis setting (and redis_ca_file for rediss://)",
     "timeout": "look for a firewall that drops packets, or a Redis that is overloaded",
-    "denied": "correct user and password in redis; docs/protocol.md lists the rights",
+    "denied": "correct the user and password in the redis setting; docs/protocol.md lists the required rights",
     "loading": "wait until Redis has loaded its data",
 }
 
 
 def check_redis(settings: ServiceSettings) -> list[Finding]:
-    """The server, this user's rights, and the services in the namespace. It writes nothing."""
+    """Check the server, this user's rights, and the services in the namespace. Writes nothing to Redis."""
     if settings.redis is None:
         return [ok("not used: routers are configured with the addresses of workers")]
     url = parse_redis_url(settings.redis)
     try:
-        # resolve here first, where it may hang: the process waits at its end for the threads in which asyncio resolves names
+        # resolve in this thread first, which is allowed to hang: asyncio resolves names in threads that are joined at exit
         socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     except OSError as error:
         return [failed(f"{url}: {url.host} does not resolve: {error.strerror}", _ADVICE["unreachable"])]
@@ -64,7 +64,7 @@ async def _look(settings: ServiceSettings, url: RedisUrl) -> list[Finding]:
             return [*findings, *await _workers(redis, keys, settings)]
     except REDIS_ERRORS as error:
         kind = error_kind(error)
-        advice = _ADVICE.get(kind, "look into Redis' own log")
+        advice = _ADVICE.get(kind, "check Redis's own log")
         return [failed(f"{url} cannot be used: {error_text(error)} ({kind})", advice)]
     finally:
         await redis.aclose()
@@ -90,13 +90,13 @@ async def _workers(redis: Redis, keys: Keys, settings: ServiceSettings) -> list[
 
 def _strangers(live: list[WorkerRecord], settings: ServiceSettings) -> Iterator[Finding]:
     if others := [record.worker_id for record in live if not _verifies(record, settings)]:
-        yield failed(f"{', '.join(others)}: another deployment key", "give all services one key")
+        yield failed(f"{', '.join(others)}: a different deployment key", "give all services the same key")
     for record in live:
         if (why := version_objection(record.protocol_version)) is not None:
             yield warning(f"{record.worker_id}: {why}", "run versions of pdserve that work together")
     if isinstance(settings, WorkerSettings) and settings.worker_id in [record.worker_id for record in live]:
-        what = f"a worker with the id {settings.worker_id} is there already"
-        yield warning(what, "right before a restart in its place, else set another worker_id")
+        what = f"a worker with the id {settings.worker_id} is already registered"
+        yield warning(what, "expected just before a restart that replaces it; otherwise set a different worker_id")
 
 
 def _verifies(record: WorkerRecord, settings: ServiceSettings) -> bool:
@@ -119,7 +119,7 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
     try:
         answer = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
     except exceptions.ResponseError as error:
-        return failed(f"{url} does not say its version: {error_text(error)}", _NEWER)
+        return failed(f"{url} does not report its version: {error_text(error)}", _NEWER)
     said = {bytes(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
     version = said[b"version"].decode(errors="replace")
     fastest_s = min(round_trips)
@@ -127,12 +127,12 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
         return failed(shown, _NEWER)
     if said.get(b"role") != b"master":
-        return failed(f"{shown}: a replica, which accepts no writes", "name the primary in redis")
+        return failed(f"{shown}: a replica, which accepts no writes", "set redis to the primary's URL")
     if said.get(b"mode") == b"cluster":
         return failed(f"{shown}: a node of a cluster", "use one server; all keys of a deployment are in one slot")
     if fastest_s > SLOW_S:
         return warning(
-            f"{shown}: slow", "put Redis nearer; no request waits for it, but routers learn of cached prefixes later"
+            f"{shown}: slow", "move Redis closer; no request waits for it, but routers learn of cached prefixes later"
         )
     return ok(shown)
 
@@ -140,7 +140,7 @@ async def _server(redis: Redis, url: RedisUrl) -> Finding:
 async def _rights(redis: Redis, keys: Keys) -> Finding:
     refused = await refusals(redis, keys)
     if not refused:
-        return ok("all rights that services need")
+        return ok("this user has all the rights that services need")
     first = next(iter(refused.values()))
     return failed(
         f"Redis refuses {', '.join(sorted(refused))}: {first}",

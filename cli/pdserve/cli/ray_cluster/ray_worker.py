@@ -23,11 +23,11 @@ from pdserve.common.tasks.first_done import first_done
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-"""Seconds between two looks at how many weights are loaded."""
+"""Seconds between polls of how much of the weights has been loaded."""
 AGAIN_AFTER_S = 1.0
-"""Seconds between two calls of an actor that Ray restarts."""
+"""Seconds between attempts to call an actor that Ray is restarting."""
 HURRY_S = 5.0
-"""Seconds in which a worker must end after a second signal, before its actor is killed."""
+"""Seconds that a worker has to exit after a second signal before its actor is killed."""
 
 
 def resources_of(plan: ChildPlan) -> dict[str, float]:
@@ -37,7 +37,7 @@ def resources_of(plan: ChildPlan) -> dict[str, float]:
 
 
 def reason_of(error: RayError) -> str:
-    """The last line of the error, which of an exception at the node is its type and message."""
+    """The last line of the error: for an exception on the node, its type and message."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
@@ -45,13 +45,13 @@ class RayWorker:
     """One worker. `start` waits until it is ready; `watch` then follows it from node to node, as Ray restarts it."""
 
     def __init__(self, plan: ChildPlan, group: Any, place: int) -> None:
-        """group: Ray's placement group, in which this worker has the bundle number `place`."""
+        """group: the Ray placement group. place: the index of this worker's bundle in it."""
         self.plan = plan
         self.address = ""
         """host:port; empty while Ray restarts the worker."""
         self.metrics = ""
         self.ready_at: float | None = None
-        """`time.monotonic()` when it was ready; None while Ray starts it."""
+        """`time.monotonic()` when it became ready; None while Ray starts it."""
         self.on_load: Callable[[str, LoadReport], None] = lambda name, load: None
         self._options = {
             "num_cpus": resources_of(plan)["CPU"],
@@ -67,7 +67,7 @@ class RayWorker:
         return ray.remote(WorkerActor).options(**self._options).remote()
 
     async def _result(self, call: Any) -> Any:
-        """The result of a call of the actor. Cancelling the wait does not cancel the call, as Ray's client requires."""
+        """The result of an actor call. Ray's client requires that cancelling the wait does not cancel the call."""
         answer = asyncio.wrap_future(call.future())
         self._answers.add(answer)
         answer.add_done_callback(self._answered)
@@ -102,7 +102,7 @@ class RayWorker:
                 await asyncio.sleep(LOOK_S)
 
     async def watch(self) -> None:
-        """Follow the worker: whenever its process, actor or node is lost, wait until Ray has restarted it; until cancelled."""
+        """Follow the worker until cancelled: whenever its process, actor or node is lost, wait until Ray has restarted it."""
         while True:
             try:
                 await self._result(self._actor.run.remote())
@@ -119,7 +119,7 @@ class RayWorker:
             await self.start()
         except ConfigError as error:
             if isinstance(error.__cause__, ActorDiedError):
-                # Ray gave it up, and restarts it no more
+                # Ray has given up on it and will not restart it
                 self._actor = self._make_actor()
             if not isinstance(error.__cause__, RayError) or isinstance(error.__cause__, ActorDiedError):
                 log.warning("%s", error)
@@ -132,7 +132,7 @@ class RayWorker:
             if not stopping.done():
                 await first_done(self._hurry(), timeout_s=HURRY_S)
                 await first_done(stopping, timeout_s=HURRY_S)
-        # an actor that Ray still restarts has no open request; a process that still loads ends by its lifeline
+        # an actor that Ray is still restarting has no open requests; a process that is still loading is ended by its lifeline
         with contextlib.suppress(RayError):
             ray.kill(self._actor, no_restart=True)
         if self._answers:

@@ -29,7 +29,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 class StatusClient:
-    """A router's HTTP front end. Use as a context. Raises: ConfigError for a URL that cannot be used."""
+    """Client of a router's HTTP front end. Use as a context manager. Raises: ConfigError for a URL that cannot be used."""
 
     def __init__(self, url: str, api_key: str | None, tls: ClientTls | None = None) -> None:
         """url: http://host:port, or host:port."""
@@ -49,11 +49,11 @@ class StatusClient:
         self._client.close()
 
     def status(self) -> StatusView:
-        """The router's status. Raises: NotReached without an answer, PeerError without a usable one."""
+        """The router's status. Raises: NotReached if there is no answer, PeerError if it is unusable."""
         return self._get("/debug/status", StatusView)
 
     def request(self, request_id: str) -> RequestView:
-        """One request. Raises: NotFound for an unknown id; NotReached without an answer, PeerError without a usable one."""
+        """One request. Raises: NotFound for an unknown id; NotReached if there is no answer, PeerError if it is unusable."""
         return self._get(f"/debug/requests/{quote(request_id, safe='')}", RequestView)
 
     def _get(self, path: str, kind: type[T]) -> T:
@@ -63,7 +63,7 @@ class StatusClient:
                 for data in reply.iter_bytes():
                     body += data
                     if len(body) > MAX_ANSWER_BYTES:
-                        raise PeerError(f"the answer of {self._url} has more than {MAX_ANSWER_BYTES} bytes")
+                        raise PeerError(f"the answer from {self._url} has more than {MAX_ANSWER_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NotReached(f"no router answers at {self._url}: {str(error) or type(error).__name__}") from None
         if reply.status_code != httpx.codes.OK:
@@ -71,7 +71,7 @@ class StatusClient:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.MsgspecError as error:
-            raise PeerError(f"{self._url}{path} is not the answer of a pdserve router: {error}") from None
+            raise PeerError(f"{self._url}{path} did not answer like a pdserve router: {error}") from None
 
     def _refuse(self, status: int, body: bytes) -> None:
         try:
@@ -85,5 +85,5 @@ class StatusClient:
 
 
 def plain(text: str) -> str:
-    """The text without control characters, which would change the terminal."""
+    """The text with `?` in place of control characters, which could change the state of the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)

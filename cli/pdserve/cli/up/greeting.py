@@ -1,4 +1,4 @@
-"""Output of `pdserve up` when the cluster is ready: addresses, metrics included, and the answer to one question."""
+"""Output of `pdserve up` when the cluster is ready: addresses (including those for metrics) and the answer to one question."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Greeting:
     ) -> None:
         """default_url: the address that `pdserve chat` uses by default.
 
-        image_url: URL of a picture for the question, which then goes over OpenAI HTTP; None: no picture.
+        image_url: URL of an image to send with the question, which then uses the OpenAI HTTP API; None: no image.
         """
         self._console = console
         self._default_url = default_url
@@ -33,7 +33,7 @@ class Greeting:
         self.answered = False
 
     async def __call__(self, addresses: Addresses) -> bool:
-        """Print the addresses and the answer; returns True if the cluster should continue."""
+        """Print the addresses and the answer; returns True if the cluster should keep running."""
         console = self._console
         console.print(
             f"[bold green]ready[/]  OpenAI {'https' if addresses.tls else 'http'}://{addresses.http}/v1   gRPC {addresses.grpc}   "

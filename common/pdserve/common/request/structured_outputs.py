@@ -16,14 +16,14 @@ MAX_SPEC_BYTES = 64 << 10
 MAX_REGEX_CHARS = 8192
 MAX_CHOICES = 1024
 MAX_DEPTH = 32
-"""Levels of a JSON schema or structural tag: compiling takes time that grows faster than their number."""
+"""Nesting levels of a JSON schema or structural tag: compile time grows faster than linearly with the depth."""
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
 ):
-    """The form that an output must have. Exactly one of the first six is given.
+    """The form that an output must have. Exactly one of the first six fields is set.
 
     Source: the names and meanings are those of vLLM's `StructuredOutputsParams`.
     """
@@ -39,14 +39,14 @@ class StructuredOutputsParams(
     json_object: bool | None = None
     """True: any JSON object."""
     structural_tag: str | None = None
-    """JSON: free text in which tags begin parts of a fixed form, in the format of xgrammar."""
+    """JSON in xgrammar's format: free text in which tags begin parts that have a fixed form."""
     disable_any_whitespace: bool = False
     """JSON is written with one space after commas and colons and no other white space; in a structural tag, at most one white
     space character in a row."""
     disable_additional_properties: bool = False
-    """As it is anyway: see `json`."""
+    """No effect, since this is already the default: see `json`."""
     whitespace_pattern: str | None = None
-    """Known, not supported."""
+    """Recognized, but not supported."""
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -74,7 +74,7 @@ class StructuredOutputsParams(
             raise InvalidRequest(f"{FIELD} {problem}, exactly one of {', '.join(CONSTRAINTS)} is needed", FIELD)
         if self.whitespace_pattern is not None:
             raise InvalidRequest(
-                f"{FIELD}.whitespace_pattern is not supported; disable_any_whitespace leaves no choice of white space",
+                f"{FIELD}.whitespace_pattern is not supported; use disable_any_whitespace to fix the white space",
                 FIELD,
             )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
@@ -104,7 +104,7 @@ class StructuredOutputsParams(
 
     @property
     def json_schema(self) -> str:
-        """`json` as text. Raises: InvalidRequest for values that JSON does not have."""
+        """`json` as text. Raises: InvalidRequest for values that JSON cannot represent."""
         if isinstance(self.json, str):
             return self.json
         try:
@@ -118,7 +118,7 @@ def _verify_choices(choices: Any) -> None:
     _require(0 < len(choices) <= MAX_CHOICES, "choice", f"1 to {MAX_CHOICES} texts", len(choices))
     for place, choice in enumerate(choices):
         _require_type(f"choice[{place}]", choice, str)
-        _require(bool(choice), f"choice[{place}]", "a text of at least one character", 0)
+        _require(bool(choice), f"choice[{place}]", "at least one character", 0)
     _require_size("choice", "".join(choices))
 
 

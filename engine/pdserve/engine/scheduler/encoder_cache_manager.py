@@ -1,7 +1,7 @@
-"""`EncoderCacheManager`: which images' encoder outputs the runner keeps, counted in tokens, by vLLM's names.
+"""`EncoderCacheManager`: which images' encoder outputs the runner keeps, with sizes in tokens. The names are vLLM's.
 
-An output is *referenced* by the running sequences that still compute tokens of its image, or *freeable*: kept until another one
-needs the room, the longest unused first.
+An output is *referenced* by the running sequences that still compute tokens of its image, or *freeable*: kept until its room is
+needed for another output; the least recently used is dropped first.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pdserve.common.request.multimodal import MultiModalFeatureSpec
 
 
 class EncoderCacheManager:
-    """Decides; the runner follows `take_changes`, which lists what to drop before what to encode."""
+    """Decides what is kept. The runner applies `take_changes`: it drops outputs first, then encodes images."""
 
     def __init__(self, cache_size: int) -> None:
         """cache_size: tokens."""
         self.cache_size = cache_size
         self.num_free_slots = cache_size
-        """Tokens without an output."""
+        """Unused capacity, in tokens."""
         self.cached: dict[str, set[str]] = {}
         """Identifier -> ids of the requests that reference it."""
         self.freeable: OrderedDict[str, int] = OrderedDict()
-        """Identifier -> tokens, of outputs without references, longest unused first."""
+        """Identifier -> tokens, for unreferenced outputs, least recently used first."""
         self.num_encoded = 0
         """Images encoded since the start."""
         self._sizes: dict[str, int] = {}
@@ -31,7 +31,7 @@ class EncoderCacheManager:
 
     @property
     def num_freeable_slots(self) -> int:
-        """Tokens that have no output, or a freeable one."""
+        """Capacity that is unused or held by freeable outputs, in tokens."""
         return self.num_free_slots + sum(self.freeable.values())
 
     def has(self, identifier: str) -> bool:
@@ -43,7 +43,7 @@ class EncoderCacheManager:
         self.freeable.pop(identifier, None)
 
     def allocate(self, request_id: str, feature: MultiModalFeatureSpec) -> None:
-        """Encode an image for a request. There must be room: see `num_freeable_slots`."""
+        """Schedule an image to be encoded for a request. There must be room: see `num_freeable_slots`."""
         size = feature.mm_position.length
         while self.num_free_slots < size:
             identifier, freed = self.freeable.popitem(last=False)
@@ -69,7 +69,7 @@ class EncoderCacheManager:
             self._freed.append(identifier)
 
     def take_changes(self) -> tuple[list[MultiModalFeatureSpec], list[str]]:
-        """(images to encode, identifiers to drop before), for a step that is computed. Changes of a step without tokens wait."""
+        """(images to encode, identifiers to drop first). Call only for a step with tokens; until then, changes accumulate."""
         changes = list(self._to_encode.values()), self._freed
         self.num_encoded += len(self._to_encode)
         self._to_encode, self._freed = {}, []
@@ -83,7 +83,7 @@ class EncoderCacheManager:
             raise RuntimeError(f"encoder cache: {used} tokens used, {self.num_free_slots} free of {self.cache_size}")
         if unreferenced != self.freeable.keys():
             raise RuntimeError(
-                f"encoder cache: freeable are {list(self.freeable)}, unreferenced {sorted(unreferenced)}"
+                f"encoder cache: freeable: {list(self.freeable)}, but unreferenced: {sorted(unreferenced)}"
             )
         if idle and len(unreferenced) != len(self.cached):
             raise RuntimeError(f"encoder cache: referenced while idle: {sorted(self.cached.keys() - unreferenced)}")

@@ -44,10 +44,10 @@ class Experts(Protocol):
 
 
 class LoopedExperts:
-    """Two products per expert that has a token; other experts cost nothing. Reads the number of tokens per expert on the host."""
+    """Two products per expert that has tokens; other experts cost nothing. Reads the token counts back from the device."""
 
     def __init__(self, experts: Iterable[ExpertWeights], gate: Gate | None = None) -> None:
-        """gate: None: SiLU."""
+        """gate: the activation; None: SiLU."""
         self._experts = [
             (make_linear(each.gate_up, each.gate_up_bias), make_linear(each.down, each.down_bias)) for each in experts
         ]
@@ -61,7 +61,7 @@ class LoopedExperts:
             return torch.zeros_like(x)
         sizes = [count for _, count in used]
         parts = zip(used, rows.split_with_sizes(sizes), strict=True)
-        # a few rows per expert: what is computed once for all of them is not called from here per expert
+        # each expert has only a few rows, so work that can be done once for all experts is not repeated per expert
         gate_up = torch.cat([gate_up(part) for ((gate_up, _), _), part in parts])
         inner = (self._gate or ops.swiglu)(gate_up).contiguous()
         parts = zip(used, inner.split_with_sizes(sizes), strict=True)
@@ -72,7 +72,7 @@ class GroupedExperts:
     """All experts in one operation of `LayerOps`. Reads nothing back from the device."""
 
     def __init__(self, experts: Iterable[ExpertWeights], gate: Gate | None = None) -> None:
-        """gate: None: SiLU."""
+        """gate: the activation; None: SiLU."""
         self._stack = ExpertStack.of(experts, gate)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor, ops: LayerOps) -> Tensor:
@@ -80,7 +80,7 @@ class GroupedExperts:
 
 
 def make_experts(experts: Iterable[ExpertWeights], gate: Gate | None = None) -> Experts:
-    """The fastest layer for these weights. On a processor at most one expert is in memory twice meanwhile.
+    """The fastest layer for these weights. On a CPU, at most one expert is in memory twice while the layer is built.
 
     gate: the activation; None: SiLU. Raises: ValueError for an empty list.
     """
@@ -95,7 +95,7 @@ def make_experts(experts: Iterable[ExpertWeights], gate: Gate | None = None) -> 
         return LoopedExperts(every, gate) if is_int8 else GroupedExperts(every, gate)
     library, activation = built_library(), GatedActivation.of(gate)
     is_native = is_int8 or values.dtype in NATIVE_DTYPES
-    # oneDNN multiplies with AMX, and C++ does not
+    # oneDNN uses AMX, but the C++ kernels do not
     if library is None or activation is None or has_amx() or not is_native:
         return LoopedExperts(every, gate)
     return NativeExperts(every, activation, library)

@@ -14,7 +14,7 @@ from pdserve.kernels.triton.launch_configs import LaunchConfigs
 def add_norm_rows(
     x, residual, weight, out, x_stride, residual_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):
-    """`s = residual + x`, rounded to the dtype of the stream; `out = s / sqrt(mean(s^2) + eps) * weight`, in float32.
+    """`s = residual + x`, rounded to the dtype of `residual`; `out = s / sqrt(mean(s^2) + eps) * weight`, in float32.
 
     One program per row. Without ADD, s is the residual, and x is not read. Reference: `RmsNorm`.
     """
@@ -34,7 +34,10 @@ def add_norm_rows(
 
 
 def add_norm(residual: Tensor, x: Tensor | None, norm: RmsNorm, configs: LaunchConfigs) -> Tensor:
-    """The norm of `residual + x`, which overwrites residual; x None: of the residual. All `[T, H]`, rows may be strided."""
+    """The norm of `residual + x`; the sum overwrites `residual`. x None: the norm of `residual`, which is left unchanged.
+
+    All tensors are `[T, H]`; rows of the inputs may be strided. Raises: ValueError for shapes or strides that do not fit.
+    """
     num_rows, size = residual.shape
     added = residual if x is None else x
     if added.shape != residual.shape or norm.weight.shape != (size,) or residual.stride(1) != 1 or added.stride(1) != 1:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's APIs without effect, and those accepted only with values that have no effect."""
+"""OpenAI and vLLM API fields that have no effect here, and those accepted only with values that have no effect."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from pdserve.common.errors import InvalidRequest
 from pdserve.router.bodies.request_body import shown
 
-_TEXT_ALONE = "this model reads and writes text alone"
-_FILES_OF_MODEL = "images are processed as the files of the model say"
+_TEXT_ALONE = "this model reads and writes only text"
+_FILES_OF_MODEL = "images are processed as the model's files specify"
 IGNORED = (
     "user",
     "safety_identifier",
@@ -50,25 +50,25 @@ NO_OP: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "verbosity": ("medium",),
 }
-"""Field -> values without effect, beside null and absence."""
+"""Field -> values that have no effect, in addition to null and an absent field."""
 REASONS: Mapping[str, str] = {
-    "beam_width": "with use_beam_search best_of, or n, is the number of beams",
-    "logprob_token_ids": "logprobs has the most likely tokens",
+    "beam_width": "with use_beam_search, the number of beams is best_of, or n",
+    "logprob_token_ids": "logprobs returns the most likely tokens",
     "return_prompt_text": "return_token_ids returns the prompt's tokens",
     "kv_transfer_params": "the router itself pairs prefill and decode",
     "ec_transfer_params": _TEXT_ALONE,
-    "vllm_xargs": "logits_processors names plug-ins, with arguments",
-    "chat_template": "the template of the model's folder is rendered",
+    "vllm_xargs": "pass plug-ins and their arguments in logits_processors",
+    "chat_template": "the template in the model's folder is always used",
     "media_io_kwargs": _FILES_OF_MODEL,
     "mm_processor_kwargs": _FILES_OF_MODEL,
     "modalities": _TEXT_ALONE,
     "audio": _TEXT_ALONE,
-    "background": "a response is made while its client waits",
+    "background": "a response is generated while its client waits",
     "conversation": "previous_response_id continues a conversation",
     "prompt": "no prompts are stored here; send instructions and input",
     "truncation": "a conversation that is too long is refused",
-    "functions": "functions are called with tools",
-    "function_call": "functions are called with tools",
+    "functions": "to call functions, use tools",
+    "function_call": "to call functions, use tools",
 }
 
 
@@ -80,7 +80,7 @@ RESPONSES_IGNORED = (
     "prompt_cache_options",
     "prompt_cache_retention",
 )
-"""`IGNORED` of `/v1/responses`."""
+"""`IGNORED` for `/v1/responses`."""
 RESPONSES_NO_OP: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
@@ -91,13 +91,13 @@ RESPONSES_NO_OP: Mapping[str, tuple[Any, ...]] = {
     "reasoning.summary": ("auto",),
     "reasoning.generate_summary": ("auto",),
 }
-"""`NO_OP` of `/v1/responses`; a dot precedes a field of an object."""
+"""`NO_OP` for `/v1/responses`; a dot separates an object from its field."""
 SCORE_NO_OP: Mapping[str, tuple[Any, ...]] = {"encoding_format": ("float",)}
-"""`NO_OP` of `/v1/score`."""
+"""`NO_OP` for `/v1/score`."""
 
 
 def verify_neutral(body: object, table: Mapping[str, tuple[Any, ...]] = NO_OP) -> None:
-    """Raises: InvalidRequest for the first field with another value."""
+    """Verify that no field in `table` has an effect. Raises: InvalidRequest for the first field with a value not listed there."""
     for field, neutral in table.items():
         value = body
         for name in field.split("."):

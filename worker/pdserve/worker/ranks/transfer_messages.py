@@ -3,8 +3,8 @@
 rank 0 -> rank   `GrantReads`, `PublishBlocks`, `CloseGrant`; `BeginRead`, `CancelRead`; `DigestBlocks`; `MeetPeer`, `ForgetPeer`
 rank -> rank 0   `RankServes`, first; then `GrantFenced`, `ReadLanded`, `ReadEnded`, `DigestsFound`
 
-They have a socket of their own, so that none waits for a step. Numbers of blocks are those of the pool divided into `parts`. The
-end of the socket is the end of the peer.
+They have a socket of their own, so that no message waits for a step. Block numbers refer to the pool with each block divided into
+`parts`. When the socket closes, the peer has ended.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CloseGrant(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BeginRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered by any number of `ReadLanded`, and `ReadEnded`."""
+    """Answered by any number of `ReadLanded`, then one `ReadEnded`."""
 
     read_id: int
     connector: str

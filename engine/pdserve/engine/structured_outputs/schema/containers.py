@@ -1,4 +1,4 @@
-"""Arrays and objects of JSON as grammars: with their counts, and white space of limited length."""
+"""Grammars for JSON arrays and objects, with limits on the number of entries and the length of white space."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pdserve.engine.structured_outputs.schema.ebnf import Rules, group, one_of
 
 MAX_ENTRIES = 1024
-"""Limit of items, and of properties that a schema does not name, where it gives none."""
+"""Maximum number of items, and of properties that a schema does not name, if the schema sets no maximum."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Expressions for the text between the values and signs of JSON; each may be empty."""
+    """Expressions for JSON's white space and separators; `gap` may be empty."""
 
     gap: str
-    """Before and after signs."""
+    """White space around punctuation."""
     comma: str
     colon: str
 
@@ -32,7 +32,10 @@ class Layout:
 def array(
     rules: Rules, layout: Layout, first: Sequence[str], rest: str | None, least: int, most: int | None
 ) -> str | None:
-    """An array of `least` to `most` items: `first`, in order, then any number of `rest`. None if no array has so many."""
+    """An array of `least` to `most` items: `first`, in order, then any number of `rest`.
+
+    None if there is none. Raises: TooLarge.
+    """
     place = len(first)
     end = f'{layout.gap} "]"'
     ways = [end] if place >= least else []
@@ -60,12 +63,12 @@ def object_of(
 ) -> str | None:
     """An object with `least` to `most` properties: those that are named, in order, then others. None if there is none.
 
-    named: name with its quotation marks, value, and whether it is required. others: names and values. The names of others may
-    repeat, so they count as one towards `least`.
+    named: (quoted name, value, whether it is required). others: (name, value). The names of others may repeat, so all of them
+    together count as one property towards `least`. Raises: TooLarge.
     """
     end = f'{layout.gap} "}}"'
     other = group(f"{name} {layout.colon} {value}" for name, value in others) if others else None
-    # the number of properties before, as far as it matters
+    # the largest number of preceding properties that must be told apart
     highest = min(max(least, 1) if most is None else most, len(named))
     tails: list[str | None] = []
     for count in range(highest + 1):

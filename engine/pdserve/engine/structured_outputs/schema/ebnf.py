@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 
 MAX_RULES = 20_000
-"""Limit of rules of one grammar."""
+"""Maximum number of rules in one grammar."""
 WORD = {'"': '\\"', "\\": "\\\\"}
 
 
@@ -54,7 +54,7 @@ class Rules:
 
 
 def literal(text: str) -> str:
-    """An expression for exactly this text, which is not empty."""
+    """An expression for exactly this text, which must not be empty."""
     return f'"{"".join(map(_escaped, text))}"'
 
 
@@ -64,7 +64,7 @@ def one_of(ways: Iterable[str]) -> str:
 
 
 def group(ways: Iterable[str]) -> str:
-    """As `one_of`, in parentheses where a sequence needs them."""
+    """Like `one_of`, with parentheses where they are needed to use it in a sequence."""
     known = list(dict.fromkeys(ways))
     return known[0] if len(known) == 1 else f"({one_of(known)})"
 
