@@ -1,7 +1,7 @@
 # One image for router, prefill and decode: `docker build -t pdserve .`; for workers with a GPU: `docker build --target gpu -t pdserve:gpu .`
 #   --build-arg PYTHON_IMAGE=...   another base image with Python 3.11 to 3.13
 #   --build-arg EXTRAS=            without NIXL; KV blocks then move over TCP. `triton` adds what torch's CUDA build brings by itself
-#   --build-arg TORCH_INDEX=URL    the only index that is asked for torch, and for torch only: that of processor builds,
+#   --build-arg TORCH_INDEX=URL    the only index that is asked for torch, and for torch only: that of CPU builds,
 #                                  https://download.pytorch.org/whl/cpu, makes a smaller image
 # Everything is installed from locks/, whose hashes pip demands (deploy/install.py).
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -13,7 +13,7 @@ ENV PYTHONSAFEPATH=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT
 RUN python -m venv /opt/pdserve
 ENV PATH=/opt/pdserve/bin:$PATH
 WORKDIR /src
-# compiles decode attention for processors; without it the wheel is pure Python, and slower there
+# compiles decode attention for CPUs; without it the wheel is pure Python, and slower there
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # What pdserve depends on changes seldom: a layer of its own.
 COPY locks locks

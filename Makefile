@@ -128,7 +128,7 @@ GPU_OUT ?= gpu-results
 gpu:  ## everything that needs a GPU, measured in ten minutes: rows as they come, then a table; GPU_OUT=folder receives them
 	PYTHONPATH=benchmarks $(GPU_PYTHON) -m gpu --out $(GPU_OUT)
 
-gpu-dry: $(VENV)/.all  ## the same stages with tiny shapes on a processor, to prove that they run; measures nothing
+gpu-dry: $(VENV)/.all  ## the same stages with tiny shapes on a CPU, to prove that they run; measures nothing
 	PYTHONPATH=benchmarks $(BIN)/python -m gpu --dry --out $(GPU_OUT)
 
 gpu-carry: $(VENV)/.dev  ## wheels for Python 3.12 that make gpu needs where there is no network: the folder gpu-carry

@@ -1,6 +1,6 @@
 """Attention over the paged cache and whole steps, of this tree and of another one, in turns.
 
-Each tree has a process of its own with one thread, and is timed by that thread's processor time, so that other load on the
+Each tree has a process of its own with one thread, and is timed by that thread's CPU time, so that other load on the
 machine counts only by what it does to the caches. A round is one run of a case in each tree, one after the other.
 
     decode    store and attend of one new token in each of B sequences, per layer
@@ -190,7 +190,7 @@ def main() -> None:
         serve(sys.stdin)
         return
     print_conditions()
-    print(f"{options.rounds} rounds, one thread; us per layer (step: us in all) of processor time, medians\n")
+    print(f"{options.rounds} rounds, one thread; us per layer (step: us in all) of CPU time, medians\n")
     print(f"{'case':45} {'before':>12} {'now':>12} {'ratio':>8}   quartiles of the rounds", flush=True)
     trees = [Tree(root) for root in (Path(__file__).resolve().parents[1], options.against.resolve())]
     for case in cases():

@@ -96,7 +96,7 @@ def main() -> None:
         for batch in BATCHES:
             start = time.process_time()
             found[batch] = list(answers(make, batch, asked))
-            print(f"batches of {batch}: {time.process_time() - start:.0f} s of processor time", flush=True)
+            print(f"batches of {batch}: {time.process_time() - start:.0f} s of CPU time", flush=True)
         oracle = Oracle(folder)
         for batch in BATCHES[1:]:
             pairs = list(zip(found[1], found[batch], strict=True))

@@ -32,7 +32,7 @@ def make_layers() -> dict[str, list[Layer]]:
     for shape in SHAPES:
         packed = PackedLinear(torch.randn(shape).bfloat16(), None)
         if packed.native is None:
-            raise SystemExit("C++ does not read oneDNN's layout on this processor, or is not built")
+            raise SystemExit("C++ does not read oneDNN's layout on this CPU, or is not built")
         found["C++"].append(packed.native)
         packed.native = None
         found["oneDNN"].append(packed)

@@ -1,8 +1,8 @@
-"""Cost of authenticated calls: processor time of each part, and of a whole gRPC call with and without a proof.
+"""Cost of authenticated calls: CPU time of each part, and of a whole gRPC call with and without a proof.
 
 Usage: python benchmarks/call_proofs.py
 
-Times are processor time of one thread, the least of several runs, so that other processes do not count.
+Times are CPU time of one thread, the least of several runs, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Servicer(WorkerServiceServicer):
 
 
 def micros(call: Callable[[], object], times: int) -> float:
-    """Processor time of one call, microseconds."""
+    """CPU time of one call, microseconds."""
     best = float("inf")
     for _ in range(RUNS):
         started = time.thread_time()
@@ -71,7 +71,7 @@ def parts(num_tokens: int) -> dict[str, float]:
 
 
 async def whole_call(*, proof: bool) -> float:
-    """Processor time of this process for a unary call to itself, both sides together, microseconds."""
+    """CPU time of this process for a unary call to itself, both sides together, microseconds."""
     guards = [CallGuard(CallVerifier(DEVELOPMENT_KEY, lambda: WORKER))] if proof else []
     server = make_server(*guards)
     add_WorkerServiceServicer_to_server(Servicer(), server)  # type: ignore[abstract]

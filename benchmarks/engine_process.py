@@ -1,10 +1,10 @@
-"""Workers with their engine in their own process, and with `engine_process`, in turns: hand-over, tokens, processor time.
+"""Workers with their engine in their own process, and with `engine_process`, in turns: hand-over, tokens, CPU time.
 
 Two clusters run, of which one is measured at a time, so that a drift of the machine hits both. Each round measures, per cluster:
 
     hand-over        from the end of a prompt's computation at prefill to decode's first step, while 4 streams keep decode busy
     TPOT at N        seconds between tokens of N streams
-    processor        microseconds of processor time per token of all services' processes, with N streams
+    processor        microseconds of CPU time per token of all services' processes, with N streams
 
 Usage: python benchmarks/engine_process.py [--model demo|DIR] [--rounds 5] [--streams 16 64] [--num 12] [--set name=value ...]
 """
@@ -38,7 +38,7 @@ Figures = dict[str, list[float]]
 
 
 def processor_s(router: psutil.Process) -> float:
-    """Processor seconds so far of a cluster's processes."""
+    """CPU seconds so far of a cluster's processes."""
     times = [process.cpu_times() for process in (router, *router.children(recursive=True))]
     return sum(each.user + each.system for each in times)
 

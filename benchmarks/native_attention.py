@@ -7,7 +7,7 @@ layers), with pages in random order. Floors, with the same threads:
     pages     of decode rows: read the same pages in the same order, each asked for one ahead: a C++ loop, compiled for this run
     products  of chunks: torch.bmm with as many multiplications, in the same dtype, without softmax
 
-One thread: processor time of the process, so that other load counts only by what it does to caches and to the core that it shares.
+One thread: CPU time of the process, so that other load counts only by what it does to caches and to the core that it shares.
 Several: wall time. us per layer: the lowest of all rounds, then medians; ratios are of the lowest.
 
 Usage: python benchmarks/native_attention.py [--threads 1] [--rounds 15] [--all-levels] [--part chunks]
@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--all-levels", action="store_true", help="every instruction set of this processor")
+    parser.add_argument("--all-levels", action="store_true", help="every instruction set of this CPU")
     parser.add_argument("--part", choices=["decode", "chunks"], help="default: both")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

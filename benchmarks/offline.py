@@ -4,7 +4,7 @@ python benchmarks/offline.py --rounds 7 [--model FOLDER] [--baseline FOLDER] [--
                              [--shapes "1 request"]
 
 Each variant is a process that has loaded the bundled model or `--model`; a round asks each of
-them once, in turns. Processor time is that of the variant's process and of all processes that it has started.
+them once, in turns. CPU time is that of the variant's process and of all processes that it has started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def processor_s() -> float:
 
 
 def serve(model: str, variant: str) -> None:
-    """Answer each line of stdin, the name of a shape, with seconds and processor seconds of one batch."""
+    """Answer each line of stdin, the name of a shape, with seconds and CPU seconds of one batch."""
     from pdserve.llm import LLM, SamplingParams
 
     llm = LLM(model, **VARIANTS[variant])
@@ -112,7 +112,7 @@ def main() -> None:
             processor_us = statistics.median(cpu_s for _, cpu_s in taken[variant]) / (num_requests * num_tokens) * 1e6
             print(
                 f"{shape:12} {variant:15} {statistics.median(rates):7.0f} tokens/s [{rates[0]:.0f}, {rates[-1]:.0f}]  "
-                f"{processor_us:6.0f} us of processor time per token"
+                f"{processor_us:6.0f} us of CPU time per token"
             )
     for process in processes.values():
         assert process.stdin is not None

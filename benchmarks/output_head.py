@@ -6,7 +6,7 @@ after a rounding to bfloat16 (`rounded head`), which is what a product in bfloat
 largest logits are equal.
 
 Times: the head's product over a few rows, in turns with a product that returns bfloat16 and is widened afterwards; the lowest of
-rounds and the median, in ms. One thread: processor time.
+rounds and the median, in ms. One thread: CPU time.
 
 Usage: python benchmarks/output_head.py FOLDER [--positions 5000] [--length 512] [--rows 1 8 64] [--rounds 15] [--threads 1]
 """

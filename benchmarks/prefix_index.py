@@ -1,6 +1,6 @@
 """Time of lookups of a 12,000-token prompt in an index of a million blocks of 64 workers: median and 99th percentile.
 
-Also the mapping of the prompt's block hashes to placement hashes. Times are processor time.
+Also the mapping of the prompt's block hashes to placement hashes. Times are CPU time.
 
 Usage: python benchmarks/prefix_index.py
 """

@@ -3,7 +3,7 @@
 Answers: the bundled model's evaluation (`demo_model.evaluate`), generated greedily and compared with the expected answer to the
 last character. Probabilities: the answers in float32, read again as prompts: by how much the log-probability of a token differs
 from that in float32. Time: batches of sequences that decode after a prompt of `--prompt` tokens, in engines that take turns; the
-time of a step is the difference of two lengths of output whose prompts are in the prefix cache. It is also given in processor time,
+time of a step is the difference of two lengths of output whose prompts are in the prefix cache. It is also given in CPU time,
 which others on the machine disturb less.
 
 Usage: python benchmarks/quantization.py [--model FOLDER] [--load-format dummy] [--variants own int8 ...] [--batches 1 8 16]
@@ -91,7 +91,7 @@ def print_answers(names: Sequence[str], threads: int, num_cases: int | None, cho
 
 
 def step_ms(llm: LLM, batch: int, num_tokens: int) -> tuple[float, float]:
-    """(milliseconds, milliseconds of processor time) per token of each sequence while `batch` sequences decode."""
+    """(milliseconds, milliseconds of CPU time) per token of each sequence while `batch` sequences decode."""
     prompts = [[3 + (7 * row + place) % 500 for place in range(num_tokens)] for row in range(batch)]
     taken = []
     for length in (SHORT, LONG):

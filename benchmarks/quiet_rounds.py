@@ -11,7 +11,7 @@ import psutil
 
 Result = TypeVar("Result")
 MAX_SHARE = 0.04
-"""Processor time of others, of the time of all cores, up to which a measurement counts."""
+"""CPU time of others, of the time of all cores, up to which a measurement counts."""
 MAX_REPEATS = 20
 
 
@@ -33,7 +33,7 @@ def quiet(measure: Callable[[], Result]) -> Result:
 
 
 def _others_s() -> float:
-    """Processor seconds of all processes since the machine started, but for this one and its descendants that live."""
+    """CPU seconds of all processes since the machine started, but for this one and its descendants that live."""
     times = psutil.cpu_times()
     own = psutil.Process()
     mine = sum(sum(process.cpu_times()[:2]) for process in (own, *own.children(recursive=True)))

@@ -1,4 +1,4 @@
-"""Processor time of a router per output token and per request, beside the same of routers of other checkouts.
+"""CPU time of a router per output token and per request, beside the same of routers of other checkouts.
 
 The workers' steps take no arithmetic (`paced_worker.py`), so that the machine has time for the router. All routers use the same
 workers and are measured in turns. A request of n tokens costs `request + n * token`, which two lengths of answers give.
@@ -55,7 +55,7 @@ class Router:
     grpc_port: int
 
     def processor_s(self) -> float:
-        """Processor seconds of all its threads so far."""
+        """CPU seconds of all its threads so far."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
         return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
 
@@ -110,7 +110,7 @@ def _wait_for(router: Router) -> None:
 
 
 def measured(router: Router, model: str, front: str, length: int, streams: int) -> float:
-    """Processor seconds of the router per request of `length` output tokens.
+    """CPU seconds of the router per request of `length` output tokens.
 
     On a crowded machine a worker may be late and count as lost; then the requests fail, and it is measured again.
     """

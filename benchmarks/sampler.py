@@ -92,14 +92,14 @@ def _inverse_cdf(weights: Tensor, asked: SamplingMetadata) -> Tensor:
 
 
 def milliseconds(call: Callable[[], object]) -> tuple[float, float]:
-    """Wall time, and processor time of all threads."""
+    """Wall time, and CPU time of all threads."""
     start, used = time.perf_counter(), time.process_time()
     call()
     return (time.perf_counter() - start) * 1e3, (time.process_time() - used) * 1e3
 
 
 def measured(vocab_size: int, num_rounds: int) -> Iterator[tuple[int, str, str, int, NDArray[np.float64]]]:
-    """Threads, kind, case, rows, and `[2, 2, rounds]` milliseconds: wall and processor time; before, now.
+    """Threads, kind, case, rows, and `[2, 2, rounds]` milliseconds: wall and CPU time; before, now.
 
     Rounds alternate between the two rules.
     """
@@ -131,7 +131,7 @@ def main() -> None:
     print(f"numpy        {np.__version__}")
     print(f"vocabulary   {options.vocab_size:,}; temperature 0.9")
     print(f"numbers      ms per step of all rows; {options.rounds} rounds or more, the two rules in turns")
-    print("             wall time: least and median; processor time of all threads: least\n")
+    print("             wall time: least and median; CPU time of all threads: least\n")
     columns = ("threads", "rows", "before", "median", "now", "median", "before", "now", "wall", "median", "cpu")
     print(f"{'':<47}{'wall':<35}{'processor':<18}before / now")
     print(f"{'':<30}" + "".join(f"{name:>9}" for name in columns))

@@ -66,7 +66,7 @@ def interleave(
 
 
 def idle_share(parent: int, others: Sequence[int]) -> float:
-    """Processor time per second of all descendants that run, but for the trees of `others`."""
+    """CPU time per second of all descendants that run, but for the trees of `others`."""
     stopped = {process.pid for pid in others for process in psutil.Process(pid).children(recursive=True)} | set(others)
     processes = [process for process in psutil.Process(parent).children(recursive=True) if process.pid not in stopped]
     before = sum(sum(process.cpu_times()[:2]) for process in processes)

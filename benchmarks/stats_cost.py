@@ -1,6 +1,6 @@
 """Cost of the statistics of a step: what a step's timers and sums take alone, beside a decode step of the engine.
 
-Both are processor time of one thread, with torch on one thread. The timers are called as `ModelRunner` and `EngineCore` call them,
+Both are CPU time of one thread, with torch on one thread. The timers are called as `ModelRunner` and `EngineCore` call them,
 without a step between.
 
 Usage: python benchmarks/stats_cost.py [--model demo|DIR] [--sequences 1 8 32] [--steps 200] [--rounds 5] [--greedy]
@@ -40,7 +40,7 @@ def processor_s(work: Callable[[], object]) -> float:
 
 
 def decode_step_s(core: EngineCore, num_sequences: int, num_steps: int, temperature: float) -> float:
-    """Processor seconds of a decode step of this number of sequences."""
+    """CPU seconds of a decode step of this number of sequences."""
     for number in range(num_sequences):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=num_steps + 8, ignore_eos=True)
         prompt = [5 + (7 * place + number) % 200 for place in range(PROMPT_TOKENS)]
@@ -61,7 +61,7 @@ def decode_step_s(core: EngineCore, num_sequences: int, num_steps: int, temperat
 
 
 def timers_s(num_layers: int) -> float:
-    """Processor seconds of a step's timers and sums. num_layers: layers that are timed."""
+    """CPU seconds of a step's timers and sums. num_layers: layers that are timed."""
     runtime, profile = ProcessorRuntime(), StepProfile()
     layers = LayerTimes(runtime, None)
 

@@ -1,4 +1,4 @@
-"""Processor time per output token of each process of a cluster: its computing thread, and all other threads.
+"""CPU time per output token of each process of a cluster: its computing thread, and all other threads.
 
 The other threads do the streaming: making messages of outputs, sending, detokenizing, the client's stream. Their time limits the
 tokens per second of one router, and of one worker's asyncio thread.
@@ -40,7 +40,7 @@ def role_of(process: psutil.Process) -> str | None:
 
 
 def processor_s(processes: list[psutil.Process]) -> Counter[tuple[str, str]]:
-    """(role, part) -> processor seconds so far. The main thread is asyncio's; the engine's is the busiest other one."""
+    """(role, part) -> CPU seconds so far. The main thread is asyncio's; the engine's is the busiest other one."""
     spent: Counter[tuple[str, str]] = Counter()
     for process in processes:
         if (role := role_of(process)) is None:

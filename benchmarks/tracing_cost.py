@@ -1,7 +1,7 @@
-"""Cost of recording spans: processor time of router and workers for requests with and without tracing.
+"""Cost of recording spans: CPU time of router and workers for requests with and without tracing.
 
 One cluster gets one request at a time; every second request has a trace context that is not sampled, so that other processes of the
-machine affect both kinds equally. Processor time is the kernel's count for all threads of the cluster. Spans are exported later by
+machine affect both kinds equally. CPU time is the kernel's count for all threads of the cluster. Spans are exported later by
 separate threads, which affects both kinds. The total cost is therefore also measured separately: the spans of a request are
 repeatedly made, exported and received in this process. That is an upper bound, because it includes the collector.
 
@@ -83,13 +83,13 @@ def cluster(folder: Path, *flags: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def processor_s(pids: list[int]) -> float:
-    """Processor seconds of all threads so far."""
+    """CPU seconds of all threads so far."""
     files = (path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(int(path.read_text().split()[0]) for path in files) / 1e9
 
 
 def request_ms(client: httpx.Client, url: str, body: dict[str, Any], pids: list[int], *, sampled: bool) -> float:
-    """Processor milliseconds of one request, with what is done after its answer."""
+    """CPU milliseconds of one request, with what is done after its answer."""
     trace = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if sampled else '00'}"
     start = processor_s(pids)
     client.post(f"{url}/v1/completions", json=body, headers={"traceparent": trace}).raise_for_status()
@@ -159,7 +159,7 @@ def main() -> None:
     for sampled, each in costs.items():
         quartiles = statistics.quantiles(each, n=4)
         print(
-            f"recording {'on ' if sampled else 'off'} {quartiles[1]:8.2f} ms processor time a request "
+            f"recording {'on ' if sampled else 'off'} {quartiles[1]:8.2f} ms CPU time a request "
             f"(quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f})"
         )
     off_ms = statistics.median(costs[False])
@@ -172,9 +172,7 @@ def main() -> None:
         f"(95 % between {low / off_ms:+.2%} and {high / off_ms:+.2%})"
     )
     print(f"spans        {num_spans / (options.pairs + WARM_UP):8.1f} a request")
-    print(
-        f"spans alone  {alone_ms:8.2f} ms processor time a request, export and collector included: {alone_ms / off_ms:.2%}"
-    )
+    print(f"spans alone  {alone_ms:8.2f} ms CPU time a request, export and collector included: {alone_ms / off_ms:.2%}")
 
 
 if __name__ == "__main__":

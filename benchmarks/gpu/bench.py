@@ -45,7 +45,7 @@ class Bench:
 
     @property
     def default(self) -> str:
-        """Value of those settings for what a worker chooses by itself. On a processor that would be no kernel."""
+        """Value of those settings for what a worker chooses by itself. On a CPU that would be no kernel."""
         return self.triton if self.dry else "auto"
 
     @property

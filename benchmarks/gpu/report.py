@@ -23,9 +23,7 @@ def table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """All that a run of these stages found. A dry run's begins by saying that nothing was measured."""
     parts = []
     if any(row["dry"] for row in rows):
-        parts.append(
-            "DRY RUN on a processor with tiny shapes: it proves that every stage runs. Nothing was measured.\n"
-        )
+        parts.append("DRY RUN on a CPU with tiny shapes: it proves that every stage runs. Nothing was measured.\n")
     for stage in STAGES:
         own = [row for row in rows if row["stage"] == stage.name and "took_s" not in row]
         if own:

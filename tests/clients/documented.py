@@ -16,7 +16,7 @@ from tests.support.processes.up_cluster import ENVIRON, UpCluster
 from tests.support.run.waiting import HANG_S
 
 IMPORT_HANG_S = 3 * HANG_S
-"""A library takes up to 5 s of processor time to import, so that a busy machine may need longer than for any other wait."""
+"""A library takes up to 5 s of CPU time to import, so that a busy machine may need longer than for any other wait."""
 PAGE = Path(__file__).parents[2] / "docs/clients.md"
 _SNIPPET = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```\w+ (\w+)\n(.*?)^```\n+prints\n+```\n(.*?)^```", re.M | re.S)
 

@@ -157,16 +157,14 @@ def test_output_longer_than_a_message_is_replayed(make_compiler: MakeCompiler, l
 def test_a_compile_that_is_given_up_frees_its_place(
     make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch, compile_s: float
 ) -> None:
-    monkeypatch.setattr(
-        grammar_compiler, "WAIT_FACTOR", HANG_S
-    )  # it gets its processor time, however busy the machine is
+    monkeypatch.setattr(grammar_compiler, "WAIT_FACTOR", HANG_S)  # it gets its CPU time, however busy the machine is
     ask = Ask(make_compiler(GrammarLimits(compile_s=compile_s), num_compiling=1))
     ask.grammar(ask.submit(choice=("no", "yes"))).close()  # the fork server is there
     slow = ask.submit(**SLOW_TO_COMPILE)
     quick = ask.submit(choice=("yes", "no"))
     result = ask.result(slow)
     assert isinstance(result, InvalidRequest)
-    assert f"could not be compiled within {compile_s:g} s of processor time" in result.message
+    assert f"could not be compiled within {compile_s:g} s of CPU time" in result.message
     ask.grammar(quick).close()
     # the fork server, and those of the first and the last
     wait_until(lambda: len(children()) == 3, "the process that compiled is still there")

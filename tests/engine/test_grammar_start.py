@@ -1,4 +1,4 @@
-"""Grammars on a machine without processor time: requests end at their bounds with a retryable error, and no progress is lost."""
+"""Grammars on a machine without CPU time: requests end at their bounds with a retryable error, and no progress is lost."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_fork_server_that_makes_progress_is_kept(
             made.append(self.process_id)
 
         def processor_ticks(self) -> int:
-            return time.monotonic_ns()  # more at each look, as of a process that gets some processor time
+            return time.monotonic_ns()  # more at each look, as of a process that gets some CPU time
 
     monkeypatch.setattr(grammar_compiler, "GrammarForkServer", Slow)
     ask = Ask(make_compiler())
@@ -135,7 +135,7 @@ def test_a_fork_server_that_stands_still_is_started_again(
 
 @pytest.mark.slow
 def test_a_client_is_blamed_for_processor_time_only(make_compiler: Callable[..., GrammarCompiler]) -> None:
-    """A compilation that gets no processor time ends its request as retryable, and goes on for those who come again."""
+    """A compilation that gets no CPU time ends its request as retryable, and goes on for those who come again."""
     ask = Ask(make_compiler(GrammarLimits(compile_s=1.0)))
     ask.grammar(ask.submit(choice=("no", "yes"))).close()  # the fork server is there
     [server] = fork_servers()
@@ -143,14 +143,14 @@ def test_a_client_is_blamed_for_processor_time_only(make_compiler: Callable[...,
     starved = ask.submit(regex="[a-c]{5}")
     result = ask.result(starved)
     assert isinstance(result, GrammarUnavailable)
-    assert "was not compiled within 3 s, for lack of processor time" in result.message
+    assert "was not compiled within 3 s, for lack of CPU time" in result.message
     again = ask.submit(regex="[a-c]{5}")
     os.kill(server.pid, signal.SIGCONT)
     ask.grammar(again).close()
     assert ask.begun.count(again) == 1
     blamed = ask.result(ask.submit(**SLOW_TO_COMPILE))
-    if isinstance(blamed, InvalidRequest):  # it had its processor time before the wait ended
-        assert "could not be compiled within 1 s of processor time" in blamed.message
+    if isinstance(blamed, InvalidRequest):  # it had its CPU time before the wait ended
+        assert "could not be compiled within 1 s of CPU time" in blamed.message
     else:
         assert isinstance(blamed, GrammarUnavailable)
 

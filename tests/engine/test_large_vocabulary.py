@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compile_s(vocabulary: Vocabulary, schema: Any) -> float:
-    """Processor time of compiling a schema, seconds."""
+    """CPU time of compiling a schema, seconds."""
     began = time.thread_time()
     compile_grammar(vocabulary, StructuredOutputsParams(json=schema))
     return time.thread_time() - began

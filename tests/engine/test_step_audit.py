@@ -77,7 +77,7 @@ def test_a_step_of_prompts_and_a_decode_step_with_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All kernels, and attention's lists: one, or one per window."""
-    pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+    pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
     from tests.support.engine.pretend_launches import interpreted_on_device
 
     folder, counts = tiny_checkpoints(family, **options), list[StepCounts]()
@@ -106,7 +106,7 @@ def test_a_decode_step_with_adapters_copies_their_tokens_and_waits_for_nothing_m
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+    pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
     from tests.support.engine.pretend_launches import interpreted_on_device
 
     folder = tiny_checkpoints("llama")

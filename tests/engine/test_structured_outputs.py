@@ -384,7 +384,7 @@ def test_a_slow_grammar_delays_nobody_else(make: Make, held: HeldCompiler, token
 @pytest.mark.parametrize(
     ("begins", "code", "told"),
     [
-        (True, GrammarUnavailable.code, "structured_outputs was not compiled within 0 s, for lack of processor time"),
+        (True, GrammarUnavailable.code, "structured_outputs was not compiled within 0 s, for lack of CPU time"),
         (False, Overloaded.code, "structured_outputs waited 0 s for its turn: this worker compiles others"),
     ],
 )

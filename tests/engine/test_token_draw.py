@@ -70,7 +70,7 @@ FIELDS: list[dict[str, Any]] = [
 
 
 def thread_ms(logits: torch.Tensor, asked: SamplingMetadata, sampler: Sampler) -> float:
-    """Processor time; the least of several."""
+    """CPU time; the least of several."""
     times = []
     for _ in range(6):
         start = time.thread_time()

@@ -78,7 +78,7 @@ def _suspend(service: Service) -> None:
 async def test_a_worker_that_is_suspended_for_two_seconds_loses_nothing(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path, connector: str
 ) -> None:
-    """As a machine is that is paused, migrated, or short of processor time; the others work on."""
+    """As a machine is that is paused, migrated, or short of CPU time; the others work on."""
     with running_cluster(tmp_path, PREPARED_WORKER) as cluster:
         flags = (f"--connector={connector}",)
         _start(cluster, tiny_checkpoints("llama", num_hidden_layers=2), "--local-prefill", "never", workers=flags)

@@ -37,7 +37,7 @@ from pdserve.models.config.family_fields import FAMILY_FIELDS
 from pdserve.text.tokenization.tokenizer import Tokenizer
 
 MAX_CASE_S = 5.0
-"""Processor time of one case."""
+"""CPU time of one case."""
 MAX_GROWTH_BYTES = 256 << 20
 """Growth of the process, at its peak, over all cases."""
 MAX_MESSAGE_CHARS = 1500
@@ -73,7 +73,7 @@ class Ran(NamedTuple):
 
     num_cases: int
     longest_s: float
-    """Processor time of the longest case."""
+    """CPU time of the longest case."""
 
 
 def run(seconds: float, seed: int) -> Ran:

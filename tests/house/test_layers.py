@@ -150,7 +150,7 @@ def test_each_module_is_imported_by_another_one() -> None:
 
 
 def test_triton_is_imported_only_where_a_kernel_is_to_run() -> None:
-    """A processor that serves does not spend the time and memory of its import: only functions import the kernels."""
+    """A CPU that serves does not spend the time and memory of its import: only functions import the kernels."""
     for package in FOLDERS:
         for path in sources(package):
             if "triton" not in path.parts:

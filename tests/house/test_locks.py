@@ -140,7 +140,7 @@ if any(argument.endswith("torch-cpu.txt") for argument in sys.argv) and os.envir
 def pip_calls(
     folder: Path, *arguments: str, torch_cpu: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """Run deploy/install.py, and return its calls of pip. torch_cpu: pip's answer when asked for torch's processor build."""
+    """Run deploy/install.py, and return its calls of pip. torch_cpu: pip's answer when asked for torch's CPU build."""
     (folder / "pip").mkdir()
     (folder / "pip/__init__.py").touch()
     (folder / "pip/__main__.py").write_text(FAKE_PIP)

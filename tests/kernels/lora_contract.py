@@ -61,7 +61,7 @@ class Layer:
     def rows(self, num_tokens: int, size: int, scale: float = 1.0) -> Tensor:
         """Random numbers `[num_tokens, size]`; what lies between the rows is NaN.
 
-        In bfloat16 it is 0 on a processor: with AMX the layer's own product, oneDNN's, multiplies what follows a row by 0.
+        In bfloat16 it is 0 on a CPU: with AMX the layer's own product, oneDNN's, multiplies what follows a row by 0.
         """
         is_read = self.dtype is torch.bfloat16 and self.device == "cpu"
         held = torch.full((num_tokens, size + 5), 0.0 if is_read else torch.nan, dtype=self.dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
 import triton

@@ -24,7 +24,7 @@ KERNELS = ("onednn", "torch", "torch in pieces", "onednn and C++", "C++")
 def choose(kernel: str, monkeypatch: pytest.MonkeyPatch, built: NativeLibrary | None) -> None:
     """Have layers made by one of `KERNELS`, which the processor chooses otherwise. Skips those that are not there."""
     if "onednn" in kernel and not int8_linear.has_fast_int8():
-        pytest.skip("this processor has no VNNI")
+        pytest.skip("this CPU has no VNNI")
     if "C++" in kernel and built is None:
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(int8_linear, "has_fast_int8", lambda: "onednn" in kernel)

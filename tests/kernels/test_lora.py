@@ -1,4 +1,4 @@
-"""LoRA products on a processor: the contract over torch and over C++, and what is C++'s own."""
+"""LoRA products on a CPU: the contract over torch and over C++, and what is C++'s own."""
 
 from __future__ import annotations
 

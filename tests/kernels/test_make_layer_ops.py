@@ -39,7 +39,7 @@ def test_a_processor_computes_in_cpp_where_it_is_built(monkeypatch: pytest.Monke
 
 
 def test_cpp_needs_a_processor() -> None:
-    with pytest.raises(LayerOpsError, match="kernels is 'native', which needs a processor; the device is 'cuda'"):
+    with pytest.raises(LayerOpsError, match="kernels is 'native', which needs a CPU; the device is 'cuda'"):
         make_layer_ops("native", torch.device("cuda"))
 
 

@@ -1,4 +1,4 @@
-"""Attention in C++: the contract, at every instruction set of this processor, and what is its own."""
+"""Attention in C++: the contract, at every instruction set of this CPU, and what is its own."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_cpp_multiplies_any_number_of_rows_with_bfloat16_instructions(
     built: NativeLibrary, monkeypatch: pytest.MonkeyPatch, level: str, has_amx: bool
 ) -> None:
     if level not in built.levels:
-        pytest.skip(f"this processor, or the library for it, has no {level}")
+        pytest.skip(f"this CPU, or the library for it, has no {level}")
     monkeypatch.setattr(linear, "built_library", lambda: built)
     monkeypatch.setattr(linear, "has_amx", lambda: has_amx)
     monkeypatch.setattr(built, "levels", built.levels[built.levels.index(level) :])

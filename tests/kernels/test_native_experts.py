@@ -1,4 +1,4 @@
-"""Mixtures of experts in C++: every instruction set of this processor against float64, and the independence of tokens."""
+"""Mixtures of experts in C++: every instruction set of this CPU against float64, and the independence of tokens."""
 
 from __future__ import annotations
 

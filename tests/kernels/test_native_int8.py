@@ -1,4 +1,4 @@
-"""Products of rows with int8 matrices in C++: every instruction set of this processor, threads, and oneDNN's layout."""
+"""Products of rows with int8 matrices in C++: every instruction set of this CPU, threads, and oneDNN's layout."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_number_of_threads_has_the_same_bits(built: NativeLibrary) -> None:
             assert torch.equal(layer(x[:3]), expected[:3])
 
 
-@pytest.mark.skipif(not has_fast_int8(), reason="this processor has no VNNI")
+@pytest.mark.skipif(not has_fast_int8(), reason="this CPU has no VNNI")
 def test_another_layout_of_onednn_is_left_to_it(built: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = Int8Matrix.quantized(torch.randn(70, 90)), torch.randn(3, 90)
     monkeypatch.setattr(int8_linear, "built_library", lambda: built)

@@ -1,4 +1,4 @@
-"""Layer operations in C++, at every level that this processor has."""
+"""Layer operations in C++, at every level that this CPU has."""
 
 from __future__ import annotations
 

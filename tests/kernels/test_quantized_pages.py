@@ -145,7 +145,7 @@ def test_layers_are_those_of_the_layout() -> None:
         (lambda: torch.zeros(2, 2, 7, 4, 6, dtype=torch.int8), "D a multiple of 4"),
         (lambda: torch.zeros(2, 2, 7, 4, dtype=torch.int8), "must be contiguous"),
         (lambda: torch.zeros(2, 2, 1, 4, 8, dtype=torch.int8), "holds no layers"),
-        (lambda: torch.zeros(2, 2, 3, 4, 8, dtype=torch.int8, device="meta"), "a processor"),
+        (lambda: torch.zeros(2, 2, 3, 4, 8, dtype=torch.int8, device="meta"), "a CPU"),
     ],
 )
 def test_other_shapes_are_refused(make: Callable[[], Tensor], message: str) -> None:

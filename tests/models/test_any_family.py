@@ -33,7 +33,7 @@ def test_i1_a_family_is_computed_or_refused_as_recorded(family: str) -> None:
     assert row.get("refused") == recorded.get("refused")
     if "refused" not in row:
         _verify(row)
-        # sums are rounded otherwise by another processor
+        # sums are rounded otherwise by another CPU
         assert recorded["float32"] / 5 <= row["float32"] <= 5 * recorded["float32"]
         for measured, before in zip(row["bfloat16"], recorded["bfloat16"], strict=True):
             assert before / 2 - 1e-3 <= measured <= 2 * before + 1e-3

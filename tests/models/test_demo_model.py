@@ -25,7 +25,7 @@ PARIS = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """The checkpoint in float32, so that a processor without bfloat16 runs the test at the same speed."""
+    """The checkpoint in float32, so that a CPU without bfloat16 runs the test at the same speed."""
     return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 
 

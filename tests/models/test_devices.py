@@ -1,4 +1,4 @@
-"""One code for every device: an engine on a device that refuses tensors of the processor gives the processor's answers.
+"""One code for every device: an engine on a device that refuses tensors of the CPU gives the CPU's answers.
 
 On a machine with a GPU the same runs there.
 """

@@ -14,7 +14,7 @@ from tests.support.run.waiting import HANG_S, eventually
 
 
 class Clock:
-    """Processor time that calls spend by saying so; of all threads, which take turns here."""
+    """CPU time that calls spend by saying so; of all threads, which take turns here."""
 
     def __init__(self):
         self.now_s = 0.0

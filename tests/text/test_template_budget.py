@@ -74,7 +74,7 @@ TOO_COSTLY = {
 
 
 AT_THE_LIMIT = {"loops", "join"}
-"""Under the product's own limit of processor time; the others have a sixteenth of it, which they take whole."""
+"""Under the product's own limit of CPU time; the others have a sixteenth of it, which they take whole."""
 
 
 @pytest.mark.few(2)

@@ -32,7 +32,7 @@ from tests.support.transfers.worker_pair import Pair, decode_call, door_of, gene
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 STEP_S = 0.2
-"""Processor time of the engine's thread for one step, at most, as beside any hostile form."""
+"""CPU time of the engine's thread for one step, at most, as beside any hostile form."""
 GAP_S = 0.5
 AT_A_TIME = 6
 LOOK_EVERY = 15
@@ -53,7 +53,7 @@ class Victim:
         self._pair = pair
         self.longest_gap_s = 0.0
         self.longest_own_gap_s = 0.0
-        """Without the time for which this process' threads ran, or waited for a processor: others have the machine, too. How
+        """Without the time for which this process' threads ran, or waited for a CPU: others have the machine, too. How
         long they run is measured per step and callback."""
         self.tokens: set[tuple[int, ...]] = set()
 

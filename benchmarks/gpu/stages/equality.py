@@ -1,4 +1,4 @@
-"""Engines with Triton kernels, in float32, against `transformers` on the processor: one engine, and prefill and decode in two."""
+"""Engines with Triton kernels, in float32, against `transformers` on the CPU: one engine, and prefill and decode in two."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def libraries(
         return out[0]  # type: ignore[no-any-return]
 
     def masked() -> Tensor:
-        """A processor's reference."""
+        """A CPU's reference."""
         key = torch.arange(keys.shape[1])
         seen = key <= key[chunk.context :, None]
         out = F.scaled_dot_product_attention(queries, keys[None], values[None], attn_mask=seen, enable_gqa=True)

@@ -147,7 +147,7 @@ class Overloaded(PdServeError):
 
 
 class GrammarUnavailable(Overloaded):
-    """A worker could not compile or match a grammar in time, for lack of processor time or because a process ended."""
+    """A worker could not compile or match a grammar in time, for lack of CPU time or because a process ended."""
 
     code = "grammar_unavailable"
     grpc_status = grpc.StatusCode.UNAVAILABLE

@@ -59,7 +59,7 @@ _OF_THE_ROUTER = (ARRIVED, TOKENIZED, ADMITTED, PLACED, FIRST_TOKEN)
 
 
 def _unix_minus_monotonic_ns(num_samples: int = 16) -> int:
-    """The sample whose two readings lie closest: a process that loses the processor between them would be wrong for life."""
+    """The sample whose two readings lie closest: a process that loses the CPU between them would be wrong for life."""
     samples = []
     for _ in range(num_samples):
         before, unix, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

@@ -36,7 +36,7 @@ def _make_native(name: str, device: torch.device) -> NativeLayerOps | None:
     if name == "torch" or (name == "auto" and device.type != "cpu"):
         return None
     if device.type != "cpu":
-        raise LayerOpsError(f"kernels is 'native', which needs a processor; the device is {str(device)!r}")
+        raise LayerOpsError(f"kernels is 'native', which needs a CPU; the device is {str(device)!r}")
     try:
         return NativeLayerOps(load_library())
     except NativeLibraryError as error:

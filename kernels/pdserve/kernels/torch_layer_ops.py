@@ -1,4 +1,4 @@
-"""`TorchLayerOps`: layer operations in torch, for processors and for devices without Triton; the reference of other ones."""
+"""`TorchLayerOps`: layer operations in torch, for CPUs and for devices without Triton; the reference of other ones."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class EngineOptions(TypedDict, total=False):
     grammar_timeout_s: float
     """Seconds for a grammar of `structured_outputs` to be compiled, and before that to get its turn."""
     grammar_token_s: float
-    """Processor time for a grammar to accept a token and find the next mask, seconds."""
+    """CPU time for a grammar to accept a token and find the next mask, seconds."""
     grammar_request_s: float
     """The same for all tokens of a request, seconds, plus 5 ms per token."""
     grammar_memory_mib: int

@@ -1,4 +1,4 @@
-"""Sampling in kernels draws the tokens that the engine draws on a processor."""
+"""Sampling in kernels draws the tokens that the engine draws on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
 import triton

@@ -1,6 +1,6 @@
 """Decode steps of one size are the same operations over the same memory, so a captured one can be replayed for all of them.
 
-A processor has no graphs. Here a capture keeps the calls of one step, and a replay makes them again: with the tensors and the plan
+A CPU has no graphs. Here a capture keeps the calls of one step, and a replay makes them again: with the tensors and the plan
 of the step that was captured, as a graph does. Each replay must be the same operations, shapes, numbers and addresses.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
 from torch import Tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
 from torch import Tensor

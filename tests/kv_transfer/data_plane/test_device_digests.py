@@ -108,7 +108,7 @@ def _blocks(count: int) -> torch.Tensor:
 
 
 def test_kernels_digest_pool_and_ring_as_a_processor_does() -> None:
-    pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+    pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
     from tests.support.kernels.triton_interpreter import interpreted
 
     with interpreted(seed=1):
@@ -122,7 +122,7 @@ def test_kernels_digest_pool_and_ring_as_a_processor_does() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 4, 31), (5, 63), (5, 4, 15)], ids=["fits", "no multiple of 8", "short"])
 def test_blocks_that_kernels_do_not_take_are_digested_on_the_host(shape: tuple[int, ...]) -> None:
-    pytest.importorskip("triton", reason="triton is not installed: what is installed for a processor leaves it out")
+    pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
     from tests.support.kernels.triton_interpreter import interpreted
 
     with interpreted():

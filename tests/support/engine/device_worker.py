@@ -1,6 +1,6 @@
 """A worker whose KV pool is on the pretended device: `python device_worker.py FOLDER prefill --port ...`.
 
-The engine computes on the processor, in the same memory; its steps write the pool as late as a GPU's may (`late_executor.py`).
+The engine computes on the CPU, in the same memory; its steps write the pool as late as a GPU's may (`late_executor.py`).
 Transfers see a device: blocks are digested there, leave through slots of the host, and land in rings, for NIXL on the device as
 well.
 

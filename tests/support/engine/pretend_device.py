@@ -1,6 +1,6 @@
-"""A simulated device: tensors that report another device, with numbers computed by the processor.
+"""A simulated device: tensors that report another device, with numbers computed by the CPU.
 
-An operation between such a tensor and a tensor of the processor is refused, as on a GPU. Code that runs on the simulated device
+An operation between such a tensor and a tensor of the CPU is refused, as on a GPU. Code that runs on the simulated device
 therefore leaves no tensor on the host, and takes the same branches on a GPU.
 """
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("meta")
-"""The one device type beside the processor that every build of torch lets a tensor name."""
+"""The one device type beside the CPU that every build of torch lets a tensor name."""
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
 """The parameter that names a real one, where there is one."""
 _COPY_INTO = torch.ops.aten.copy_.default
@@ -29,7 +29,7 @@ class PretendTensor(Tensor):
     """A tensor of the pretended device."""
 
     held: Tensor
-    """Its numbers, on the processor."""
+    """Its numbers, on the CPU."""
 
     @staticmethod
     def __new__(cls, held: Tensor) -> PretendTensor:
@@ -73,7 +73,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if pretended and target is None and func is not _COPY_INTO:
         for stranger in tensors:
             if not isinstance(stranger, PretendTensor) and stranger.dim() > 0:
-                raise RuntimeError(f"{func} is given tensors of two devices, {tuple(stranger.shape)} of the processor")
+                raise RuntimeError(f"{func} is given tensors of two devices, {tuple(stranger.shape)} of the CPU")
     held_args, held_kwargs = tree_map(_held, (args, kwargs))
     if func is _WIDENED_PRODUCT:
         left, right, dtype = held_args
@@ -115,5 +115,5 @@ def usable(device: str) -> AbstractContextManager[object]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """The numbers, on the processor."""
+    """The numbers, on the CPU."""
     return tensor.held.clone() if isinstance(tensor, PretendTensor) else tensor

@@ -19,13 +19,13 @@ def _held(value: Any) -> Any:
     if isinstance(value, PretendTensor):
         return value.held
     if isinstance(value, Tensor):
-        raise ValueError(f"a kernel is given a tensor of the processor, {tuple(value.shape)}")
+        raise ValueError(f"a kernel is given a tensor of the CPU, {tuple(value.shape)}")
     return value
 
 
 @contextmanager
 def interpreted_on_device() -> Iterator[None]:
-    """As `interpreted`. Raises, from a launch: ValueError for a tensor of the processor, as on a GPU."""
+    """As `interpreted`. Raises, from a launch: ValueError for a tensor of the CPU, as on a GPU."""
     with interpreted(), pytest.MonkeyPatch.context() as patch:
         run = JITFunction.run
 

@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a processor, and finds what Triton's own interpreter hides.
+"""Runs Triton kernels on a CPU, and finds what Triton's own interpreter hides.
 
 `interpreted` replaces the launch of every `@triton.jit` function while it is open, so it does not matter which module was imported
 first, `TRITON_INTERPRET` is not needed, and kernels still compile after it. Beyond Triton's interpreter:

@@ -1,6 +1,6 @@
 """Processes that a worker of a test will start, forked before it has threads: each waits until it is asked to run its program.
 
-A program that a worker starts anew imports torch, or xgrammar and transformers, which takes one to three seconds of processor time.
+A program that a worker starts anew imports torch, or xgrammar and transformers, which takes one to three seconds of CPU time.
 Tests that kill workers a hundred times spend most of their time on that. A prepared process has imported it all, like the worker
 itself (`fork_server.py`). It is a child of the worker's main thread as the other would be, has the same descriptors, arguments and
 environment, and ends in the same way.

@@ -40,4 +40,4 @@ def _library(settings: WorkerSettings) -> Iterator[Finding]:
         return
     int8 = [level for level in library.int8_levels if level not in library.levels]
     shown = ", ".join(library.levels) + (f"; int8 matrices also {', '.join(int8)}" if int8 else "")
-    yield ok(f"kernels in C++ are built; this processor runs {shown}, the first where there is a choice")
+    yield ok(f"kernels in C++ are built; this CPU runs {shown}, the first where there is a choice")

@@ -208,7 +208,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, omit_defau
 
 
 class ModelRunnerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """One step of the model runner. Seconds are of the device: on a GPU between events, on a processor by the clock."""
+    """One step of the model runner. Seconds are of the device: on a GPU between events, on a CPU by the clock."""
 
     num_reqs: int = 0
     """Sequences in the step."""
@@ -216,7 +216,7 @@ class ModelRunnerStats(msgspec.Struct, kw_only=True, array_like=True, omit_defau
     prepare_s: float = 0.0
     """From the step's begin to its inputs on the device: block copies, changes of the batch, inputs."""
     forward_s: float = 0.0
-    """The decoder's layers; on a processor also the tokens' embeddings."""
+    """The decoder's layers; on a CPU also the tokens' embeddings."""
     sample_s: float = 0.0
     """Logits, masks and tokens; on a GPU from the decoder's end."""
     layer_s: list[float] = []

@@ -1,6 +1,6 @@
 """Messages between services: how large they may be, and how they are parsed.
 
-Parsing time follows the number of fields rather than bytes: 16 MiB of empty entries take 0.3 s of processor time and 1 GiB of
+Parsing time follows the number of fields rather than bytes: 16 MiB of empty entries take 0.3 s of CPU time and 1 GiB of
 memory. So the size of requests follows from what a worker's model takes, and fields are counted before anything is built.
 """
 

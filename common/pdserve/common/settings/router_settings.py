@@ -109,7 +109,7 @@ class RouterSettings(ServiceSettings, frozen=True, kw_only=True):
                     raise ConfigError(f"shared_prefix_cache names {tenant!r} more than once")
                 groups[tenant] = group
         if "*" in groups and len(groups) > 1:
-            raise ConfigError("shared_prefix_cache has *, which is all tenants, beside other groups")
+            raise ConfigError("shared_prefix_cache has *, which is all tenants, next to other groups")
         return groups
 
     def front_tls(self) -> ServerTls | None:

@@ -277,7 +277,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             if (value := getattr(self, name)) not in values:
                 raise ConfigError(
                     f"kv_cache_dtype is {self.kv_cache_dtype!r} and {name} is {value[:200]!r}: only torch's operations on a "
-                    f"processor read such a cache, {name} must be {' or '.join(values)}"
+                    f"CPU read such a cache, {name} must be {' or '.join(values)}"
                 )
 
     def _verify_lora(self) -> None:

@@ -30,7 +30,7 @@ class Executor(Protocol):
 
     @property
     def kv_written(self) -> DeviceEvent | None:
-        """On a GPU, the event after which the KV of all steps so far is in the pool; None on a processor, where KV is written at
+        """On a GPU, the event after which the KV of all steps so far is in the pool; None on a CPU, where KV is written at
         once."""
 
     def check_health(self) -> None:
@@ -49,7 +49,7 @@ class Executor(Protocol):
     def copy_blocks(self, scheduled: SchedulerOutput) -> DeviceEvent | None:
         """Copy `kv_stores`, and begin to copy `kv_loads`, before `execute_model` of the step, if it follows.
 
-        Returns on a GPU the event after which the stores have ended; None on a processor, where they have.
+        Returns on a GPU the event after which the stores have ended; None on a CPU, where they have.
         """
 
     def finished_loads(self, timeout_s: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""`ProcessRankGroup`: a `RankGroup` of processes, over torch.distributed: gloo on a processor, NCCL on a GPU."""
+"""`ProcessRankGroup`: a `RankGroup` of processes, over torch.distributed: gloo on a CPU, NCCL on a GPU."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class ModelRunner:
         self._step: _Step | None = None
         self._graphs: StepGraphs | None = None
         self.kv_written: DeviceEvent | None = None
-        """On a GPU, reached after the last kernel that writes KV; None on a processor."""
+        """On a GPU, reached after the last kernel that writes KV; None on a CPU."""
         processors = logits_processors or LogitsProcessors()
         self.batch = InputBatch(config, vocab_size, processors, len(kv_caches), token_texts)
         self._runs_ahead = config.async_scheduling

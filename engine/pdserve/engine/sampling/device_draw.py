@@ -1,8 +1,8 @@
 """Stages 7 to 9 of the sampler for logits on a device: the rules of `kept_tokens.py` and `token_draw.py`, in torch operations.
 
 For devices without Triton's kernels. Nothing is read back: noise is computed for every token of the vocabulary, for some rows at a
-time. Exponentials and logarithms of the device may differ from the processor's in the last place, so a token at the border of
-top_p may be kept on a device and not on a processor, and two sums that are equal but for that place may be decided otherwise.
+time. Exponentials and logarithms of the device may differ from the CPU's in the last place, so a token at the border of
+top_p may be kept on a device and not on a CPU, and two sums that are equal but for that place may be decided otherwise.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class PlacedArrays:
         self._placed: dict[int, tuple[NDArray[Any], Tensor]] = {}
 
     def add(self, arrays: Sequence[NDArray[Any]], tensors: Sequence[Tensor]) -> PlacedArrays:
-        """Returns itself. tensors: copies of `arrays`; on a processor they share the arrays' memory."""
+        """Returns itself. tensors: copies of `arrays`; on a CPU they share the arrays' memory."""
         for array, tensor in zip(arrays, tensors, strict=True):
             self._placed[id(array)] = (array, tensor)  # an array's id is its own as long as it lives
         return self

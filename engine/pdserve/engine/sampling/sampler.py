@@ -47,7 +47,7 @@ SAMPLER_VERSION = 2
 """Part of a worker's identity: workers of one version sample the same tokens. Raise it with any change of stages 7 to 9."""
 
 _BLOCK_LOGITS, _BLOCK_ROWS = 1 << 18, 128
-"""Logits and rows processed at once: arrays of this size stay in the processor's cache."""
+"""Logits and rows processed at once: arrays of this size stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Sampler:
     """Samples once per step. Keeps scratch memory between calls, and no other state."""
 
     def __init__(self, sample: SampleTokens | None = None) -> None:
-        """sample: computes stages 7 to 9; None: numpy on a processor, torch on a device."""
+        """sample: computes stages 7 to 9; None: numpy on a CPU, torch on a device."""
         self._scratch = Scratch()
         self._sample_tokens = sample
 
@@ -148,7 +148,7 @@ class Sampler:
     ) -> Sampled:
         """Sample without waiting for the device, but for plug-ins. logits `[N, V]` float32; changed in place.
 
-        placed: the metadata's arrays on the logits' device. rows: its parameters there; None: numpy samples, on a processor.
+        placed: the metadata's arrays on the logits' device. rows: its parameters there; None: numpy samples, on a CPU.
         """
         raw = None if metadata.logprobs is None else RawLogprobs.of(logits, metadata.logprobs, placed)
         if metadata.grammar_mask is not None:

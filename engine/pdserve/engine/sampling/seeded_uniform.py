@@ -37,7 +37,7 @@ _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _ROUND_KEYS = np.arange(7, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 """`[7, 2]`, added to the key in each round. Seven rounds are the fewest that pass all tests of BigCrush."""
 _CHUNK = 8192
-"""Counters processed at once, so that their words stay in the processor's cache."""
+"""Counters processed at once, so that their words stay in the CPU's cache."""
 _BYTE, _LOW, _HALF = np.uint64(0xFF), np.uint64(0xFFFFFFFF), np.uint64(1 << 63)
 _8, _24, _32, _56 = (np.uint64(bits) for bits in (8, 24, 32, 56))
 

@@ -57,7 +57,7 @@ MAX_IDLE_PROCESSES = 16
 """Limit of processes without sequences, kept because later requests often have the same grammar."""
 START_S = 60.0
 """Seconds for which a request waits for the fork server, which imports its modules and reads the vocabulary. It is started again
-only if it used no processor time for so long."""
+only if it used no CPU time for so long."""
 _NO_DESCRIPTOR = -1
 _LOOK_EVERY_S = 0.25
 _CLOSE_S = 5.0
@@ -300,9 +300,7 @@ class GrammarCompiler:
         self._drop(held)
         self._release(held)
         limits, slot = self._limits, int(held.process.progress[0])
-        reason = (
-            f"{FIELD} could not be compiled within {limits.compile_s:g} s of processor time and {limits.memory_mib} MiB"
-        )
+        reason = f"{FIELD} could not be compiled within {limits.compile_s:g} s of CPU time and {limits.memory_mib} MiB"
         killed = GrammarUnavailable(f"the process that compiled {FIELD} was killed")
         is_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         for job in held.waiting:
@@ -337,7 +335,7 @@ class GrammarCompiler:
                 continue
             is_overdue = now >= held.overdue_at
             if is_overdue:
-                reason = f"{FIELD} was not compiled within {self._wait_s:g} s, for lack of processor time"
+                reason = f"{FIELD} was not compiled within {self._wait_s:g} s, for lack of CPU time"
                 held.fail(GrammarUnavailable(reason))
             is_wanted = held.is_late or any(job.is_wanted() for job in held.waiting)
             if is_overdue and not held.is_late:

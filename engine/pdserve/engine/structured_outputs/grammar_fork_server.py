@@ -88,7 +88,7 @@ class GrammarForkServer:
         return self._program.pid
 
     def processor_ticks(self) -> int:
-        """Processor time of the fork server without its processes, in clock ticks; 0 if it has ended."""
+        """CPU time of the fork server without its processes, in clock ticks; 0 if it has ended."""
         with contextlib.suppress(OSError):
             after_name = Path(f"/proc/{self.process_id}/stat").read_text().rpartition(")")[2].split()
             return int(after_name[11]) + int(after_name[12])

@@ -183,7 +183,7 @@ class GrammarHost:
             elif culprit is not None and grammar.request is culprit.request:
                 grammar.failure = InvalidRequest(
                     f"{FIELD} takes too long to be matched, or too much memory: more than {self._limits.kill_s:g} s of "
-                    f"processor time for one token, or {self._limits.memory_mib} MiB",
+                    f"CPU time for one token, or {self._limits.memory_mib} MiB",
                     FIELD,
                 )
             else:

@@ -32,11 +32,11 @@ WHITESPACE_CHARS = 16
 
 
 WAIT_FACTOR = 3.0
-"""Times the limit of processor time for which a request waits for the compilation of its grammar: processors may be busy."""
+"""Times the limit of CPU time for which a request waits for the compilation of its grammar: CPUs may be busy."""
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, array_like=True):
-    """Limits of one grammar; times are seconds of processor time."""
+    """Limits of one grammar; times are seconds of CPU time."""
 
     compile_s: float = 10.0
     """Limit for compiling it. Requests wait for `WAIT_FACTOR` times as long."""
@@ -184,7 +184,7 @@ def packet_socket_pair() -> tuple[socket.socket, socket.socket]:
 def token_too_slow(spent_s: float, limits: GrammarLimits) -> str:
     """Message for the client."""
     return (
-        f"{FIELD} takes too long to be matched: {spent_s:.2g} s of processor time for one token, "
+        f"{FIELD} takes too long to be matched: {spent_s:.2g} s of CPU time for one token, "
         f"at most {limits.token_s:g} s is possible"
     )
 
@@ -192,7 +192,7 @@ def token_too_slow(spent_s: float, limits: GrammarLimits) -> str:
 def request_too_slow(limits: GrammarLimits) -> str:
     """Message for the client."""
     return (
-        f"{FIELD} takes too long to be matched: all sequences of a request may take {limits.request_s:g} s of processor "
+        f"{FIELD} takes too long to be matched: all sequences of a request may take {limits.request_s:g} s of CPU "
         f"time, and {limits.per_token_s * 1e3:g} ms more for each token"
     )
 

@@ -3,7 +3,7 @@
 `GrammarForkServer` starts this module with the arguments DESCRIPTOR MODEL_FOLDER VOCAB_SIZE WHITESPACE_CHARS.
 
 Grammars are clients' texts, and compiling and matching them may take super-linear time. The kernel kills a grammar's process by a
-timer over its processor time, without loss for other grammars. A process ends when its socket is closed or the fork server ends,
+timer over its CPU time, without loss for other grammars. A process ends when its socket is closed or the fork server ends,
 and so with the worker.
 """
 

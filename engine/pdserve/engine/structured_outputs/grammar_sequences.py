@@ -50,7 +50,7 @@ class WorkerEnds:
 
 @dataclass(slots=True)
 class _Budget:
-    """Processor time used by all sequences of a request."""
+    """CPU time used by all sequences of a request."""
 
     spent_s: float = 0.0
     first_mask_s: float = 0.0

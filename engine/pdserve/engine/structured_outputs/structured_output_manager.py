@@ -48,13 +48,13 @@ class StructuredOutputManager:
 
     If compilation does not begin within the timeout, other grammars occupy the compiler; if it does not end within `WAIT_FACTOR`
     times the timeout, or the compiler is not there within `START_S`, others occupy the processors. These errors allow another
-    attempt. A grammar that uses more processor time than the timeout ends with `InvalidRequest`, which the compiler delivers.
+    attempt. A grammar that uses more CPU time than the timeout ends with `InvalidRequest`, which the compiler delivers.
     """
 
     def __init__(self, compiler: GrammarCompiler | None, timeout_s: float) -> None:
         """compiler: None without a tokenizer; `EngineCore.verify` then refuses grammars.
 
-        timeout_s: limit until compilation begins, and of its processor time.
+        timeout_s: limit until compilation begins, and of its CPU time.
         """
         self._compiler = compiler
         self.hosts = GrammarHosts() if compiler is None else compiler.hosts
@@ -172,9 +172,7 @@ class StructuredOutputManager:
         for request, compilation in list(self._compiling.items()):
             if compilation.began_at is not None and compilation.began_at + WAIT_FACTOR * self._timeout_s <= now:
                 del self._compiling[request]
-                error = (
-                    f"{FIELD} was not compiled within {WAIT_FACTOR * self._timeout_s:g} s, for lack of processor time"
-                )
+                error = f"{FIELD} was not compiled within {WAIT_FACTOR * self._timeout_s:g} s, for lack of CPU time"
                 overdue.append((request, GrammarUnavailable(error)))
         return overdue
 

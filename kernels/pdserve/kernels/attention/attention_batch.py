@@ -98,7 +98,7 @@ class AttentionBatch:
         most_chunks: int | None = None,
         plan_arrays: Mapping[str, PlanArray] | None = None,
     ) -> AttentionBatch:
-        """Copy a step's arrays to the device; on a processor the tensors share the arrays' memory.
+        """Copy a step's arrays to the device; on a CPU the tensors share the arrays' memory.
 
         query_lens `[B]`: query tokens of each sequence. Leading sequences with one query token count as decodes.
         """

@@ -68,7 +68,7 @@ def _make_native(kv_cache: Tensor) -> AttentionBackend:
 
 
 def _make_auto(kv_cache: Tensor) -> AttentionBackend:
-    """Triton's on a GPU where it is installed; on a processor C++ where it is built; else torch's."""
+    """Triton's on a GPU where it is installed; on a CPU C++ where it is built; else torch's."""
     if kv_cache.device.type == "cuda" and find_spec("triton") is not None:
         return _make_triton("auto", kv_cache)
     if reason := _no_native(kv_cache):

@@ -44,14 +44,14 @@ class QuantizedPages(KvPages):
     """
 
     def __init__(self, kv_cache: Tensor, dtype: torch.dtype | None) -> None:
-        """dtype: of queries and of gathered keys. Raises: ValueError for another shape, or a device other than a processor."""
+        """dtype: of queries and of gathered keys. Raises: ValueError for another shape, or a device other than a CPU."""
         if kv_cache.dim() != 5 or not kv_cache.is_contiguous() or kv_cache.shape[-1] % _SCALE_BYTES:
             raise ValueError(
                 f"a quantised kv_cache must be contiguous [num_blocks, Hkv, rows, bs, D] with D a multiple of {_SCALE_BYTES}, "
                 f"not {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
             )
         if dtype is None or not kv_cache.is_cpu:
-            raise ValueError("a quantised kv_cache needs the dtype of queries, and a processor")
+            raise ValueError("a quantised kv_cache needs the dtype of queries, and a CPU")
         self.kv_cache = kv_cache
         self.like = torch.empty(0, dtype=dtype)
         self.num_blocks, self.num_kv_heads, rows_of_head, self.block_size, self.head_dim = kv_cache.shape

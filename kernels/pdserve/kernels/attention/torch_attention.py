@@ -1,4 +1,4 @@
-"""Attention in torch operations: the back end for processors, and the reference for all other back ends."""
+"""Attention in torch operations: the back end for CPUs, and the reference for all other back ends."""
 
 from __future__ import annotations
 

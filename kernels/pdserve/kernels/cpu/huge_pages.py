@@ -1,4 +1,4 @@
-"""Huge pages for weights and KV cache on a processor."""
+"""Huge pages for weights and KV cache on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, on a processor: one scale per output channel, and one per row of the input.
+"""Linear layers with int8 weights, on a CPU: one scale per output channel, and one per row of the input.
 
     q_x = round(x / s_x),  s_x = max |x| / 127 of the row;   y = (q_x q_w^T) * s_w * s_x + bias
 
@@ -85,7 +85,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear:
-    """A `Linear` over an `Int8Matrix`, in a layout for the processor where there is a fast one. One copy is kept.
+    """A `Linear` over an `Int8Matrix`, in a layout for the CPU where there is a fast one. One copy is kept.
 
     C++ computes where it is built. With AMX, which it does not use, oneDNN computes more than `_NATIVE_ROWS` rows, and both read
     oneDNN's layout. Without C++ oneDNN computes where its kernels are exact and fast, else torch. All have the same bits.

@@ -1,4 +1,4 @@
-"""Linear layers on a processor and elsewhere.
+"""Linear layers on a CPU and elsewhere.
 
 PackedLinear   oneDNN's layout of the weight, where the CPU multiplies its dtype; C++ multiplies in bfloat16 over the same memory
 BlockedLinear  bfloat16 where the CPU multiplies none: C++ multiplies few rows; for more, parts of the weight become float32
@@ -80,7 +80,7 @@ class PlainLinear:
 
 
 class _WidenedProducts(ABC):
-    """A weight of 16 bits on a processor that multiplies none, where torch takes one product after the other.
+    """A weight of 16 bits on a CPU that multiplies none, where torch takes one product after the other.
 
     A part of the weight becomes float32 and is multiplied while it is in the cache, then the next part: no second copy of the
     weight is kept. Sums are float32, and rounded once.

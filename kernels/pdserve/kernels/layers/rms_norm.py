@@ -10,7 +10,7 @@ from torch import Tensor
 class RmsNorm:
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32.
 
-    `F.rms_norm` is composed of many small operations on a processor. `cat(x, -x)` has mean 0 and the variance
+    `F.rms_norm` is composed of many small operations on a CPU. `cat(x, -x)` has mean 0 and the variance
     `mean(x^2)`, so the first half of its layer norm is the same number, by one fused operation in a third of the time.
     """
 

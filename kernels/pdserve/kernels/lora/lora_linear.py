@@ -1,7 +1,7 @@
 """LoRA for linear layers: `y = x W^T + x A^T B`, with the adapter of each token.
 
 Adapters are in slots: a layer has the matrices of all slots in two tensors, and a step names a slot per token. `LoraOps` computes
-the products: in torch operations (`torch_lora.py`, the reference), in C++ on a processor (`native/native_lora.py`) or in Triton
+the products: in torch operations (`torch_lora.py`, the reference), in C++ on a CPU (`native/native_lora.py`) or in Triton
 kernels (`triton/lora_ops.py`). `make_lora_ops.py` chooses. `tests/kernels/lora_contract.py` is the contract suite.
 """
 

@@ -1,4 +1,4 @@
-"""Attention on a processor in C++: decode rows (`paged_decode.h`) and prompt chunks (`paged_prefill.h`).
+"""Attention on a CPU in C++: decode rows (`paged_decode.h`) and prompt chunks (`paged_prefill.h`).
 
 A KV head's keys are read once for all of its query heads, decode's in place. The keys of a decode row are cut into pieces of 256
 tokens by the row's own length, and joined in order; those of a chunk's row are taken in tiles that begin at multiples of 64 tokens.

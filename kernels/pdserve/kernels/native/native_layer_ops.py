@@ -1,4 +1,4 @@
-"""Layer operations on a processor: norms, SwiGLU and rotation in C++ (`layer_rows.h`), everything else as `TorchLayerOps`.
+"""Layer operations on a CPU: norms, SwiGLU and rotation in C++ (`layer_rows.h`), everything else as `TorchLayerOps`.
 
 Each takes one pass over its rows where torch operations take three to six. Numbers are float32 inside and are rounded once. A row
 has the same bits whatever is next to it, with any number of threads.

@@ -199,7 +199,7 @@ class NativeLibrary:
             if size() != ctypes.sizeof(call):
                 raise NativeLibraryError(f"{path} has arguments of {size()} bytes, not {ctypes.sizeof(call)}")
         self.levels, self.int8_levels = map(_names, level_names)
-        """Instruction sets that this processor has, the fastest first; `int8_levels` are those of products with int8 matrices."""
+        """Instruction sets that this CPU has, the fastest first; `int8_levels` are those of products with int8 matrices."""
         self.parallel, self.barrier = _of_libgomp("GOMP_parallel"), _of_libgomp("GOMP_barrier")
         """Addresses of libgomp's functions; None: calls use one thread."""
 

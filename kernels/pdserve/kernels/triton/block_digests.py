@@ -1,4 +1,4 @@
-"""xxh3_64 of blocks, where they lie: the same numbers that `xxhash` computes on a processor.
+"""xxh3_64 of blocks, where they lie: the same numbers that `xxhash` computes on a CPU.
 
 XXH3 keeps eight 64-bit sums. Within a kibibyte (16 stripes of 64 bytes) they only add terms, so all kibibytes are summed in
 parallel, at the speed of memory; a short step between kibibytes (shift, xor, multiply) is a chain of one step per kibibyte.

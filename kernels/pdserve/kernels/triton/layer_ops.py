@@ -27,7 +27,7 @@ from pdserve.kernels.triton.swiglu import swiglu
 
 
 class TritonLayerOps:
-    """Implements `LayerOps` for one device. In Triton's interpreter also for processors, for tests."""
+    """Implements `LayerOps` for one device. In Triton's interpreter also for CPUs, for tests."""
 
     def __init__(self, device: torch.device, configs: LaunchConfigs | None = None) -> None:
         """configs: default: the device's row of the table."""

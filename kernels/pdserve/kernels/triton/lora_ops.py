@@ -19,7 +19,7 @@ LONG_CHUNK = 16
 
 
 class TritonLoraOps:
-    """Implements `LoraOps` for one device. In Triton's interpreter also for processors, for tests."""
+    """Implements `LoraOps` for one device. In Triton's interpreter also for CPUs, for tests."""
 
     def __init__(
         self, device: torch.device, max_loras: int, max_tokens: int, configs: LaunchConfigs | None = None

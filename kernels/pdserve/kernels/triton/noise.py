@@ -59,7 +59,7 @@ def rough_gumbel(bits):
 
 @triton.jit
 def exact_gumbel(bits):
-    """The noise of `h`, computed in float64 and rounded to float32, as on a processor.
+    """The noise of `h`, computed in float64 and rounded to float32, as on a CPU.
 
     `ln(1 - v)` is computed as `ln(u) v / (1 - u)` with u = 1 - v rounded, which is exact to some units in the last place of float64
     (Kahan); libraries have `log1p` for it, which Triton's interpreter lacks.

@@ -13,7 +13,7 @@ are passes over the logits of the rows that need them:
 A token may win if its lead, the first byte of its noise, is 0, which one in 256 is, or if its y is so high that its lead does not
 exclude it (`list_hits`): the noise of all others is not computed. So a random row without limits is one pass.
 
-Equality with the processor: noise, order, ties and y are the same bits. Two results are rounded elsewhere: `exp` of a mass (some
+Equality with the CPU: noise, order, ties and y are the same bits. Two results are rounded elsewhere: `exp` of a mass (some
 units in the last place of float32: the border of top_p may lie one token further), and the noise, which is computed in float64 with
 another logarithm (one unit in the last place of float32 in fewer than 1 in 10^6 numbers).
 """
@@ -382,7 +382,7 @@ class SamplingLaunches:
     def run(self) -> Tensor:
         """`[2, N]` int64, see `choose`."""
         configs, stages, num_rows = self._configs, self._stages, self._num_rows
-        # a fused multiplication and addition is rounded once, and a processor's twice
+        # a fused multiplication and addition is rounded once, and a CPU's twice
         constants = {"num_warps": configs.sample_warps, "enable_fp_fusion": False}
         parts = {"PARTS": self._most_parts}
         limits = {"HITS": configs.sample_hits if stages.is_random else 1}

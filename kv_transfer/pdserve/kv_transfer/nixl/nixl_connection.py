@@ -46,7 +46,7 @@ class NixlConnection:
         self._block_bytes = pool.block_bytes
         piece_bytes = _PIECE_BYTES if pool.device_id is None else _DEVICE_PIECE_BYTES
         self._piece_blocks = max(1, piece_bytes // pool.block_bytes)
-        # A processor may copy within `status`, so that a piece seems to be moved by hardware: in memory of the host, more than one
+        # A CPU may copy within `status`, so that a piece seems to be moved by hardware: in memory of the host, more than one
         # piece ahead displaces the bytes to digest from the cache.
         self._most_posted = 2 if pool.device_id is None else _WHOLE_WINDOW
         self._closing = closing
@@ -78,7 +78,7 @@ class NixlConnection:
         posted: deque[_Posted] = deque()
         num_received = 0
         while waiting or posted:
-            # Further pieces are posted if hardware transfers them: the first is still under way then. If a processor copies, it is
+            # Further pieces are posted if hardware transfers them: the first is still under way then. If a CPU copies, it is
             # this one, and the next copy would displace the bytes to digest from its cache.
             while waiting and (not posted or (len(posted) < self._most_posted and posted[-1].is_under_way)):
                 posted.append(_Posted(self._post(waiting[0]), waiting.popleft()))

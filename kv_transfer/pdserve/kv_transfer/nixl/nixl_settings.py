@@ -28,7 +28,7 @@ class NixlSettings(ReadSettings):
     cancel_drain_s: float = 0.5
     """Seconds after which a cancelled read that has not ended has its agent destroyed, since NIXL cannot cancel reads."""
     agents_per_peer: int = 2
-    """Most agents that reads from one peer use at once. If a processor moves the bytes (shared memory), one agent copies while the
+    """Most agents that reads from one peer use at once. If a CPU moves the bytes (shared memory), one agent copies while the
     blocks of another are digested."""
     idle_close_s: float = 300.0
     """Seconds without reads after which an agent is destroyed."""

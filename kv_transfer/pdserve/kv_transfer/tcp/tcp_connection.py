@@ -16,7 +16,7 @@ from pdserve.kv_transfer.tcp.tcp_stream import Stream, StreamBroken, dial
 from pdserve.kv_transfer.tcp.tls_stream import TlsStream
 
 _STEP_BYTES = 512 << 10
-"""Bytes received in one call and then digested while they are in the processor's cache."""
+"""Bytes received in one call and then digested while they are in the CPU's cache."""
 
 
 class TcpConnection:

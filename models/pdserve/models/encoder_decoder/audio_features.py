@@ -19,7 +19,7 @@ class AudioFeatures:
         self._extractor: Any = None
 
     def __call__(self, data: bytes) -> Tensor:
-        """data: at most `max_samples` float32 samples -> `[M, F]` float32 on the processor: mel bins, frames."""
+        """data: at most `max_samples` float32 samples -> `[M, F]` float32 on the CPU: mel bins, frames."""
         config = self._config
         if self._extractor is None:
             from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor

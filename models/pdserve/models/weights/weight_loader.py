@@ -127,7 +127,7 @@ class WeightLoader:
     ) -> Matrix:
         if stored.rounds_inputs and torch.device(self._device).type not in ("cpu", "meta"):
             raise UnsupportedModel(
-                f"{self._checkpoint.folder}: int8 weights with rounded inputs are served on a processor only, not on {self._device}"
+                f"{self._checkpoint.folder}: int8 weights with rounded inputs are served on a CPU only, not on {self._device}"
             )
         source = self._checkpoint.read(weight, shape, (_DTYPE_OF[stored.values],), part)
         values, scales = source.to(self._device, copy=True), self._scales(weight, shape[0])

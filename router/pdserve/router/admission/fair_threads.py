@@ -1,4 +1,4 @@
-"""`FairThreads`: a few threads whose processor time is shared equally among tenants, for any number of waiting calls."""
+"""`FairThreads`: a few threads whose CPU time is shared equally among tenants, for any number of waiting calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class FairThreads:
-    """Used in one event loop; `close` it. A call is charged to its tenant by its processor time."""
+    """Used in one event loop; `close` it. A call is charged to its tenant by its CPU time."""
 
     def __init__(self, num_threads: int, name: str, *, processor_s: Callable[[], float] = time.thread_time) -> None:
-        """name: prefix of the threads' names. processor_s: returns the processor time of the calling thread, seconds."""
+        """name: prefix of the threads' names. processor_s: returns the CPU time of the calling thread, seconds."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
         self._processor_s = processor_s
@@ -66,7 +66,7 @@ class FairThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, call: Callable[[], T]) -> tuple[float, T | None, BaseException | None]:
-        """(processor time in seconds, result or None, exception or None) of a call."""
+        """(CPU time in seconds, result or None, exception or None) of a call."""
         started_s = self._processor_s()
         try:
             result, error = call(), None

@@ -1,7 +1,7 @@
 """`BudgetedEnvironment`: Jinja's sandbox with limits on the size of values and the time of one rendering.
 
 The sandbox prevents access to Python's internals, but allows `'a' * 10**9`. Here each rendering has a
-budget: characters of all values that it makes, and processor time of its thread. Operations whose result can be much larger than
+budget: characters of all values that it makes, and CPU time of its thread. Operations whose result can be much larger than
 their operands are measured before they run: `*`, `+`, `**`, `%`, `~`, filters, methods of strings. Loops, macros and outputs are
 counted as they run. Operations that are not measured (comparisons, subscripts, tests) take time proportional to their operands at
 most, and the next measured operation checks the time.
@@ -29,7 +29,7 @@ MAX_VALUE_CHARS = 16 << 20
 MAX_WORK_CHARS = 256 << 20
 """Characters of all values that one rendering makes."""
 MAX_CPU_S = 2.0
-"""Processor time of the thread that renders."""
+"""CPU time of the thread that renders."""
 MAX_NUMBER_BITS = 4096
 _MAX_WIDTH = 1000
 """Characters of a padded or indented piece of text."""
@@ -73,7 +73,7 @@ class _Budget:
     def look_at_the_clock(self) -> None:
         """Raises: TemplateTooCostly."""
         if time.thread_time() > self._until:
-            raise TemplateTooCostly(f"more than {MAX_CPU_S:g} s of processor time")
+            raise TemplateTooCostly(f"more than {MAX_CPU_S:g} s of CPU time")
 
     def size(self, value: Any) -> int:
         """Approximate number of characters of a value as text.

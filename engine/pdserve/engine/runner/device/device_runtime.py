@@ -25,7 +25,7 @@ class DeviceRuntime(Protocol):
 
     @property
     def is_synchronous(self) -> bool:
-        """True if every operation has ended when its call returns, as on a processor."""
+        """True if every operation has ended when its call returns, as on a CPU."""
 
     @property
     def has_graphs(self) -> bool:
@@ -68,7 +68,7 @@ class ProcessorRuntime:
     has_graphs = False
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("a processor has no graphs")
+        raise RuntimeError("a CPU has no graphs")
 
     def event(self) -> ClockEvent:
         return ClockEvent()

@@ -59,7 +59,7 @@ class StagingBuffer:
         self._there = torch.empty(0, dtype=torch.uint8, device=device)
 
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """A tensor for each array, of its shape and dtype. On a processor the tensors share the arrays' memory."""
+        """A tensor for each array, of its shape and dtype. On a CPU the tensors share the arrays' memory."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         offsets, total = [], 0
@@ -86,9 +86,9 @@ class PendingArrays:
     """Copies of tensors, on their way to the host."""
 
     _tensors: Sequence[Tensor]
-    """For shapes and dtypes; on a processor also for the numbers."""
+    """For shapes and dtypes; on a CPU also for the numbers."""
     _flat: NDArray[np.uint8] | None
-    """None on a processor."""
+    """None on a CPU."""
     _copied: TimedEvent | None
 
     def wait(self) -> list[NDArray[Any]]:

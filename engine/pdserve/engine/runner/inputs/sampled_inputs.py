@@ -133,7 +133,7 @@ class SampledInputs:
     placed: PlacedArrays
     """The arrays of the plan's metadata."""
     packed_rows: PackedRows | None
-    """None on a processor that samples with numpy."""
+    """None on a CPU that samples with numpy."""
 
     @staticmethod
     def arrays(plan: SampledPlan, *, is_packed: bool) -> list[NDArray[Any]]:

@@ -143,7 +143,7 @@ class _StepArrays:
 
 
 class StepInputBuilder:
-    """Makes the inputs of a step from the batch. On a processor they share the batch's memory."""
+    """Makes the inputs of a step from the batch. On a CPU they share the batch's memory."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class StepInputBuilder:
         return self._staged(step, plan) if self._tables else self._shared(step, plan)
 
     def _shared(self, step: _StepArrays, plan: SampledPlan | None) -> StepInputs:
-        """For a processor."""
+        """For a CPU."""
         lists = self._plan_arrays(step)
         plan_arrays = _placed(lists, self._staging.upload(_flat(lists)))
         batches = [

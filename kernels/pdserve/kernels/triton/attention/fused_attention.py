@@ -52,7 +52,7 @@ _ON_GPUS: Mapping[str, tuple[FusedAttention, Callable[[SDPAParams], bool], Calla
 def fused_attention(spec: AttentionSpec, kv_cache: Tensor, names: Sequence[str]) -> FusedAttention | None:
     """The first kernel of `names` that supports heads of this spec, of the cache's dtype on its device; None: there is none.
 
-    names: of `cudnn` and `flash`; a processor has one of its own. `torch.backends.cuda.enable_cudnn_sdp(False)` and the like
+    names: of `cudnn` and `flash`; a CPU has one of its own. `torch.backends.cuda.enable_cudnn_sdp(False)` and the like
     exclude one.
     """
     if spec.softcap is not None or spec.sinks or spec.distance_bias:
