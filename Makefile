@@ -118,7 +118,7 @@ family-records: $(VENV)/.dev  ## measure model families whose configuration or t
 	PYTHONSAFEPATH= $(BIN)/python -m tests.support.models.any_family_record
 	$(BIN)/python -m generated_docs --write
 
-# benchmarks import what lies beside them
+# benchmarks import what lies next to them
 bench: $(VENV)/.dev  ## TTFT, TPOT and requests/s of a cluster on this machine
 	PYTHONSAFEPATH= $(BIN)/python benchmarks/serving.py
 

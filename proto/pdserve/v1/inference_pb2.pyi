@@ -300,7 +300,7 @@ class ChatPrompt(google.protobuf.message.Message):
     reasoning_effort: builtins.str
     """likewise"""
     add_special_tokens: builtins.bool
-    """add special tokens beside those of the chat template"""
+    """add special tokens in addition to those of the chat template"""
     parse_answer: builtins.bool
     """true: reasoning and calls in the answer have fields of their own, and `text` has the rest"""
     @property

@@ -174,7 +174,7 @@ class SamplingParams(google.protobuf.message.Message):
     spaces_between_special_tokens: builtins.bool
     """default true"""
     logprobs: builtins.int
-    """most likely tokens beside the sampled one; at most 20; absent: none"""
+    """most likely tokens in addition to the sampled one; at most 20; absent: none"""
     n: builtins.int
     """default 1; sequences that continue the prompt; at most 16"""
     best_of: builtins.int

@@ -263,7 +263,7 @@ class Identity(google.protobuf.message.Message):
     max_n_sequences: builtins.int
     """sequences of one request, at most"""
     decoder_prompt_len: builtins.int
-    """tokens with which the decoder beside an encoder begins; 0: a decoder alone"""
+    """tokens with which the decoder of a model with an encoder begins; 0: no encoder"""
     max_request_bytes: builtins.int
     """of `Submission.request` and `Turn.request`; the router refuses more"""
     @property

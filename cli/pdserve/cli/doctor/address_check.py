@@ -55,7 +55,9 @@ def _advertised(settings: WorkerSettings) -> Finding:
     if addresses != [host]:
         peers += f" ({', '.join(addresses)})"
     if not any(_is_ours(address) for address in addresses):
-        advice = "right behind NAT or a published container port, else set advertise_host to an address of this machine"
+        advice = (
+            "expected behind NAT or a published container port, else set advertise_host to an address of this machine"
+        )
         return warning(f"{peers}, which is not an address of this machine", advice)
     if not is_wildcard(settings.host) and settings.host not in addresses and not _same(settings.host, addresses):
         advice = "listen on 0.0.0.0, or advertise the address that is listened on"

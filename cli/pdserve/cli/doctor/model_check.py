@@ -42,7 +42,7 @@ def _text_side(tokenizer: Tokenizer) -> Iterator[Finding]:
         advice = "set eos_token_id in generation_config.json"
         yield warning("no token ends a text: answers end at max_tokens or a stop string", advice)
     if not tokenizer.has_chat_template:
-        advice = "put chat_template.jinja beside tokenizer.json, or ask for completions"
+        advice = "put chat_template.jinja next to tokenizer.json, or ask for completions"
         yield warning("no chat template: chat requests are refused", advice)
         return
     try:

@@ -115,7 +115,7 @@ class NativeExperts:
         dtype = self._dtype or x.dtype
         if x.shape != (num_tokens, size) or weights.shape != experts.shape or x.dtype is not dtype:
             raise ValueError(
-                f"x {tuple(x.shape)} {x.dtype} and weights {tuple(weights.shape)} beside experts {tuple(experts.shape)} of {size} "
+                f"x {tuple(x.shape)} {x.dtype} and weights {tuple(weights.shape)} with experts {tuple(experts.shape)} of {size} "
                 f"inputs in {dtype}"
             )
         odd = -size % _TOGETHER[dtype]

@@ -72,9 +72,7 @@ class NativeLoraOps:
             raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} in a step of {self._num_tokens} tokens")
         if self._num_grouped:
             if x.stride(1) != 1 or y.stride(1) != 1 or not x.dtype is y.dtype is stack.a.dtype:
-                raise ValueError(
-                    f"x {x.dtype} {x.stride()}, y {y.dtype} {y.stride()} beside weights of {stack.a.dtype}"
-                )
+                raise ValueError(f"x {x.dtype} {x.stride()}, y {y.dtype} {y.stride()} with weights of {stack.a.dtype}")
             size = self._num_grouped * stack.a.shape[1]
             if self._shrunk.numel() < size:
                 self._shrunk = torch.empty(size)

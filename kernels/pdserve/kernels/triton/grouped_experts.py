@@ -110,11 +110,11 @@ def grouped_experts(
     num_experts, size, inner_size = stack.down.shape
     if x.shape != (num_tokens, size) or x.stride(1) != 1 or weights.shape != experts.shape:
         raise ValueError(
-            f"x {tuple(x.shape)} {x.stride()} and weights {tuple(weights.shape)} beside experts {tuple(experts.shape)} of {size} "
+            f"x {tuple(x.shape)} {x.stride()} and weights {tuple(weights.shape)} with experts {tuple(experts.shape)} of {size} "
             "inputs"
         )
     if not x.dtype is stack.gate_up.dtype is stack.down.dtype:
-        raise ValueError(f"x of {x.dtype} beside matrices of {stack.gate_up.dtype} and {stack.down.dtype}")
+        raise ValueError(f"x of {x.dtype} with matrices of {stack.gate_up.dtype} and {stack.down.dtype}")
     num_places = num_tokens * top_k
     out = x.new_empty((num_places, size))
     if num_places:

@@ -104,10 +104,10 @@ def add_lora(
     num_tokens, (num_slots, num_rows, in_size), out_size = len(x), stack.a.shape, stack.b.shape[2]
     if x.shape != (num_tokens, in_size) or y.shape != (num_tokens, out_size) or (x.stride(1), y.stride(1)) != (1, 1):
         raise ValueError(
-            f"x {tuple(x.shape)} {x.stride()} and y {tuple(y.shape)} {y.stride()} beside {in_size} to {out_size}"
+            f"x {tuple(x.shape)} {x.stride()} and y {tuple(y.shape)} {y.stride()} with {in_size} to {out_size}"
         )
     if not x.dtype is y.dtype is stack.a.dtype:
-        raise ValueError(f"x of {x.dtype} and y of {y.dtype} beside matrices of {stack.a.dtype}")
+        raise ValueError(f"x of {x.dtype} and y of {y.dtype} with matrices of {stack.a.dtype}")
     if not num_tokens:
         return
     splits, num_tiles = configs.lora_splits, triton.cdiv(num_tokens, TOKENS)

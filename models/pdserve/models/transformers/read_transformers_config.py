@@ -145,7 +145,7 @@ def _refusal(hf: PreTrainedConfig, model_class: type[PreTrainedModel]) -> str | 
     if getattr(hf, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     if parts := set(hf.sub_configs) - _OF_LAYERS:
-        return f"it has parts beside a text model: {', '.join(sorted(parts))}"
+        return f"it has parts other than a text model: {', '.join(sorted(parts))}"
     if model_class._is_stateful:
         return "it keeps another state than keys and values"
     if not model_class._can_set_attn_implementation():

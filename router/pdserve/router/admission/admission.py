@@ -36,7 +36,7 @@ PREFILL_AHEAD_S = 0.05
 """Seconds. With several tenants, prompts are sent to workers only while less prefill work than this waits there: workers' queues
 are not fair to tenants, so prompts wait in the router's queue."""
 _LOOK_AHEAD = 16
-"""Requests that are tried behind one that does not fit."""
+"""Requests that are tried after one that does not fit."""
 _LOOK_AHEAD_PER_TENANT = 4
 _KEPT = 0.9
 """Weight of the old value in the decaying mean time for which a place is held."""
@@ -349,7 +349,7 @@ class Admission:
         retry_after_s = self._retry_after_s(self.num_queued)
         for request in ended:
             self._end(request, retry_after_s)
-        # requests that were blocked behind them may fit
+        # requests that waited for them may fit
         self.recheck()
 
     def _end(self, request: FlexRequest, retry_after_s: float) -> None:
@@ -451,7 +451,7 @@ class Admission:
             self._queue.charge(waiter.tenant, -waiter.place.expected_tokens)
             self._give_back(waiter)
         else:
-            # requests that were blocked behind it may fit
+            # requests that waited for it may fit
             self.recheck()
 
     def _give_back(self, waiter: Waiter) -> None:

@@ -57,7 +57,7 @@ class FairQueue(Generic[T]):
         return len(queue.items) if queue is not None else 0
 
     def append(self, tenant: str, key: Hashable, item: T, priority: int = 0) -> None:
-        """Insert behind the tenant's items of the same priority; lower values are first. key: must not be in the queue."""
+        """Insert after the tenant's items of the same priority; lower values are first. key: must not be in the queue."""
         queue = self._queues.setdefault(tenant, _TenantQueue())
         if tenant not in self._waiting:
             queue.served = max(queue.served, self._now)

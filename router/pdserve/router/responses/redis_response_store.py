@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _NONCE_BYTES = 12
 _SEALED_BYTES = 128
-"""Bytes that a sealed response has beside its content, at most."""
+"""Bytes that a sealed response has in addition to its content, at most."""
 _PART_BYTES = 256 << 10
 """Bytes of a value that are read in one round trip, between which the event loop serves others."""
 _MEMBER_BYTES = 256

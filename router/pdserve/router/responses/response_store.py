@@ -21,7 +21,7 @@ from pdserve.router.bodies.request_body import shown
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _OVERHEAD_BYTES = 1024
-"""Bytes that a response takes beside its content."""
+"""Bytes that a response takes in addition to its content."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):

@@ -176,9 +176,7 @@ def _verify_object(path: str, schema: dict[str, Any]) -> None:
             _require(not re.search(pattern, name), path, told, name)
         for other in starts[:place]:
             apart = start and other and not start.startswith(other) and not other.startswith(start)
-            told = (
-                "patternProperties is supported with several patterns only if they begin with different text behind ^"
-            )
+            told = "patternProperties is supported with several patterns only if they begin with different text after ^"
             _require(bool(apart), path, told, patterns)
     for name in ("additionalProperties", "unevaluatedProperties"):
         is_open = schema.get(name, False) is not False
