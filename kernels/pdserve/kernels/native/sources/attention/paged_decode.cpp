@@ -1,4 +1,4 @@
-// Entry points of attention: choose the level by the processor, cut the rows into pieces, and spread pieces over threads.
+// Entry points of attention: choose the level by the CPU, cut the rows into pieces, and spread pieces over threads.
 #include "attention/paged_decode.h"
 #include "shared/levels.h"
 
@@ -43,7 +43,7 @@ extern "C" {
 
 PUBLIC int64_t pdserve_call_size() { return sizeof(DecodeArguments); }
 
-// Name of the level at `index` of those that this processor has, the fastest first; null behind the last.
+// Name of the level at `index` of those that this CPU has, the fastest first; null after the last.
 PUBLIC const char* pdserve_level_name(int64_t index) {
   int found[NUM_LEVELS];
   return index >= 0 && index < find_levels(found) ? LEVELS[found[index]]->name : nullptr;

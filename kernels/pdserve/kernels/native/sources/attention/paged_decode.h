@@ -2,7 +2,7 @@
 #pragma once
 #include "shared/dtypes.h"
 
-// Keys of one piece. A row's keys are cut at multiples of it, by the row's own length alone.
+// Keys of one piece. A row's keys are cut at multiples of it, by the row's own length only.
 constexpr int64_t PIECE_TOKENS = 256;
 // Query rows that one call of `attend_piece` takes at most.
 constexpr int64_t MAX_GROUP = 8;

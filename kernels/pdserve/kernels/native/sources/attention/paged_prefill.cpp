@@ -1,4 +1,4 @@
-// Entry points of attention of prompt chunks: choose the level by the processor, and spread groups of rows over threads.
+// Entry points of attention of prompt chunks: choose the level by the CPU, and spread groups of rows over threads.
 #include "attention/paged_prefill.h"
 #include "shared/levels.h"
 

@@ -92,7 +92,7 @@ struct Room {
     transposed = take(TILE_KEYS / 2 * padded);
     line = take(16 * padded);
   }
-  // More than the numbers of a key: keys at multiples of a large power of two would share a few places of the processor's cache.
+  // More than the numbers of a key: keys at multiples of a large power of two would share a few places of the CPU's cache.
   int64_t key_stride() const { return padded + 16; }
 };
 

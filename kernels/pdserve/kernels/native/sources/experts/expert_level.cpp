@@ -1,6 +1,6 @@
 // A mixture of experts, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
 // A block of a matrix is read from memory once, for all rows of its expert. Sums are float32, and the order in which a token's are made
-// depends on the shapes alone.
+// depends on the shapes only.
 #include "experts/expert_rows.h"
 #include "shared/level_vectors.h"
 
@@ -117,7 +117,7 @@ inline int64_t rows_at_once(int64_t rest) {
   return (rest + num_calls - 1) / num_calls;
 }
 
-// The bias of a block's channels, zeros behind `size`.
+// The bias of a block's channels, zeros after `size`.
 inline void load_bias(const float* bias, int64_t block, int64_t size, float* to) {
   for (int64_t c = 0; c < CHANNELS; ++c) to[c] = bias && block * CHANNELS + c < size ? bias[block * CHANNELS + c] : 0.0f;
 }
@@ -231,7 +231,7 @@ void combine_int8(const ExpertsCall& call, const Int8Level& level, int64_t block
   for (int64_t expert = 0; expert < call.num_experts; ++expert) {
     const int64_t end = call.starts[expert + 1];
     if (call.starts[expert] == end) continue;
-    // a matrix of this block alone
+    // a matrix of this block only
     Int8Call down = call.int8_downs[expert];
     const int64_t first = block * CHANNELS, rest = call.hidden_size - first;
     down.values += first * down.padded;

@@ -1,4 +1,4 @@
-// Entry points of mixtures of experts: sort tokens by expert, choose the level by the processor, and spread blocks over threads.
+// Entry points of mixtures of experts: sort tokens by expert, choose the level by the CPU, and spread blocks over threads.
 #include "experts/expert_rows.h"
 #include "shared/levels.h"
 

@@ -6,7 +6,7 @@
 constexpr int64_t FLOATS_TOGETHER = 1, BFLOATS_TOGETHER = 2;
 
 struct ExpertsCall {
-  // Of each expert: gates[e] and ups[e] [I, H], downs[e] [H, I] as [blocks][padded / together][CHANNELS][together], zeros behind
+  // Of each expert: gates[e] and ups[e] [I, H], downs[e] [H, I] as [blocks][padded / together][CHANNELS][together], zeros after
   // the last input and channel
   const void* const* gates;
   const void* const* ups;
@@ -17,7 +17,7 @@ struct ExpertsCall {
   int64_t num_experts, hidden_size, inner_size, dtype;
   // act(g, u) = g' / (1 + exp(-alpha g')) * (clamp(u, -limit, limit) + shift) with g' = min(g, limit)
   float alpha, limit, shift, unused;
-  // x[T, H], rows x_stride apart, with a zero behind an odd number of bfloat16; experts[T, k] and weights[T, k]; out[T, H]
+  // x[T, H], rows x_stride apart, with a zero after an odd number of bfloat16; experts[T, k] and weights[T, k]; out[T, H]
   const void* x;
   int64_t num_tokens, x_stride, top_k;
   const int64_t* experts;

@@ -203,7 +203,7 @@ void attend_chunks(Thread& thread, const FusedLayer& layer) {
   });
 }
 
-// Goes on with the rows of the result alone. Returns their attention.
+// Goes on with the rows of the result only. Returns their attention.
 uint16_t* choose_rows(Thread& thread, int64_t size) {
   const FusedCall& step = *thread.work.call;
   // queries are no longer needed

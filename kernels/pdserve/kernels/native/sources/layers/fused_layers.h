@@ -38,7 +38,7 @@ struct FusedCall {
   // residual[num_rows, H], overwritten; x[num_rows, H]: its norm, and the result
   uint16_t* residual;
   uint16_t* x;
-  // output_rows[num_outputs]: rows of the result; num_outputs -1: all. The last layer computes no others behind its attention
+  // output_rows[num_outputs]: rows of the result; num_outputs -1: all. The last layer computes no others after its attention
   const int64_t* output_rows;
   int64_t num_outputs;
   // room of the largest layer: qkv[num_rows, (Hq + 2 Hkv) D], attended[num_rows, Hq D], gate_up[num_rows, 2 I] of

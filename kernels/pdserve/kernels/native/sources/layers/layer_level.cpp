@@ -1,5 +1,5 @@
 // Operations between matrix products, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
-// Sums and products are float32 and are rounded once; a row's bits depend on that row alone.
+// Sums and products are float32 and are rounded once; a row's bits depend on that row only.
 #include "layers/layer_rows.h"
 #include "shared/level_vectors.h"
 

@@ -1,4 +1,4 @@
-// Entry point of the operations between matrix products: choose the level by the processor, and spread rows over threads.
+// Entry point of the operations between matrix products: choose the level by the CPU, and spread rows over threads.
 #include "layers/layer_rows.h"
 #include "shared/levels.h"
 

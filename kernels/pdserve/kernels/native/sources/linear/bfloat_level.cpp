@@ -23,7 +23,7 @@ inline uint32_t pair_at(const uint16_t* x, int64_t pair) {
 }
 
 #if defined(__AVX512BF16__)
-// Rows of one of several groups, and of one alone: its sums need not be kept between chunks.
+// Rows of one of several groups, and of one only: its sums need not be kept between chunks.
 constexpr int MAX_ROWS = 6, MAX_ALONE = 7, VECTORS = 4;
 typedef __m512bh Pairs;
 struct Input {

@@ -1,4 +1,4 @@
-// Entry point of products with bfloat16 matrices: choose the level by the processor, and spread blocks of channels over threads.
+// Entry point of products with bfloat16 matrices: choose the level by the CPU, and spread blocks of channels over threads.
 #include "linear/bfloat_rows.h"
 #include "shared/levels.h"
 

@@ -44,7 +44,7 @@ struct NextBlock {
   }
 };
 
-// Prefetches the values of a step that lie BFLOAT_AHEAD bytes behind `values`.
+// Prefetches the values of a step that lie BFLOAT_AHEAD bytes after `values`.
 inline void prefetch_step(const char* values) {
   for (int64_t byte = 0; byte < STEP_BYTES; byte += CACHE_LINE) __builtin_prefetch(values + BFLOAT_AHEAD + byte, 0, 3);
 }

@@ -1,4 +1,4 @@
-// Entry points of products with int8 matrices: choose the level by the processor, and spread blocks of channels over threads.
+// Entry points of products with int8 matrices: choose the level by the CPU, and spread blocks of channels over threads.
 #include "linear/int8_rows.h"
 #include "shared/levels.h"
 
@@ -9,7 +9,7 @@ extern const Int8Level INT8_LEVEL_AVX2, INT8_LEVEL_AVX512_VNNI;
 
 namespace {
 
-// From the fastest that the processor has to the one that every processor has. Returns their number.
+// From the fastest that the CPU has to the one that every CPU has. Returns their number.
 int find_int8_levels(const Int8Level* found[3]) {
   int count = 0;
 #ifdef HAS_X86_LEVELS
@@ -47,7 +47,7 @@ extern "C" {
 
 PUBLIC int64_t pdserve_int8_call_size() { return sizeof(Int8Call); }
 
-// Name of the level at `index` of those that this processor has, the fastest first; null behind the last.
+// Name of the level at `index` of those that this CPU has, the fastest first; null after the last.
 PUBLIC const char* pdserve_int8_level_name(int64_t index) {
   const Int8Level* found = int8_level(index);
   return found ? found->name : nullptr;

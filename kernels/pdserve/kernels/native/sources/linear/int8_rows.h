@@ -6,7 +6,7 @@
 constexpr int64_t CHANNELS = 64, QUAD = 4;
 
 struct Int8Call {
-  // values[blocks][padded / QUAD][CHANNELS][QUAD], zeros behind the last input and channel
+  // values[blocks][padded / QUAD][CHANNELS][QUAD], zeros after the last input and channel
   const int8_t* values;
   // of each channel: offsets[out] = 128 * the sum of its values; scales[out]; bias[out] in float32, or null
   const int32_t* offsets;
@@ -35,5 +35,5 @@ struct Int8Level {
   void (*multiply_block)(const Int8Call& call, int64_t block);
 };
 
-// The level at `index` of those that this processor has, the fastest first; null behind the last.
+// The level at `index` of those that this CPU has, the fastest first; null after the last.
 const Int8Level* int8_level(int64_t index);

@@ -1,6 +1,6 @@
 // LoRA products of a few tokens, compiled once per instruction set (`build_library.py`): LEVEL is the level's symbol.
 // The matrices of adapters come from main memory and are read once; the sums of a token are made in an order that depends on the
-// layer's shape and the adapter's rank alone.
+// layer's shape and the adapter's rank only.
 #include "lora/lora_rows.h"
 #include "shared/level_vectors.h"
 

@@ -1,4 +1,4 @@
-// Entry points of LoRA products: choose the level by the processor, and spread rows of A and columns of B over threads.
+// Entry points of LoRA products: choose the level by the CPU, and spread rows of A and columns of B over threads.
 #include "lora/lora_rows.h"
 #include "shared/levels.h"
 

@@ -1,4 +1,4 @@
-// What the entry points share: instruction sets of the library and of this processor, and threads.
+// What the entry points share: instruction sets of the library and of this CPU, and threads.
 #pragma once
 #include <cstdint>
 
@@ -36,7 +36,7 @@ constexpr int NUM_LEVELS = 1;
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// True if the processor has AMX for bfloat16, and Linux permits this process to use it, which takes one request.
+// True if the CPU has AMX for bfloat16, and Linux permits this process to use it, which takes one request.
 static inline bool may_use_tiles() {
   constexpr int UNKNOWN = 2, REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
@@ -51,7 +51,7 @@ static inline bool may_use_tiles() {
 }
 #endif
 
-// Indices into ALL_LEVELS of those that the processor has, the fastest first. Returns their number.
+// Indices into ALL_LEVELS of those that the CPU has, the fastest first. Returns their number.
 static inline int find_levels(int found[NUM_LEVELS]) {
   int count = 0;
 #ifdef HAS_X86_LEVELS
@@ -71,7 +71,7 @@ static inline int find_levels(int found[NUM_LEVELS]) {
   return count;
 }
 
-// Index into ALL_LEVELS of the level that callers name by its place among those of this processor, the fastest at 0.
+// Index into ALL_LEVELS of the level that callers name by its place among those of this CPU, the fastest at 0.
 static inline int level_index(int64_t place) {
   int found[NUM_LEVELS];
   find_levels(found);

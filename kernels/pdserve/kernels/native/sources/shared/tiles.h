@@ -32,7 +32,7 @@ class Tiles {
   }
 
  private:
-  // As the processor reads it.
+  // As the CPU reads it.
   struct alignas(64) Shapes {
     uint8_t palette, start_row, unused[14];
     uint16_t row_bytes[16];
