@@ -98,7 +98,7 @@ async def test_without_keys_there_is_one_tenant(cluster):
 
 @pytest.mark.parametrize(
     ("groups", "named"),
-    [(("a b",), "'a b'"), (("a+",), r"'a\+'"), (("a+b", "b+c"), "'b' more than once"), (("*", "a+b"), "beside other")],
+    [(("a b",), "'a b'"), (("a+",), r"'a\+'"), (("a+b", "b+c"), "'b' more than once"), (("*", "a+b"), "next to other")],
 )
 def test_groups_that_mean_nothing_are_refused(groups, named):
     with pytest.raises(ConfigError, match=f"shared_prefix_cache .*{named}"):
