@@ -24,7 +24,7 @@ IMAGE ?= examples/red_circle.png
 demo-image: $(VENV)/.runtime  ## the bundled model for pictures names the shape in IMAGE, then stop; IMAGE=file for another one
 	$(BIN)/pdserve up demo-image --once --port 0 --grpc-port 0 --image "$(IMAGE)"
 
-test: $(VENV)/.dev  ## about eight minutes on two cores: three processes, since tests of services wait for a third of their time
+test: $(VENV)/.dev  ## about seven minutes on two cores: three processes, since tests of services wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-all: $(VENV)/.all  ## every case but those of make faults and make soak, then make clients and five minutes of make fuzz
