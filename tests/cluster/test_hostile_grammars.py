@@ -68,13 +68,13 @@ async def gaps_of(client: InferenceClient, answers: set[tuple[int, ...]], is_ove
 
 
 async def post(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
-    """Ask until there is room: where other processes keep the CPUs busy, grammars of low priority wait long for them."""
-    async with asyncio.timeout(4 * HANG_S):
-        while True:
-            answer = await http.post("/v1/completions", json=body)
-            if answer.status_code not in (429, 503):
-                return answer
-            await asyncio.sleep(float(answer.headers["retry-after"]))
+    """Ask until there is room, for a minute: where other processes keep the CPUs busy, grammars of low priority get none."""
+    give_up_at = time.monotonic() + HANG_S
+    while True:
+        answer = await http.post("/v1/completions", json=body)
+        if answer.status_code not in (429, 503) or time.monotonic() > give_up_at:
+            return answer
+        await asyncio.sleep(float(answer.headers["retry-after"]))
 
 
 @pytest.mark.timeout(360)
@@ -120,10 +120,12 @@ async def test_the_form_ends_its_own_request_and_delays_no_stream(
         # not while they run: a process that computes all the time would leave grammars no CPU
         for token_ids in streamed:
             oracle.check(PROMPT, token_ids)
-        assert [answer.status_code for answer in answers] == [400] * len(requests), [answer.text for answer in answers]
         for answer in answers:
             error = answer.json()["error"]
-            assert error["param"] == "structured_outputs"
+            if answer.status_code in (429, 503):
+                assert error["code"] in ("grammar_unavailable", "overloaded"), answer.text
+                continue
+            assert (answer.status_code, error["param"]) == (400, "structured_outputs"), answer.text
             assert "takes too long to be matched" in error["message"] or "could not be compiled" in error["message"]
         # the engine stood still for 1 to 30 s where grammars were in it
         assert max(gaps) < GAP_S + 4 * max(calm)

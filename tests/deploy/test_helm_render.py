@@ -239,7 +239,7 @@ def reached(name: str) -> set[tuple[str, str, int]]:
 
 def test_each_pod_reaches_those_that_it_works_with_and_no_other() -> None:
     services = {("router", "prefill", 50052), ("router", "decode", 50052)}
-    services |= {("decode", "prefill", 50052), ("decode", "prefill", 50053)}
+    services |= {("decode", "prefill", port) for port in (50052, 50053, 50054)}
     redis = {(component, "redis", 6379) for component in ("router", "prefill", "decode")}
     assert reached("minimal") == services | redis
     assert reached("gpu") == services

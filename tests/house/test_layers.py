@@ -36,7 +36,7 @@ MAY_IMPORT = {
 FLOORS = {
     "router": (
         {"service"}, {"http_front"}, {"responses"}, {"grpc_front", "openai"}, {"requests"},
-        {"telemetry"}, {"attempts"}, {"placement"}, {"admission"}, {"bodies", "process_link", "tenants", "workers"},
+        {"telemetry"}, {"attempts"}, {"placement"}, {"admission"}, {"bodies", "tenants", "workers"},
     ),
     "engine": (
         {"client"}, {"engine_thread", "make_engine_core"}, {"engine_core"}, {"executor", "request_verifier"}, {"runner"},
@@ -57,7 +57,7 @@ FLOORS = {
         {"block_digest", "event_thread", "totals"},
     ),
     "worker": (
-        {"worker_process"}, {"worker"}, {"engine_process", "make_engine"}, {"telemetry", "worker_servicer"},
+        {"worker_process"}, {"worker"}, {"engine_process"}, {"telemetry", "worker_servicer"},
         {"engine_client", "lora_modules", "redis_publisher"}, {"transfers"}, {"kv_transfer_manager", "ranks"},
         {"engine_watchdog", "kv_event_publisher", "peer_channels", "prefill_rate", "request_reader",
          "step_stream", "step_totals"},

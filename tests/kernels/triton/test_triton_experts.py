@@ -60,7 +60,7 @@ class TestTritonExperts(GroupedExpertsContract):
         x, weights = torch.zeros(2, 8, device=DEVICE), torch.ones(2, 2, device=DEVICE)
         experts = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
         for wrong in (x[:1], x[:, :7], torch.zeros(8, 2, device=DEVICE).t(), x.bfloat16()):
-            with pytest.raises(ValueError, match="beside"):
+            with pytest.raises(ValueError, match=r"with (experts|matrices)"):
                 self.make_ops().grouped_experts(wrong, weights, experts, stack)
-        with pytest.raises(ValueError, match="beside"):
+        with pytest.raises(ValueError, match=r"with (experts|matrices)"):
             self.make_ops().grouped_experts(x, weights[:, :1], experts, stack)

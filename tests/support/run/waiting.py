@@ -14,12 +14,17 @@ are tested with twice the bound instead."""
 T = TypeVar("T")
 
 
-async def eventually(look: Callable[[], T | None], what: str | Callable[[], object] = "") -> T:
-    """Wait until `look` returns something true and return that. what: the awaited thing, for messages. Raises: AssertionError."""
+async def eventually(
+    look: Callable[[], T | None], what: str | Callable[[], object] = "", *, pause_s: float = 0.005
+) -> T:
+    """Wait until `look` returns something true and return that.
+
+    what: the awaited thing, for messages. pause_s: seconds between two looks. Raises: AssertionError.
+    """
     give_up_at = time.monotonic() + HANG_S
     while not (found := look()):
         assert time.monotonic() < give_up_at, _message(what)
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(pause_s)
     return found
 
 
