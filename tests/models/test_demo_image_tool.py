@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +100,8 @@ def test_training_lowers_the_loss(batches: Batches, capsys: pytest.CaptureFixtur
     first, last = (
         float(line.split("answers ")[1].split()[0])
         for line in capsys.readouterr().out.splitlines()
-        if "1/1" in line or "100/100" in line
+        # a slow machine prints steps between them, too
+        if re.search(r"(?<!\d)(1/1|100/100)(?!\d)", line)
     )
     # a mean over the last steps with questions: the first of 34 still counts a fifth
     assert last < 0.8 * first
