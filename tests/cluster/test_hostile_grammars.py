@@ -51,8 +51,8 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         cluster.check_logs()
 
 
-async def gaps_of(client: InferenceClient, answers: set[tuple[int, ...]], is_over: asyncio.Event) -> list[float]:
-    """Seconds between the messages of streams, one after the other until it is over. answers: receives their tokens."""
+async def gaps_of(client: InferenceClient, oracle: Oracle, is_over: asyncio.Event) -> list[float]:
+    """Seconds between the messages of streams, one after the other until it is over."""
     gaps: list[float] = []
     while not is_over.is_set():
         token_ids: list[int] = []
@@ -63,16 +63,15 @@ async def gaps_of(client: InferenceClient, answers: set[tuple[int, ...]], is_ove
                 gaps.append(now - last)
             last = now
             token_ids += message.token_ids
-        answers.add(tuple(token_ids))
+        oracle.check(PROMPT, token_ids)
     return gaps
 
 
 async def post(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
-    """Ask until there is room, for a minute: where other processes keep the CPUs busy, grammars of low priority get none."""
-    give_up_at = time.monotonic() + HANG_S
+    """Ask until there is room: where other processes keep the CPUs busy, grammars of low priority wait long for them."""
     while True:
         answer = await http.post("/v1/completions", json=body)
-        if answer.status_code not in (429, 503) or time.monotonic() > give_up_at:
+        if answer.status_code not in (429, 503):
             return answer
         await asyncio.sleep(float(answer.headers["retry-after"]))
 
@@ -110,22 +109,16 @@ async def test_the_form_ends_its_own_request_and_delays_no_stream(
         assert (await http.post("/v1/completions", json=harmless)).status_code == 200
         # what this machine gives meanwhile to a stream that nobody attacks is the measure of the other
         is_over = asyncio.Event()
-        streamed = set[tuple[int, ...]]()
-        streams = [asyncio.create_task(gaps_of(each, streamed, is_over)) for each in (client, calm_client)]
+        streams = [asyncio.create_task(gaps_of(each, oracle, is_over)) for each in (client, calm_client)]
         # a place must be left for the stream
         requests = [body | {"seed": seed} for seed in range(min(4, MAX_PLACES // n))]
         answers = await asyncio.gather(*(post(http, request) for request in requests))
         is_over.set()
         gaps, calm = await asyncio.gather(*streams)
-        # not while they run: a process that computes all the time would leave grammars no CPU
-        for token_ids in streamed:
-            oracle.check(PROMPT, token_ids)
+        assert [answer.status_code for answer in answers] == [400] * len(requests), [answer.text for answer in answers]
         for answer in answers:
             error = answer.json()["error"]
-            if answer.status_code in (429, 503):
-                assert error["code"] in ("grammar_unavailable", "overloaded"), answer.text
-                continue
-            assert (answer.status_code, error["param"]) == (400, "structured_outputs"), answer.text
+            assert error["param"] == "structured_outputs"
             assert "takes too long to be matched" in error["message"] or "could not be compiled" in error["message"]
         # the engine stood still for 1 to 30 s where grammars were in it
         assert max(gaps) < GAP_S + 4 * max(calm)
