@@ -1,4 +1,4 @@
-"""CPU time per token of native families beside `transformers`, the same families by its code, and vLLM, in turns.
+"""CPU time per token of native families next to `transformers`, the same families by its code, and vLLM, in turns.
 
 python benchmarks/families.py [--families qwen3_moe gemma3_text] [--batches 1 8] [--rounds 5] [--sides NAME ...]
        [--vllm VENV/bin/python] [--out FILE]

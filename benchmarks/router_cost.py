@@ -1,4 +1,4 @@
-"""CPU time of a router per output token and per request, beside the same of routers of other checkouts.
+"""CPU time of a router per output token and per request, next to the same of routers of other checkouts.
 
 The workers' steps take no arithmetic (`paced_worker.py`), so that the machine has time for the router. All routers use the same
 workers and are measured in turns. A request of n tokens costs `request + n * token`, which two lengths of answers give.

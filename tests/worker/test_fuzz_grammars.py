@@ -32,7 +32,7 @@ from tests.support.transfers.worker_pair import Pair, decode_call, door_of, gene
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(0)]
 
 STEP_S = 0.2
-"""CPU time of the engine's thread for one step, at most, as beside any hostile form."""
+"""CPU time of the engine's thread for one step, at most, as next to any hostile form."""
 GAP_S = 0.5
 AT_A_TIME = 6
 LOOK_EVERY = 15

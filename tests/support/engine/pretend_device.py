@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("meta")
-"""The one device type beside the CPU that every build of torch lets a tensor name."""
+"""The one device type other than the CPU that every build of torch lets a tensor name."""
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
 """The parameter that names a real one, where there is one."""
 _COPY_INTO = torch.ops.aten.copy_.default

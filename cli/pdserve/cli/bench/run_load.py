@@ -39,8 +39,8 @@ class LoadPlan:
     """When sessions begin."""
 
     concurrency: int | None = None
-    """Number of concurrent sessions: the next begins when one ends.
-    With a rate or a trace, the maximum number of concurrent sessions."""
+    """Number of concurrent sessions: the next begins when one ends. With a rate or a trace, the maximum number of
+    concurrent sessions."""
     requests_per_s: float | None = None
     """Sessions that begin per second on average, at random times (a Poisson process)."""
     seed: int = 0
