@@ -51,7 +51,13 @@ def carries(value, name, depth=2):
         return depth > 0 and any(carries(one, name, depth - 1) for one in list(value.values())[:16])
     if isinstance(value, (list, tuple)) or hasattr(value, "tolist") or type(value).__name__.startswith("Repeated"):
         try:
-            values = value.tolist() if hasattr(value, "tolist") else list(value)
+            if hasattr(value, "tolist"):
+                # weights and caches are arrays, too: to list one of those stops its process for seconds
+                if "token" not in name or value.nbytes > 1 << 20:
+                    return False
+                values = value.tolist()
+            else:
+                values = list(value)
         except Exception:
             return False
         if not isinstance(values, list) or not values:

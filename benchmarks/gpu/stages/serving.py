@@ -1,4 +1,4 @@
-"""TTFT and TPOT of a prefill and a decode worker on one GPU, over NIXL and over TCP, beside one worker that does both.
+"""TTFT and TPOT of a prefill and a decode worker on one GPU, over NIXL and over TCP, next to one worker that does both.
 
 The model is a shape: Llama 3.1 8B's `config.json` with drawn weights. Both workers share the GPU, so this measures what a hand-over
 costs, not what a second GPU gives.
@@ -34,6 +34,7 @@ def run(bench: Bench) -> None:
     clusters = {
         "prefill and decode, tcp": [*pair, "--connector", "tcp"],
         "one worker": ["--prefill", "0", "--decode", "1"],
+        "one worker, engine_process": ["--prefill", "0", "--decode", "1", "--engine-process=true"],
     }
     if why_no_nixl() is None and not bench.dry:
         clusters = {"prefill and decode, nixl": [*pair, "--connector", "nixl"], **clusters}
