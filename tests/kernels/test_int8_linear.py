@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.cpu import int8_linear
-from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, quantize_rows, stack_rows, tensors
+from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, quantize_rows
 from pdserve.kernels.cpu.linear import make_linear
+from pdserve.kernels.cpu.matrices import stack_rows, tensors
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import GroupedExperts, make_experts
 from pdserve.kernels.native.build_library import BuildError, build
@@ -208,7 +209,7 @@ def test_matrices_are_stacked_by_kind() -> None:
     assert isinstance(both, Int8Matrix)
     assert torch.equal(both.values, torch.cat([one.values, two.values]))
     assert torch.equal(both.scales, torch.cat([one.scales, two.scales]))
-    with pytest.raises(TypeError, match="1 of 2 matrices are quantized"):
+    with pytest.raises(TypeError, match="some of 2 matrices are quantized"):
         stack_rows([one, torch.randn(3, 8)])
     with pytest.raises(TypeError, match="2 of 2"):
         tensors([one, two])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.int8_linear import Int8Matrix, tensors
+from pdserve.kernels.cpu.int8_linear import Int8Matrix
 from pdserve.kernels.cpu.linear import swiglu
+from pdserve.kernels.cpu.matrices import tensors
 from pdserve.kernels.layers import experts as module
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import LoopedExperts, make_experts, route_top_k

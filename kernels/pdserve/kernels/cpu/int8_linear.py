@@ -10,7 +10,7 @@ whatever the other rows are, in any number of them. Dynamic quantization of acti
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -46,34 +46,20 @@ class Int8Matrix:
         return self.values.nbytes + self.scales.nbytes
 
     @classmethod
+    def stacked(cls, matrices: Sequence[Int8Matrix]) -> Int8Matrix:
+        values, scales = zip(*((matrix.values, matrix.scales) for matrix in matrices), strict=True)
+        return cls(torch.cat(values), torch.cat(scales))
+
+    def with_rows(self, arranged: Callable[[Tensor], Tensor]) -> Int8Matrix:
+        """See `matrices.with_rows`."""
+        return Int8Matrix(arranged(self.values), arranged(self.scales))
+
+    @classmethod
     def quantized(cls, weight: Tensor) -> Int8Matrix:
         """Round a weight `[out, in]` to the nearest multiples of each row's `max |w| / 127`."""
         wide = weight.float()
         scales = wide.abs().amax(1).clamp_min_(_SMALLEST_RANGE).div_(LARGEST)
         return cls((wide / scales[:, None]).round_().to(torch.int8), scales)
-
-
-Matrix = Tensor | Int8Matrix
-"""A weight `[out, in]` of a linear layer."""
-
-
-def tensors(matrices: Sequence[Matrix]) -> list[Tensor]:
-    """The matrices, none of which is quantized. Raises: TypeError."""
-    found = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-    if len(found) < len(matrices):
-        raise TypeError(f"{len(matrices) - len(found)} of {len(matrices)} matrices are quantized")
-    return found
-
-
-def stack_rows(matrices: Sequence[Matrix]) -> Matrix:
-    """The weight whose output is the concatenated outputs of these; all are quantized, or none is. Raises: TypeError."""
-    if len(matrices) == 1:
-        return matrices[0]
-    eights = [matrix for matrix in matrices if isinstance(matrix, Int8Matrix)]
-    if len(eights) < len(matrices):
-        return torch.cat(tensors(matrices))
-    values, scales = zip(*((matrix.values, matrix.scales) for matrix in eights), strict=True)
-    return Int8Matrix(torch.cat(values), torch.cat(scales))
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

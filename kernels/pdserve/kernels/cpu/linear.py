@@ -1,5 +1,6 @@
 """Linear layers on a CPU and elsewhere.
 
+GroupedLinear  integers of 4 or 8 bits in groups (`grouped_linear.py`), Int8Linear of 8 bits with rounded inputs (`int8_linear.py`)
 PackedLinear   oneDNN's layout of the weight, where the CPU multiplies its dtype; C++ multiplies in bfloat16 over the same memory
 BlockedLinear  bfloat16 where the CPU multiplies none: C++ multiplies few rows; for more, parts of the weight become float32
 WidenedLinear  weights of 16 bits where neither does: parts of the weight become float32
@@ -18,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, Matrix, has_amx
+from pdserve.kernels.cpu.grouped_linear import GroupedLinear, GroupedMatrix
+from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, has_amx
+from pdserve.kernels.cpu.matrices import Matrix
 from pdserve.kernels.native.native_bfloat import (
     CHANNELS,
     PAIRS_LEVEL,
@@ -237,6 +240,8 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
     """The fastest layer for this weight; a packed one keeps no reference to it."""
     if isinstance(weight, Int8Matrix):
         return Int8Linear(weight, bias)
+    if isinstance(weight, GroupedMatrix):
+        return GroupedLinear(weight, bias)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"weight {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}")
     if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.cpu.int8_linear import tensors
+from pdserve.kernels.cpu.matrices import tensors
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.gated_activations import Gate
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pdserve.kernels.cpu.int8_linear import Matrix
+from pdserve.kernels.cpu.matrices import Matrix
 
 
 class ExpertWeights(NamedTuple):

@@ -90,9 +90,9 @@ def make_experts(experts: Iterable[ExpertWeights], gate: Gate | None = None) -> 
         raise ValueError("a mixture needs at least one expert")
     every = chain([first], remaining)
     is_int8 = isinstance(first.gate_up, Int8Matrix)
-    values = first.gate_up.values if isinstance(first.gate_up, Int8Matrix) else first.gate_up
+    values = first.gate_up if isinstance(first.gate_up, Tensor) else first.gate_up.values
     if not values.is_cpu:
-        return LoopedExperts(every, gate) if is_int8 else GroupedExperts(every, gate)
+        return GroupedExperts(every, gate) if isinstance(first.gate_up, Tensor) else LoopedExperts(every, gate)
     library, activation = built_library(), GatedActivation.of(gate)
     is_native = is_int8 or values.dtype in NATIVE_DTYPES
     # oneDNN uses AMX, but the C++ kernels do not

@@ -31,6 +31,7 @@ ENTRY_SOURCES = (
     "layers/layer_rows",
     "linear/int8_rows",
     "linear/bfloat_rows",
+    "linear/grouped_rows",
     "layers/fused_layers",
     "experts/expert_rows",
 )
@@ -63,6 +64,7 @@ _LEVEL_SOURCES = (
     _LevelSource("layers/layer_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("experts/expert_level", ("-ffp-contract=fast",), _X86_LEVELS),
     _LevelSource("linear/bfloat_level", ("-ffp-contract=fast",), _TILED_LEVELS),
+    _LevelSource("linear/grouped_level", ("-ffp-contract=fast",), _X86_LEVELS),
     # each operation is rounded by itself, as torch's are
     _LevelSource(
         "linear/int8_level", ("-ffp-contract=off",), {"avx2": _AVX2, "avx512_vnni": (*_AVX512, "-mavx512vnni")}

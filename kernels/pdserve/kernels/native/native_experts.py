@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.cpu.int8_linear import Int8Matrix, Matrix, tensors
+from pdserve.kernels.cpu.int8_linear import Int8Matrix
+from pdserve.kernels.cpu.matrices import Matrix, tensors
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.gated_activations import GatedActivation
 from pdserve.kernels.native.native_int8 import BlockedValues, NativeInt8Rows

@@ -88,6 +88,26 @@ class Int8Call(ctypes.Structure):
     )  # fmt: skip
 
 
+class GroupedCall(ctypes.Structure):
+    """`GroupedCall` of `grouped_rows.h`, field by field."""
+
+    _fields_ = (
+        ("words", c_void_p), ("scales", c_void_p), ("offsets", c_void_p), ("bias", c_void_p),
+        ("bits", c_int64), ("num_inputs", c_int64), ("num_outputs", c_int64), ("group_size", c_int64), ("dtype", c_int64),
+        ("x", c_void_p), ("num_rows", c_int64), ("x_stride", c_int64), ("out", c_void_p), ("float_out", c_void_p),
+        ("out_stride", c_int64), ("adds", c_int64), ("rows", c_void_p), ("sums", c_void_p), ("num_threads", c_int64),
+        ("parallel", c_void_p),
+    )  # fmt: skip
+
+
+class GroupedWeights(ctypes.Structure):
+    """`GroupedWeights` of `grouped_rows.h`, field by field."""
+
+    _fields_ = (
+        ("first_block", c_int64), ("num_blocks", c_int64), ("out", c_void_p), ("stride", c_int64), ("dtype", c_int64),
+    )  # fmt: skip
+
+
 class BfloatMatrix(ctypes.Structure):
     """`BfloatMatrix` of `bfloat_rows.h`, field by field."""
 
@@ -165,6 +185,8 @@ class NativeLibrary:
             self.layer_rows = library.pdserve_layer_rows
             self.multiply_rows = library.pdserve_multiply_rows
             self.multiply_bfloats = library.pdserve_multiply_bfloats
+            self.multiply_grouped = library.pdserve_multiply_grouped
+            self.widen_grouped = library.pdserve_widen_grouped
             self.fused_layers = library.pdserve_fused_layers
             self.fused_sum_rows = library.pdserve_fused_sum_rows
             self.apply_experts = library.pdserve_apply_experts
@@ -176,6 +198,8 @@ class NativeLibrary:
                 LayerCall: library.pdserve_layer_call_size,
                 Int8Call: library.pdserve_int8_call_size,
                 BfloatCall: library.pdserve_bfloat_call_size,
+                GroupedCall: library.pdserve_grouped_call_size,
+                GroupedWeights: library.pdserve_grouped_weights_size,
                 FusedLayer: library.pdserve_fused_layer_size,
                 FusedCall: library.pdserve_fused_call_size,
                 ExpertsCall: library.pdserve_experts_call_size,
@@ -191,6 +215,9 @@ class NativeLibrary:
         self.layer_rows.argtypes, self.layer_rows.restype = [POINTER(LayerCall), c_int64, c_int64], None
         self.multiply_rows.argtypes, self.multiply_rows.restype = [POINTER(Int8Call), c_int64], None
         self.multiply_bfloats.argtypes, self.multiply_bfloats.restype = [POINTER(BfloatCall), c_int64], None
+        self.multiply_grouped.argtypes, self.multiply_grouped.restype = [POINTER(GroupedCall), c_int64], None
+        self.widen_grouped.argtypes = [POINTER(GroupedCall), POINTER(GroupedWeights), c_int64]
+        self.widen_grouped.restype = None
         self.fused_layers.argtypes, self.fused_layers.restype = [POINTER(FusedCall), c_int64], c_int64
         self.fused_sum_rows.argtypes, self.fused_sum_rows.restype = [c_int64], c_int64
         self.apply_experts.argtypes, self.apply_experts.restype = [POINTER(ExpertsCall), c_int64, c_int64], c_int64
