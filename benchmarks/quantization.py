@@ -6,7 +6,7 @@ from that in float32. Time: batches of sequences that decode after a prompt of `
 time of a step is the difference of two lengths of output whose prompts are in the prefix cache. It is also given in CPU time,
 which others on the machine disturb less.
 
-Usage: python benchmarks/quantization.py [--model FOLDER] [--load-format dummy] [--variants own int8 ...] [--batches 1 8 16]
+Usage: python benchmarks/quantization.py [--model FOLDER] [--load-format dummy] [--variants own int8 int4 ...] [--batches 1 8 16]
                                          [--prompt 128] [--rounds 5] [--threads 2] [--cases 40] [--groups TITLE ...]
                                          [--no-answers]
 """
@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "own": {},
     "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
     "KV int8": {"kv_cache_dtype": "int8"},
     "KV fp8": {"kv_cache_dtype": "fp8"},
     "both": {"quantization": "int8", "kv_cache_dtype": "int8"},

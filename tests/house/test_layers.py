@@ -49,7 +49,8 @@ FLOORS = {
     "models": (
         {"model_impl"}, {"encoder_decoder", "loading", "lora", "transformers"}, {"decoder", "read_config"},
         {"registry"}, {"families", "vision"}, {"config"}, {"layers"}, {"weights"},
-        {"kv_cache", "json_object", "model_folder", "model_inputs"}, {"dtypes", "encoder_decoder_step", "other_formats"},
+        {"kv_cache", "model_folder", "model_inputs"}, {"gguf"},
+        {"dtypes", "encoder_decoder_step", "json_object", "other_formats"},
     ),
     "kv_transfer": (
         {"control", "make_connectors"}, {"connector_set", "landing_ring", "nixl", "tcp"}, {"heads", "pull"}, {"connector"},

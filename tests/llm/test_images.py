@@ -16,6 +16,7 @@ from pdserve.llm import LLM, AsyncLLM, BeamSearchParams, RequestOutput, Streamin
 from tests.support.engine.forked_engine import start_rank
 from tests.support.engine.llm_requests import core_of, greedy
 from tests.support.models.image_checkpoints import (
+    ALL_FAMILIES,
     FAMILIES,
     PICTURE,
     ImageOracle,
@@ -32,7 +33,7 @@ TEXT = f"The river {PICTURE} had another colour, {PICTURE} and the miller sang."
 NUM_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param(ALL_FAMILIES[-1], marks=pytest.mark.slow)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

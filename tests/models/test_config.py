@@ -160,8 +160,8 @@ def test_longrope_serves_its_original_length_unless_a_setting_says_more(tmp_path
         ({"architectures": [{"LlamaForCausalLM": 1}]}, "architecture {'LlamaForCausalLM': 1}; supported"),
         ({"hidden_act": "gelu"}, "gelu"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quantized by gptq; compressed-tensors is the method that is read",
+            {"quantization_config": {"quant_method": "quark"}},
+            "quantized by quark; read are compressed-tensors, fp8",
         ),
         ({"quantization_config": {"bits": 4}}, "quantized by a method that it does not name"),
         ({"architectures": ["Qwen3Model"]}, "Qwen3Model is Qwen3ForCausalLM without its language-model head"),
@@ -297,20 +297,19 @@ def test_the_length_of_a_model_whose_config_cannot_be_read_is_a_guess(tmp_path: 
 
 
 MODELOPT = [
-    ({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, 'quantization: quant_algo is "NVFP4": .* ModelOpt'),
-    ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, 'quantization: quant_algo is "FP8"'),
-    ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, 'kv_cache_quant_algo is "FP8"'),
-    ({"quant_algo": "MIXED_PRECISION"}, 'hf_quant_config.json: quant_algo is "MIXED_PRECISION"'),
+    ({"quantization": {"quant_algo": "W4A8_AWQ"}}, 'quantization: quant_algo is "W4A8_AWQ"; read is FP8, NVFP4'),
+    ({"quantization": {"quant_algo": "NVFP4", "group_size": 32}}, "quantization: group_size is 32; read is 16"),
+    ({"quant_algo": "INT4_AWQ"}, 'hf_quant_config.json: quant_algo is "INT4_AWQ"'),
     ({"producer": {"name": "modelopt"}}, "hf_quant_config.json: quant_algo is missing"),
     ({"quantization": []}, "quantization must be an object"),
     ([], "hf_quant_config.json"),
 ]
 
 
-@pytest.mark.few(13)
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("content", "message"), MODELOPT)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_weights_that_modelopt_quantized_are_refused_at_start(
+def test_forms_of_modelopt_that_are_not_read_are_refused_at_start(
     architecture: str, content: Any, message: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(tmp_path, architecture)
@@ -324,8 +323,11 @@ def test_weights_that_modelopt_quantized_are_refused_at_start(
 
 def test_a_folder_that_modelopt_left_in_floats(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
-    assert read_config(folder).stored_quantization is None
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
+    )
+    read_config(folder)
+    load_decoder(folder)
 
 
 @pytest.mark.parametrize("field", ["shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"])

@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": {"factor": 2}, "alibi": True},
         "alibi is true, which BartForConditionalGeneration does not",
     ),
-    ("bart", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is given"),
+    ("bart", {"quantization_config": {"quant_method": "quark"}}, "weights are quantized by quark"),
     ("t5", {"feed_forward_proj": "gated-swish-2"}, "feed_forward_proj is 'gated-swish-2'; supported"),
     ("t5", {"relative_attention_num_buckets": 7}, "relative_attention_num_buckets must be even"),
     ("t5", {"relative_attention_max_distance": 6}, "relative_attention_max_distance must be above 6"),

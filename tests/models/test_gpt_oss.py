@@ -13,7 +13,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.loading import load_decoder
-from pdserve.models.weights.mxfp4 import unpacked
+from pdserve.models.weights.checkpoint import open_checkpoint
+from pdserve.models.weights.quantized.four_bit_floats import StackedFourBitFloats
 from tests.support.kernels.paged_run import PagedRun
 from tests.support.models.checkpoints import edit_json
 from tests.support.models.family_checkpoints import make_family
@@ -48,25 +49,31 @@ def test_experts_in_mxfp4_are_unpacked_as_in_transformers(tmp_path: Path) -> Non
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_of_mxfp4(dtype: torch.dtype) -> None:
-    blocks = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    scales = torch.arange(118, 134, dtype=torch.uint8)
-    expected = convert_moe_packed_tensors(blocks.view(1, 1, 16, 16), scales.view(1, 1, 16), dtype=dtype)
-    assert torch.equal(unpacked(blocks, scales, dtype), expected.flatten())
+def test_every_number_of_mxfp4(tmp_path: Path) -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    scales = torch.arange(118, 134, dtype=torch.uint8).view(1, 1, 16)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        found = StackedFourBitFloats(checkpoint, "w_blocks", "w_scales", ["w_blocks", "w_scales"])
+        assert torch.equal(found.rows(0, 1), expected)
 
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({}, {"load_format": "dummy"}, "load_format is 'dummy', but the weights of this model are stored quantized"),
-        ({}, {"quantization": "int8"}, "quantization is 'int8', which the experts of gpt-oss do not support"),
-        ({"intermediate_size": 100}, {}, "intermediate_size must be a multiple of 32, the numbers of a block of mxfp4"),
+        ({}, {"load_format": "dummy"}, "load_format is 'dummy', but the weights of .* are stored quantized"),
+        ({}, {"quantization": "int8"}, "quantization is 'int8', but the weights of .* are stored quantized"),
+        (
+            {"intermediate_size": 100},
+            {},
+            r"gate_up_proj_blocks stands for shape \[4, 64, 192\], config.json says \[4, 64, 200\]",
+        ),
         ({"experts_per_token": 3}, {}, r"experts_per_token must be num_experts_per_tok \(2\), not 3"),
         ({"swiglu_limit": 0}, {}, "swiglu_limit must be a positive number, not 0"),
         ({"quantization_config": None}, {}, r"gate_up_proj is in none of model\.safetensors"),
-        ({"quantization_config": {"quant_method": "gptq"}}, {}, "weights are quantized by gptq"),
+        ({"quantization_config": {"quant_method": "quark"}}, {}, "weights are quantized by quark"),
         ({"num_local_experts": 3}, {}, r"router\.weight has shape \[4, 64\], config\.json says \[3, 64\]"),
         ({"rope_scaling": {"rope_type": "spiral"}, "rope_parameters": None}, {}, "rope type 'spiral'"),
     ],

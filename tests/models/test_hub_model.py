@@ -120,5 +120,5 @@ def test_folders_and_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     with pytest.raises(ConfigError, match=r"org/name has no config\.json"):
         model_folder("org/name")
-    with pytest.raises(ConfigError, match=r"no such folder \(a Hugging Face checkpoint, ORG/NAME"):
+    with pytest.raises(ConfigError, match=r"no such folder \(a Hugging Face checkpoint, a GGUF file, ORG/NAME"):
         model_folder("nowhere")

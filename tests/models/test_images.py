@@ -23,7 +23,7 @@ from pdserve.text.images.image_processor import ImageProcessor
 from pdserve.text.images.placeholders import with_images
 from tests.support.models.checkpoints import edit_json
 from tests.support.models.image_checkpoints import (
-    FAMILIES,
+    ALL_FAMILIES,
     IMAGE_TOKEN_ID,
     PREPROCESSOR,
     ImageOracle,
@@ -32,7 +32,7 @@ from tests.support.models.image_checkpoints import (
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL_FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_image_checkpoint(tmp_path_factory.mktemp("images") / request.param, request.param)
 

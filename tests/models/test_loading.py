@@ -228,7 +228,7 @@ def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
         (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], "pickled weights are not read"),
         (["consolidated.safetensors"], "other names for the weights"),
         (["adapter_model.safetensors"], "only after it was merged"),
-        (["model.gguf"], "GGUF files are not read"),
+        (["model.gguf"], "give the GGUF file itself as the model"),
         (["weights.safetensors"], "safetensors under another name"),
         ([], f"neither {WEIGHTS} nor {INDEX}$"),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -52,9 +53,9 @@ def test_workers_with_other_roundings_share_no_blocks(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model")
     plain, *rounded = (
         load_model(
-            folder, WorkerSettings(model=str(folder), num_blocks=4, quantization=quantization)
+            folder, msgspec.structs.replace(WorkerSettings(model=str(folder), num_blocks=4), quantization=quantization)
         ).layout.model_fingerprint
-        for quantization in (None, "int8", "int8")
+        for quantization in ("auto", "int8", "int8")
     )
     assert plain != rounded[0] == rounded[1]
 

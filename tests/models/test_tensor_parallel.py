@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,19 @@ def test_each_rank_reads_its_part_of_each_weight(
 ) -> None:
     folder, size = tiny_checkpoints(architecture, **options), 2
     read_bytes: dict[int, dict[str, int]] = {0: {}, 1: {}}
-    read = Checkpoint.read
+    pieces = Checkpoint.pieces
 
-    def counted(checkpoint: Any, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found = read(checkpoint, name, *args, **kwargs)
+    def counted(checkpoint: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
         loading = read_bytes[checkpoint.rank]
-        loading[name] = loading.get(name, 0) + found.nbytes
-        return found
+        for piece in pieces(checkpoint, name, *args, **kwargs):
+            loading[name] = loading.get(name, 0) + piece.nbytes
+            yield piece
 
     def load(rank: int) -> None:
         monkeypatch.setattr(Checkpoint, "rank", rank, raising=False)
         load_decoder(folder, shard=RankShard(rank, size))
 
-    monkeypatch.setattr(Checkpoint, "read", counted)
+    monkeypatch.setattr(Checkpoint, "pieces", counted)
     for rank in range(size):
         load(rank)
     shared = {

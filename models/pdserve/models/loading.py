@@ -20,11 +20,12 @@ from pdserve.models.layers.classification_head import ClassificationHead
 from pdserve.models.read_config import read_config
 from pdserve.models.vision.vision_tower import load_vision_tower
 from pdserve.models.weights.body_weights import BodyWeights, ImageModelWeights
-from pdserve.models.weights.checkpoint import FLOATS, Checkpoint, WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
 from pdserve.models.weights.equal_weights import are_equal
+from pdserve.models.weights.open_weights import open_weights
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
 from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
+from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
 __all__ = ["LoadProgress", "load_decoder"]
 
@@ -46,8 +47,8 @@ def load_decoder(
     """Read a Hugging Face model folder, or one rank's part of it.
 
     dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads only
-    config.json and draws the weights; `auto` reads them. quantization: `int8` rounds the matrices of attention and MLP; the
-    embedding, the output head and routers of experts stay in the dtype. shard: this rank's part. progress: called after a weight.
+    config.json and draws the weights; `auto` reads them. quantization: of the matrices of attention and MLP; the embedding, the
+    output head and routers of experts are in the dtype. shard: this rank's part. progress: called after a weight.
     hybrid_kv_cache: see `ModelConfig`. Raises: ConfigError, UnsupportedModel.
     """
     config = replace(read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache)
@@ -56,10 +57,11 @@ def load_decoder(
         log.warning(
             "%s: fields without a known meaning are ignored: %s", folder / "config.json", few(config.unknown_fields)
         )
-    if config.stored_quantization is not None and (quantization is not None or load_format == "dummy"):
-        given = "load_format is 'dummy'" if quantization is None else f"quantization is {quantization!r}"
+    rounded = None if quantization == "stored" else quantization
+    if config.stored_quantization is not None and (rounded is not None or load_format == "dummy"):
+        given = "load_format is 'dummy'" if rounded is None else f"quantization is {rounded!r}"
         raise ConfigError(f"{given}, but the weights of {folder} are stored quantized")
-    refusal = config.family.loading_refusal(quantization, load_format)
+    refusal = config.family.loading_refusal(rounded, load_format)
     if refusal is not None:
         raise ConfigError(refusal)
     with torch.inference_mode():
@@ -71,11 +73,11 @@ def load_decoder(
                 lambda shapes: _decoder(config, shapes, "meta", quantization, WHOLE, None),
             )
             return _decoder(config, weights, device, quantization, shard, progress)
-        with open_checkpoint(folder) as checkpoint:
+        with open_weights(folder, config.stored_quantization) as checkpoint:
             return _decoder(config, _source(config, checkpoint), device, quantization, shard, progress)
 
 
-def _source(config: ModelConfig, checkpoint: Checkpoint) -> WeightSource:
+def _source(config: ModelConfig, checkpoint: WeightSource) -> WeightSource:
     """The checkpoint, under the names of a text model's weights."""
     if config.vision is not None:
         return ImageModelWeights(checkpoint)
@@ -100,7 +102,6 @@ def _decoder(
         device,
         ignored=ignored,
         quantization=quantization,
-        stored=config.stored_quantization,
         shard=shard,
         progress=progress,
     )

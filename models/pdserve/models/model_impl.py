@@ -111,7 +111,7 @@ def load_model_decoder(
     from pdserve.models.transformers.transformers_decoder import TransformersDecoder
 
     config = read_transformers_config(folder, dtype)
-    config.verify_options(quantization, enable_lora=False)
+    config.verify_options(None if quantization == "stored" else quantization, enable_lora=False)
     config.verify_sharding(shard.size, folder)
     return TransformersDecoder.load(folder, config, device=device, load_format=load_format, progress=progress)
 

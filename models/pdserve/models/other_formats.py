@@ -11,7 +11,7 @@ _FORMATS = {
     "*.safetensors": "safetensors under another name are not read",
     "*.bin": f"pickled weights are not read, since they can run code; {_CONVERT}",
     "*.pth": f"pickled weights are not read, since they can run code; {_CONVERT}",
-    "*.gguf": "quantized GGUF files are not read; use the model's own safetensors",
+    "*.gguf": "give the GGUF file itself as the model",
 }
 """File name pattern -> advice, in the order in which the patterns are tried."""
 _NUM_NAMED = 4

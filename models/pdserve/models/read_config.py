@@ -7,13 +7,14 @@ from pathlib import Path
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import Dimensions, check_fields
+from pdserve.models.config.missing_capabilities import MISSING
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.served_dtype import served_dtype
 from pdserve.models.config.special_tokens import special_tokens
 from pdserve.models.config.vision_config import VisionConfig, language_config
 from pdserve.models.json_object import JsonObject
 from pdserve.models.registry import BODIES, CLASSIFIERS, FAMILIES
-from pdserve.models.weights.stored_quantization import StoredQuantization, refuse_modelopt
+from pdserve.models.weights.quantized.quantization_method import read_quantization
 
 _MAX_VOCAB = 1 << 24
 _MAX_WIDTH = 1 << 20
@@ -34,8 +35,6 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     config = language_config(JsonObject.of_model(folder))
     named, architecture = _architecture(config)
     family = FAMILIES[architecture]
-    stored_quantization = None if family.unpacks(config) else StoredQuantization.read(config)
-    refuse_modelopt(folder, config)
     hidden_size = config.integer("hidden_size", maximum=_MAX_WIDTH)
     intermediate_size = config.integer("intermediate_size", maximum=_MAX_WIDTH)
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
@@ -78,7 +77,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         unknown_fields=unknown_fields,
-        stored_quantization=stored_quantization,
+        stored_quantization=read_quantization(config, folder),
         local_rope=ropes[1].for_length(max_model_len) if ropes[1:] else None,
         vision=vision,
     )
@@ -92,7 +91,8 @@ def _architecture(config: JsonObject) -> tuple[str, str]:
     architecture = BODIES.get(named) or CLASSIFIERS.get(named, named)
     if architecture not in FAMILIES:
         found = ", ".join(str(name)[:80] for name in names[:8]) or "none named"
-        raise UnsupportedModel(f"{config.where}: architectures: architecture {found}; supported: {supported}")
+        needs = f" needs {MISSING[named]}, which is not served" if named in MISSING else ""
+        raise UnsupportedModel(f"{config.where}: architectures: architecture {found}{needs}; supported: {supported}")
     if named in BODIES and not config.boolean(
         "tie_word_embeddings", FAMILIES[architecture].default_tie_word_embeddings
     ):

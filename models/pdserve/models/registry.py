@@ -21,6 +21,7 @@ from pdserve.models.families.qwen2_5_vl import Qwen2_5_VL
 from pdserve.models.families.qwen3 import Qwen3
 from pdserve.models.families.qwen3_moe import Qwen3Moe
 from pdserve.models.families.qwen3_vl import Qwen3VL
+from pdserve.models.families.qwen3_vl_moe import Qwen3VLMoe
 from pdserve.models.families.seed_oss import SeedOss
 from pdserve.models.families.smollm3 import SmolLM3
 
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Qwen3VLForConditionalGeneration": Qwen3VL,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
     "SeedOssForCausalLM": SeedOss,
     "SmolLM3ForCausalLM": SmolLM3,
 }

@@ -26,6 +26,8 @@ with warnings.catch_warnings():
         Qwen2_5_VLForConditionalGeneration,
         Qwen3VLConfig,
         Qwen3VLForConditionalGeneration,
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
     )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -60,6 +62,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 
 _IDS = {"image_token_id": IMAGE_TOKEN_ID, "video_token_id": VOCAB_SIZE + 3, "vision_start_token_id": VOCAB_SIZE,
         "vision_end_token_id": VOCAB_SIZE + 2}  # fmt: skip
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+ALL_FAMILIES = (*FAMILIES, "qwen3_vl_moe")
 
 
 class ImageShape(NamedTuple):
@@ -108,6 +111,13 @@ def _model(family: str, is_tied: bool, shape: ImageShape) -> PreTrainedModel:
         ).eval()
     vision = _VISION | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 49} | dict(shape.vision)
     text = _TEXT | {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}} | dict(shape.text)
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+        config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
+        model = Qwen3VLMoeForConditionalGeneration(config).eval()
+        # the default takes only sizes that are multiples of 8
+        model.set_experts_implementation("eager")
+        return model
     return Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=is_tied, **_IDS)
     ).eval()
@@ -147,14 +157,23 @@ def chat_text(*parts: str | Image.Image) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
+_CLASSES: dict[str, Any] = {
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
+}
+
+
 class ImageOracle:
     """One checkpoint in `transformers`."""
 
     def __init__(self, folder: Path, family: str = "qwen2_5_vl") -> None:
-        kind = Qwen2_5_VLForConditionalGeneration if family == "qwen2_5_vl" else Qwen3VLForConditionalGeneration
+        kind = _CLASSES[family]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        if family == "qwen3_vl_moe":
+            self.model.set_experts_implementation("eager")
         self.pixels = json.loads((folder / "preprocessor_config.json").read_text())
         self.processor = Qwen2VLImageProcessorPil(**self.pixels)
 

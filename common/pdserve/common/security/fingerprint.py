@@ -12,6 +12,7 @@ from pdserve.common.kv_layout import FORMAT
 
 _CONFIG_FILES = ("config.json", "preprocessor_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_WEIGHT_FILES = ("*.safetensors", "*.gguf")
 _CHUNK_BYTES = 16 << 20
 
 
@@ -22,7 +23,7 @@ def model_fingerprint(folder: Path, dtype: str, drawn: str = "none") -> str:
     drawn: what decides the weights of the load format `dummy`, which reads no weight file. Raises: ConfigError when a file cannot
     be read.
     """
-    files = sorted(path.name for path in folder.glob("*.safetensors")) if drawn == "none" else []
+    files = [path.name for form in _WEIGHT_FILES for path in sorted(folder.glob(form))] if drawn == "none" else []
     names = [*_CONFIG_FILES, *_TOKENIZER_FILES, *files]
     digest = hashlib.blake2b(f"{dtype}/{drawn}/{FORMAT}".encode(), digest_size=16, person=b"model")
     return _over_files(digest, folder, names)

@@ -28,7 +28,8 @@ class ServiceSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
     """Heading of the struct's own settings in documents and help."""
 
     model: str = "demo"
-    """A folder with a Hugging Face checkpoint, `ORG/NAME` of its hub, or a bundled one: `demo`, or `demo-image` for pictures."""
+    """A folder with a Hugging Face checkpoint, a GGUF file, `ORG/NAME` of the hub, or one that comes with pdserve: `demo`,
+    `demo-image` for pictures, or `smollm2` where its package is installed."""
     host: str = "127.0.0.1"
     """The address to listen on."""
     metrics_port: int = 0

@@ -29,8 +29,8 @@ from pdserve.models.kv_cache import (
 from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
 from pdserve.models.layers.self_attention import SelfAttention
+from pdserve.models.weights.quantized.quantization_method import QuantizationMethod
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
-from pdserve.models.weights.stored_quantization import StoredQuantization
 from pdserve.models.weights.weight_loader import WeightLoader
 
 SILU = ("silu", "swish")
@@ -75,7 +75,7 @@ class ModelConfig:
     bos_token_id: int | None
     unknown_fields: tuple[str, ...]
     """Names in config.json that are neither read nor in a list of harmless fields."""
-    stored_quantization: StoredQuantization | None = None
+    stored_quantization: QuantizationMethod | None = None
     """How the checkpoint's matrices are quantized; None: not at all."""
     is_body: bool = False
     """True: the checkpoint is of the architecture without its language-model head, which is the embedding."""
@@ -316,11 +316,6 @@ class ModelFamily(FamilyLayers, ABC):
     @abstractmethod
     def read(cls, config: JsonObject, num_layers: int) -> ModelFamily:
         """The family's options from config.json. Raises: ConfigError, UnsupportedModel."""
-
-    @classmethod
-    def unpacks(cls, config: JsonObject) -> bool:
-        """True if the family reads the checkpoint's quantized weights itself."""
-        return False
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:

@@ -30,8 +30,8 @@ from pdserve.models.encoder_decoder.inner_mlp import ACTIVATIONS, InnerMlp
 from pdserve.models.encoder_decoder.residual_norm import ResidualNorm
 from pdserve.models.encoder_decoder.tied_weights import TiedWeights
 from pdserve.models.json_object import JsonObject
-from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.weight_loader import WeightLoader
+from pdserve.models.weights.weight_source import WeightSource
 
 _NORM_EPS = 1e-5
 _FIRST_POSITION = 2

@@ -13,8 +13,8 @@ from pdserve.models.encoder_decoder.encoder_decoder import EncoderDecoder
 from pdserve.models.encoder_decoder.encoder_decoder_config import EncoderDecoderConfig
 from pdserve.models.encoder_decoder.inner_mlp import ACTIVATIONS
 from pdserve.models.json_object import JsonObject
-from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.weight_loader import WeightLoader
+from pdserve.models.weights.weight_source import WeightSource
 
 MakeLoader = Callable[[WeightSource, frozenset[str]], WeightLoader]
 """(weights, names that may remain unread) -> their loader."""

@@ -25,10 +25,11 @@ from pdserve.models.encoder_decoder.t5 import T5
 from pdserve.models.encoder_decoder.whisper import Whisper
 from pdserve.models.json_object import JsonObject
 from pdserve.models.weights.body_weights import BodyWeights
-from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
-from pdserve.models.weights.stored_quantization import refuse_modelopt
+from pdserve.models.weights.open_weights import open_weights
+from pdserve.models.weights.quantized.quantization_method import read_quantization
 from pdserve.models.weights.weight_loader import LoadProgress, Quantization, WeightLoader, few
+from pdserve.models.weights.weight_source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +67,6 @@ def read_encoder_decoder_config(folder: Path, dtype: str = "auto") -> EncoderDec
         raise UnsupportedModel(
             f"{config.where}: model_type {model_type[:80]!r} is not that of {architecture} ({family.model_type})"
         )
-    if config.has("quantization_config"):
-        raise UnsupportedModel(
-            f"{config.where}: quantization_config is given, and {architecture} is read in floats alone"
-        )
-    refuse_modelopt(folder, config)
     if not config.boolean("is_encoder_decoder", True):
         raise UnsupportedModel(f"{config.where}: is_encoder_decoder is false, and {architecture} has an encoder")
     vocab_size = config.integer("vocab_size", maximum=MAX_VOCAB)
@@ -86,6 +82,7 @@ def read_encoder_decoder_config(folder: Path, dtype: str = "auto") -> EncoderDec
         "decoder_prompt_token_ids": () if family.reads_audio else _decoder_prompt(folder, config, vocab_size),
         "pad_token_id": _pad(config, vocab_size),
         "unknown_fields": (),
+        "stored_quantization": read_quantization(config, folder),
     }
     if family.reads_audio:
         common |= {"audio": AudioProcessorConfig.read(folder)} | _suppressed(folder, config, vocab_size)
@@ -171,7 +168,7 @@ def load_encoder_decoder(
                 folder, TORCH_DTYPES[config.dtype], device, lambda shapes: load(shapes, "meta", None)
             )
             return load(weights, device, progress)
-        with open_checkpoint(folder) as checkpoint:
+        with open_weights(folder, config.stored_quantization) as checkpoint:
             return load(BodyWeights(checkpoint) if config.is_body else checkpoint, device, progress)
 
 

@@ -28,8 +28,8 @@ from pdserve.models.encoder_decoder.inner_mlp import ACTIVATIONS, InnerMlp
 from pdserve.models.encoder_decoder.residual_norm import ResidualNorm
 from pdserve.models.encoder_decoder.tied_weights import TiedWeights
 from pdserve.models.json_object import JsonObject
-from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.weight_loader import WeightLoader
+from pdserve.models.weights.weight_source import WeightSource
 
 _MAX_LEN = 1 << 15
 """Relative positions have no end; the bias of an encoder's prompt takes the square of its length."""

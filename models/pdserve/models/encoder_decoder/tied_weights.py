@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import UnsupportedModel
-from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.equal_weights import are_stored_equal
 from pdserve.models.weights.weight_loader import WeightLoader
+from pdserve.models.weights.weight_source import WeightSource
 
 
 class TiedWeights(NamedTuple):

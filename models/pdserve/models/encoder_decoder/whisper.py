@@ -24,8 +24,8 @@ from pdserve.models.encoder_decoder.encoder_decoder_family import MakeLoader
 from pdserve.models.encoder_decoder.tied_weights import TiedWeights
 from pdserve.models.encoder_decoder_step import EncoderTokens
 from pdserve.models.json_object import JsonObject
-from pdserve.models.weights.checkpoint import WeightSource
 from pdserve.models.weights.weight_loader import WeightLoader
+from pdserve.models.weights.weight_source import WeightSource
 
 _KERNEL = 3
 """Places that a convolution reads."""

@@ -13,8 +13,6 @@ from pdserve.models.config.sliding_windows import windows_of_types
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import FeedForward
 from pdserve.models.layers.stacked_experts import load_stacked_experts
-from pdserve.models.weights.mxfp4 import BLOCK_SIZE
-from pdserve.models.weights.stored_quantization import MXFP4
 from pdserve.models.weights.weight_loader import WeightLoader
 
 _DEFAULT_ROPE = {
@@ -46,8 +44,6 @@ class GptOss(ModelFamily):
     top_k: int
     """Experts per token."""
     gate: ClampedSwiglu
-    is_packed: bool
-    """True: the matrices of the experts are stored in MXFP4."""
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> GptOss:
@@ -56,10 +52,6 @@ class GptOss(ModelFamily):
             raise config.error("num_local_experts", "at least 1")
         if config.integer("experts_per_token", top_k) != top_k:
             raise config.error("experts_per_token", f"num_experts_per_tok ({top_k})")
-        is_packed = cls.unpacks(config)
-        for name in ("hidden_size", "intermediate_size"):
-            if is_packed and config.integer(name) % BLOCK_SIZE:
-                raise config.error(name, f"a multiple of {BLOCK_SIZE}, the numbers of a block of {MXFP4}")
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
         bias = config.boolean("attention_bias", True)
         return cls(
@@ -69,13 +61,7 @@ class GptOss(ModelFamily):
             num_experts=num_experts,
             top_k=top_k,
             gate=ClampedSwiglu(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
-            is_packed=is_packed,
         )
-
-    @classmethod
-    def unpacks(cls, config: JsonObject) -> bool:
-        stored = config.child("quantization_config")
-        return stored is not None and stored.get("quant_method") == MXFP4
 
     @classmethod
     def read_rope(cls, config: JsonObject, head_dim: int, max_positions: int) -> RopeParameters:
@@ -89,12 +75,10 @@ class GptOss(ModelFamily):
     def loading_refusal(self, quantization: str | None, load_format: str) -> str | None:
         if quantization is not None:
             return f"quantization is {quantization!r}, which the experts of gpt-oss do not support"
-        if self.is_packed and load_format == "dummy":
-            return "load_format is 'dummy', but the weights of this model are stored quantized"
         return None
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         return load_stacked_experts(
             weights, prefix, config.hidden_size, config.intermediate_size,
-            num_experts=self.num_experts, top_k=self.top_k, gate=self.gate, is_packed=self.is_packed,
+            num_experts=self.num_experts, top_k=self.top_k, router="router", gate=self.gate, in_turn=True, bias=True,
         )  # fmt: skip

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionPlan
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.cpu.int8_linear import Int8Matrix, Matrix
 from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.cpu.matrices import with_rows
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.rms_norm import HeadNorm, ProjectionNorm
 from pdserve.kernels.layers.rotary import HeadOrder
@@ -143,15 +143,9 @@ def _load_qkv(
             first += rows
         else:
             matrix = weights.matrix(f"{prefix}.{name}_proj", rows, hidden_size, part)
-        matrices.append(matrix if name == "v" else _paired(matrix, order))
+        matrices.append(matrix if name == "v" else with_rows(matrix, order.paired))
         if bias:
             added = weights.tensor(f"{prefix}.{name}_proj.bias", rows, part=part)
             biases.append(added if name == "v" else order.paired(added))
     weight = weights.stack(matrices, [f"{prefix}.{name}_proj" for name in "qkv"])
     return make_linear(weight, torch.cat(biases) if biases else None)
-
-
-def _paired(matrix: Matrix, order: HeadOrder) -> Matrix:
-    if isinstance(matrix, Tensor):
-        return order.paired(matrix)
-    return Int8Matrix(order.paired(matrix.values), order.paired(matrix.scales))

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in one tensor per projection, with biases, gate and up in turn: as gpt-oss."""
+"""Experts that a checkpoint stores in one tensor per projection: gpt-oss, Qwen3-VL-MoE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import make_experts
 from pdserve.kernels.layers.gated_activations import ClampedSwiglu
 from pdserve.models.layers.sparse_mlp import SparseMlp
-from pdserve.models.weights.mxfp4 import BLOCK_SIZE, unpacked
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -25,51 +24,49 @@ def load_stacked_experts(
     *,
     num_experts: int,
     top_k: int,
-    gate: ClampedSwiglu,
-    is_packed: bool,
+    router: str,
+    gate: ClampedSwiglu | None = None,
+    in_turn: bool = False,
+    bias: bool = False,
 ) -> SparseMlp:
-    """Read `{prefix}.router` and `{prefix}.experts`. is_packed: the matrices are in MXFP4. Raises: ConfigError."""
-    router = make_linear(
-        weights.tensor(f"{prefix}.router.weight", num_experts, hidden_size),
-        weights.tensor(f"{prefix}.router.bias", num_experts),
-    )
+    """Read `{prefix}.{router}` and `{prefix}.experts`.
+
+    gate: the activation; None: SwiGLU. in_turn: outputs are gate 0, up 0, gate 1, ...; False: all of gate, then all of up. bias: of
+    the router and the experts. Raises: ConfigError.
+    """
+    router_weight = weights.tensor(f"{prefix}.{router}.weight", num_experts, hidden_size)
+    route = make_linear(router_weight, weights.tensor(f"{prefix}.{router}.bias", num_experts) if bias else None)
     shard = weights.shard
     inner = shard.part(0, inner_size) or Part(0, 0, inner_size)
-    own = range(2 * inner.start, 2 * inner.stop)
-    sizes = (num_experts, hidden_size, inner_size)
-    gate_up = _matrices(
-        weights, f"{prefix}.experts.gate_up_proj", (num_experts, 2 * inner_size, hidden_size), is_packed
-    )
-    down = _matrices(weights, f"{prefix}.experts.down_proj", (num_experts, hidden_size, inner_size), is_packed)
-    gate_up_bias = weights.tensor(f"{prefix}.experts.gate_up_proj_bias", num_experts, 2 * inner_size)
-    down_bias = weights.tensor(f"{prefix}.experts.down_proj_bias", num_experts, hidden_size)
-    if shard.rank:
-        # the ranks' results are added up, and each has the bias
-        down_bias = torch.zeros_like(down_bias)
+    gate_up = _matrices(weights, f"{prefix}.experts.gate_up_proj", num_experts, 2 * inner_size, hidden_size)
+    down = _matrices(weights, f"{prefix}.experts.down_proj", num_experts, hidden_size, inner_size)
+    gate_up_bias, down_bias = None, None
+    if bias:
+        gate_up_bias = weights.tensor(f"{prefix}.experts.gate_up_proj_bias", num_experts, 2 * inner_size)
+        down_bias = weights.tensor(f"{prefix}.experts.down_proj_bias", num_experts, hidden_size)
+        if shard.rank:
+            # the ranks' results are added up, and each has the bias
+            down_bias = torch.zeros_like(down_bias)
+
+    def own(outputs: Tensor) -> Tensor:
+        """This rank's gate and up, one after the other, of `[2 * I, ...]`."""
+        halves = (outputs[::2], outputs[1::2]) if in_turn else outputs.chunk(2)
+        return torch.cat([half[inner.start : inner.stop] for half in halves])
 
     def experts() -> Iterator[ExpertWeights]:
-        for expert in range(sizes[0]):
-            rows, biases = gate_up[expert][own.start : own.stop], gate_up_bias[expert, own.start : own.stop]
+        for expert in range(num_experts):
             yield ExpertWeights(
-                _side_by_side(rows),
+                own(gate_up[expert]),
                 down[expert][:, inner.start : inner.stop].contiguous(),
-                _side_by_side(biases),
-                down_bias[expert].clone(),
+                None if gate_up_bias is None else own(gate_up_bias[expert]),
+                None if down_bias is None else down_bias[expert].clone(),
             )
 
-    return SparseMlp(router, make_experts(experts(), gate), top_k, True, shard.group)
+    return SparseMlp(route, make_experts(experts(), gate), top_k, True, shard.group)
 
 
-def _side_by_side(rows: Tensor) -> Tensor:
-    """Rows gate 0, up 0, gate 1, ... in the order gate 0, gate 1, ..., up 0, ..."""
-    return torch.cat((rows[::2], rows[1::2]))
-
-
-def _matrices(weights: WeightLoader, name: str, shape: tuple[int, int, int], is_packed: bool) -> Tensor:
-    """`[E, out, in]`, a view where the checkpoint stores it transposed."""
-    num_experts, rows, columns = shape
-    if not is_packed:
-        return weights.tensor(name, num_experts, columns, rows).transpose(1, 2)
-    blocks = weights.packed(f"{name}_blocks", num_experts, rows, columns // BLOCK_SIZE, BLOCK_SIZE // 2)
-    scales = weights.packed(f"{name}_scales", num_experts, rows, columns // BLOCK_SIZE)
-    return unpacked(blocks, scales, weights.dtype)
+def _matrices(weights: WeightLoader, name: str, num_experts: int, rows: int, columns: int) -> Tensor:
+    """`[E, out, in]`. Published checkpoints have `[E, in, out]`; transformers 5 writes some families the other way round."""
+    if rows != columns and weights.shape(name) == (num_experts, rows, columns):
+        return weights.tensor(name, num_experts, rows, columns)
+    return weights.tensor(name, num_experts, columns, rows).mT

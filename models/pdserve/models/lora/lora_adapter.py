@@ -23,8 +23,8 @@ from pdserve.models.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from pdserve.models.lora.lora_targets import LoraTarget, LoraTargets, LoraWeights
 from pdserve.models.vision.vision_tower import PREFIX as VISION_PREFIX
 from pdserve.models.weights.body_weights import image_model_name
-from pdserve.models.weights.checkpoint import FLOATS
 from pdserve.models.weights.weight_loader import few, verify_finite
+from pdserve.models.weights.weight_source import FLOATS
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "LoraAdapter", "read_adapter"]
 

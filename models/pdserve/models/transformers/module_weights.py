@@ -20,10 +20,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.models.weights.checkpoint import FLOATS, WeightSource
 from pdserve.models.weights.dummy_weights import DummyWeights
 from pdserve.models.weights.equal_weights import are_equal
 from pdserve.models.weights.weight_loader import WeightLoader
+from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from pdserve.models.transformers.attention_interface import IMPLEMENTATION
 from pdserve.models.transformers.fixed_rope import fix_rope, original_positions
 from pdserve.models.transformers.traced_model import NO_INTERFACE, TracedModel, trace
 from pdserve.models.transformers.transformers_config import TransformersConfig
-from pdserve.models.weights.stored_quantization import refuse_modelopt
+from pdserve.models.weights.quantized.quantization_method import read_quantization
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OF_LAYERS = {"attn_config", "ffn_config"}
@@ -55,12 +55,6 @@ def read_transformers_config(folder: Path, dtype: str = "auto") -> TransformersC
         raise ConfigError(f"model folder {folder} does not exist")
     config = JsonObject.of_model(folder)
     model_class = _model_class(config)
-    if config.has("quantization_config"):
-        raise UnsupportedModel(
-            f"{config.where}: quantization_config is {config.shown('quantization_config')}, and {model_class.__name__} is "
-            "computed by the code of transformers, which gets its weights as they are"
-        )
-    refuse_modelopt(folder, config)
     served = served_dtype(config, dtype)
     hf, traced = _traced(json.dumps(read_model_config(folder)), config.where, served)
     original = original_positions(hf)
@@ -86,6 +80,7 @@ def read_transformers_config(folder: Path, dtype: str = "auto") -> TransformersC
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         unknown_fields=(),
+        stored_quantization=read_quantization(config, folder),
         traced=traced,
         hf=hf,
     )

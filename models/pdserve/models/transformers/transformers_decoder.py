@@ -28,9 +28,10 @@ from pdserve.models.transformers.module_weights import compute_buffers, ignored_
 from pdserve.models.transformers.read_transformers_config import build_on_meta
 from pdserve.models.transformers.traced_model import head_logits
 from pdserve.models.transformers.transformers_config import TransformersConfig
-from pdserve.models.weights.checkpoint import WeightSource, open_checkpoint
 from pdserve.models.weights.dummy_weights import DummyWeights
+from pdserve.models.weights.open_weights import open_weights
 from pdserve.models.weights.weight_loader import LoadProgress, WeightLoader
+from pdserve.models.weights.weight_source import WeightSource
 
 Progress = Callable[[LoadProgress], None]
 
@@ -74,7 +75,7 @@ class TransformersDecoder:
                 folder, TORCH_DTYPES[config.dtype], device, lambda shapes: cls._loaded(config, shapes, "meta", None)
             )
             return cls._loaded(config, weights, device, progress)
-        with open_checkpoint(folder) as checkpoint:
+        with open_weights(folder, config.stored_quantization) as checkpoint:
             return cls._loaded(config, checkpoint, device, progress)
 
     @classmethod

@@ -6,11 +6,12 @@ occurs twice. The library checks offsets, sizes and types.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,6 +22,7 @@ from pdserve.models.json_object import JsonObject
 from pdserve.models.other_formats import other_weights
 from pdserve.models.weights.mapped_pages import drop_mapped_pages
 from pdserve.models.weights.rank_shard import Part
+from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,38 +31,10 @@ MAX_HEADER_BYTES = 16 << 20
 """Limit of one file's header: about 100 bytes per tensor, and no model has 100,000 tensors in a file."""
 MAX_FILES = 4096
 _MAX_NAME_BYTES = 255
-FLOATS = ("F32", "BF16", "F16")
-"""Dtypes that can be served, by their names in a header."""
 _NUM_NAMED = 4
 
 
-class WeightSource(Protocol):
-    """Weights by name: a `Checkpoint`, or `DummyWeights`."""
-
-    @property
-    def folder(self) -> Path:
-        """The model folder."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all weights."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Raises: ConfigError for a name that is missing."""
-
-    def where(self, name: str) -> str:
-        """Origin and name of a weight, for messages."""
-
-    def read(
-        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
-    ) -> Tensor:
-        """A tensor of this shape and one of these dtypes, or a part of it, which the caller copies. Raises: ConfigError."""
-
-    def release(self, tensor: Tensor) -> None:
-        """Return the memory of a tensor that `read` returned, of which the caller uses nothing any more."""
-
-
-class Checkpoint:
+class Checkpoint(WeightSource):
     """Open weight files; tensors are read through a memory map, one at a time."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
@@ -81,28 +55,35 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """By its name in the file's header. Raises: ConfigError for a name that is missing."""
+        return str(self._handle(name).get_slice(name).get_dtype())
+
     def where(self, name: str) -> str:
         """File and name, for messages."""
         return f"{self.folder / self._file_of[name]}: {name}"
 
-    def read(
-        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
-    ) -> Tensor:
-        """A view of the file, or of a copy; the caller copies the values that it keeps, because the file may change.
+    def number(self, name: str) -> float:
+        """The one number of a tensor, positive and finite. Raises: ConfigError."""
+        tensor = self.read(name, self.shape(name))
+        if tensor.numel() != 1 or not 0 < float(tensor) < math.inf:
+            raise ConfigError(f"{self.where(name)} is not one positive number")
+        return float(tensor)
 
-        shape: of the whole weight. part: only this is read. Raises: ConfigError for a weight that is missing, or has another shape
-        or type.
-        """
+    def pieces(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
+    ) -> Iterator[Tensor]:
+        """One view of the file, or of a copy; the caller copies the values that it keeps, because the file may change."""
         found = self.shape(name)
         if found != shape:
             raise ConfigError(f"{self.where(name)} has shape {list(found)}, config.json says {list(shape)}")
-        dtype = str(self._handle(name).get_slice(name).get_dtype())
+        dtype = self.dtype(name)
         if dtype not in dtypes:
             # eight bits need scales
             raise ConfigError(f"{self.where(name)} has dtype {dtype}; read are {', '.join(dtypes)}")
         handle = self._handle(name)
         tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part.slices(len(shape))]
-        return tensor
+        yield tensor
 
     def release(self, tensor: Tensor) -> None:
         """The file stays mapped while it is open, and its pages would count as memory of this process."""
@@ -127,7 +108,7 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
-    """Open all weight files, checking that each is whole. Raises: ConfigError naming the file."""
+    """Open all safetensors files, checking that each is whole. Raises: ConfigError naming the file."""
     with ExitStack() as stack:
         files = {}
         for file in _weight_files(folder):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pdserve.models.weights.rank_shard import Part
+from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
 _SPREAD = 0.02
 """Standard deviation of matrices. Hidden states then neither vanish nor overflow in any served dtype."""
 
 
-class DummyWeights:
-    """A `WeightSource` with every weight that is asked for, drawn on the device in the served dtype.
+class DummyWeights(WeightSource):
+    """Has every weight that is asked for, drawn on the device in the served dtype.
 
     Matrices are normally distributed, by a generator that the weight's name seeds; norms are 1 and biases 0. Two processes with the
     same kind of device and the same torch draw the same numbers.
@@ -50,13 +51,15 @@ class DummyWeights:
     def where(self, name: str) -> str:
         return f"{self.folder}: {name}, drawn"
 
-    def read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = (), part: Part | None = None) -> Tensor:
+    def pieces(
+        self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS, part: Part | None = None
+    ) -> Iterator[Tensor]:
         """A new tensor in the served dtype. A part is cut from the whole, so that it has the same numbers for any number of ranks.
 
         Raises: torch.OutOfMemoryError.
         """
         whole = self._drawn(name, shape)
-        return whole if part is None else whole[part.slices(len(shape))]
+        yield whole if part is None else whole[part.slices(len(shape))]
 
     def release(self, tensor: Tensor) -> None:
         """Nothing: the tensor is the caller's."""

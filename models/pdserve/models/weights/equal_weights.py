@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.models.weights.checkpoint import WeightSource
+from pdserve.models.weights.weight_source import WeightSource
 
 _ROWS = 4096
 """Rows compared at a time, so that neither weight is in memory twice."""

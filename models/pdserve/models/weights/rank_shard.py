@@ -21,6 +21,10 @@ class Part(NamedTuple):
         whole = slice(None)
         return tuple(slice(self.start, self.stop) if dim == self.dim else whole for dim in range(num_dims))
 
+    def size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the part of a weight of this shape."""
+        return tuple(self.stop - self.start if dim == self.dim else length for dim, length in enumerate(shape))
+
 
 @dataclass(frozen=True, slots=True)
 class RankShard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,24 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.kernels.cpu.int8_linear import Int8Matrix, Matrix, stack_rows
+from pdserve.kernels.cpu.grouped_linear import GroupedMatrix, can_group
+from pdserve.kernels.cpu.int8_linear import Int8Matrix
 from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.cpu.matrices import Matrix, stack_rows
 from pdserve.kernels.layers.parallel_linear import RowParallelLinear
 from pdserve.kernels.layers.rms_norm import RmsNorm
-from pdserve.models.weights.checkpoint import FLOATS, WeightSource
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, built_library
+from pdserve.models.weights.quantized.scaled_matrix import ScaledMatrix
+from pdserve.models.weights.quantized.stored_matrix import StoredMatrix
 from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
-from pdserve.models.weights.stored_quantization import StoredQuantization
+from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
-Quantization = Literal["int8"] | None
-_DTYPE_OF = {"int8": "I8", "float8": "F8_E4M3"}
-"""Quantized values -> their dtype in a header."""
+Quantization = Literal["stored", "int8", "int4"] | None
+"""What matrices are in memory: `stored` as in the checkpoint where there is a product for that, else numbers of the dtype, as with
+None; the others are rounded to integers."""
+_GROUP = 32
+"""Inputs with one scale in matrices that are rounded to four bits."""
+log = logging.getLogger(__name__)
 _NUM_NAMED = 8
 
 
@@ -50,18 +58,18 @@ class WeightLoader:
         *,
         ignored: Collection[str] = (),
         quantization: Quantization = None,
-        stored: StoredQuantization | None = None,
         shard: RankShard = WHOLE,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> None:
-        """ignored: names that may remain unread. quantization: of `matrix`. stored: the checkpoint's own. shard: this rank's.
+        """ignored: names that may remain unread. quantization: of `matrix`. shard: this rank's.
         progress: called after each weight."""
         self._checkpoint = checkpoint
         self.dtype = dtype
         """The served dtype."""
         self._device = device
         self._quantization = quantization
-        self._stored = stored
+        self._keeps_stored = quantization == "stored" and dtype in NATIVE_DTYPES and built_library() is not None
+        self._num_kept = self._num_widened = 0
         self._names = frozenset(checkpoint.names)
         self.shard = shard
         self._progress = progress
@@ -70,6 +78,10 @@ class WeightLoader:
             name for name in checkpoint.names if name not in ignored and not name.endswith("rotary_emb.inv_freq")
         }
         self._total_bytes = sum(torch.Size(checkpoint.shape(name)).numel() for name in self._unread) * dtype.itemsize
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a weight as it is stored; None: it is missing."""
+        return self._checkpoint.shape(name) if name in self._names else None
 
     def tensor(self, name: str, *shape: int, part: Part | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A copy on the device.
@@ -93,14 +105,6 @@ class WeightLoader:
         """Count a weight as read that has the numbers of another."""
         self._count(name, self._whole_bytes(self._checkpoint.shape(name)), 0)
 
-    def packed(self, name: str, *shape: int) -> Tensor:
-        """A copy on the device of bytes that the caller unpacks. Raises: ConfigError, as `tensor`."""
-        source = self._checkpoint.read(name, shape, ("U8",))
-        tensor = source.to(self._device, copy=True)
-        self._checkpoint.release(source)
-        self._count(name, self._whole_bytes(shape), tensor.nbytes)
-        return tensor
-
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> Matrix:
         """`{name}.weight`, quantized where the checkpoint stores it so, or the loader's quantization says so.
 
@@ -109,68 +113,97 @@ class WeightLoader:
         Raises: ConfigError, as `tensor`; UnsupportedModel.
         """
         weight = f"{name}.weight"
-        if self._stored is not None and f"{weight}_scale" in self._names:
-            return self._stored_matrix(self._stored, weight, (rows, columns), part)
+        stored = self._checkpoint.stored(weight)
+        if isinstance(stored, ScaledMatrix) and stored.rounds_inputs:
+            return self._int8(stored, weight, (rows, columns), part)
+        if stored is not None and (grouped := self._grouped(stored, weight, (rows, columns), part)) is not None:
+            return grouped
         tensor = self._read(weight, (rows, columns), part)
-        matrix = Int8Matrix.quantized(tensor) if self._quantization == "int8" else tensor
+        matrix: Matrix = tensor
+        if self._quantization == "int8":
+            matrix = Int8Matrix.quantized(tensor)
+        elif self._quantization == "int4" and can_group(tensor.shape[1], _GROUP, 4):
+            matrix = GroupedMatrix.quantized(tensor, 4, _GROUP)
         self._count(weight, self._whole_bytes((rows, columns)), matrix.nbytes)
         return matrix
 
     def stack(self, matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:
-        """One matrix of several with the same input. names: for messages. Raises: ConfigError if only some are quantized."""
+        """One matrix of several with the same input. names: for messages. Raises: ConfigError if only some have rounded inputs."""
+        if len({type(matrix) for matrix in matrices}) > 1:
+            # a product has one form for all of its outputs
+            matrices = [each.widened().to(self.dtype) if isinstance(each, GroupedMatrix) else each for each in matrices]
         if len({type(matrix) for matrix in matrices}) > 1:
             raise ConfigError(f"{self._checkpoint.folder}: some of {', '.join(names)} are quantized and some are not")
         return stack_rows(matrices)
 
-    def _stored_matrix(
-        self, stored: StoredQuantization, weight: str, shape: tuple[int, int], part: Part | None
-    ) -> Matrix:
-        if stored.rounds_inputs and torch.device(self._device).type not in ("cpu", "meta"):
-            raise UnsupportedModel(
-                f"{self._checkpoint.folder}: int8 weights with rounded inputs are served on a CPU only, not on {self._device}"
-            )
-        source = self._checkpoint.read(weight, shape, (_DTYPE_OF[stored.values],), part)
-        values, scales = source.to(self._device, copy=True), self._scales(weight, shape[0])
-        self._checkpoint.release(source)
-        if part is not None and part.dim == 0:
-            scales = scales[part.start : part.stop].contiguous()
-        if stored.rounds_inputs:
-            matrix: Matrix = Int8Matrix(values, scales)
+    def _grouped(
+        self, stored: StoredMatrix, weight: str, shape: tuple[int, int], part: Part | None
+    ) -> GroupedMatrix | None:
+        """The matrix as integers in groups; None where they are not kept, and for another shape, which reading reports."""
+        form = stored.group_form if self._keeps_stored and stored.shape == shape else None
+        if form is None:
+            self._num_widened += self._keeps_stored
+            return None
+        start, stop = (part.start, part.stop) if part is not None and part.dim == 0 else (0, shape[0])
+        columns = (part.start, part.stop) if part is not None and part.dim == 1 else (0, shape[1])
+        # one group of a whole row may be cut anywhere
+        size = form.group_size if form.group_size < shape[1] else columns[1] - columns[0]
+        if (columns[0] % size and form.group_size < shape[1]) or not can_group(
+            columns[1] - columns[0], size, form.num_bits
+        ):
+            self._num_widened += 1
+            return None
+        if torch.device(self._device).type == "meta":
+            groups = shape[1] // form.group_size
+            scales = torch.empty(stop - start, groups, device="meta")
+            values = torch.empty(stop - start, shape[1], dtype=torch.int8, device="meta")
+            matrix = GroupedMatrix(values, scales, scales if form.has_offsets else None, form.num_bits)
         else:
-            matrix = (values.float() * scales[:, None]).to(self.dtype)
-            verify_finite(matrix, matrix, self._checkpoint.where(weight))
+            matrix = stored.grouped(start, stop)
+        if columns != (0, shape[1]):
+            groups_of = slice(None)
+            if form.group_size < shape[1]:
+                groups_of = slice(columns[0] // size, columns[1] // size)
+            matrix = matrix.columns(slice(*columns), groups_of)
+        self._num_kept += 1
         self._count(weight, self._whole_bytes(shape), matrix.nbytes)
         return matrix
 
-    def _scales(self, weight: str, rows: int) -> Tensor:
-        """float32 `[rows]`, from one scale per row or one in all; counts what belongs to the scales as read."""
-        name = f"{weight}_scale"
-        shape = self._checkpoint.shape(name)
-        if shape not in ((rows, 1), (1,), ()):
-            raise ConfigError(
-                f"{self._checkpoint.where(name)} has shape {list(shape)}; [{rows}, 1], [1] and [] are possible"
+    def _int8(self, stored: ScaledMatrix, weight: str, shape: tuple[int, int], part: Part | None) -> Matrix:
+        if torch.device(self._device).type not in ("cpu", "meta"):
+            raise UnsupportedModel(
+                f"{self._checkpoint.folder}: int8 weights with rounded inputs are served on a CPU only, not on {self._device}"
             )
-        source = self._checkpoint.read(name, shape)
-        scales = source.to(self._device, torch.float32, copy=True).flatten()
-        verify_finite(scales, source, self._checkpoint.where(name))
-        if not scales.is_meta and not bool((scales > 0).all()):
-            raise ConfigError(f"{self._checkpoint.where(name)} has a scale of 0 or less")
-        self._count(name, source.numel() * self.dtype.itemsize, 0)
-        # a scale for inputs that are not rounded here
-        inputs = f"{weight.removesuffix('weight')}input_scale"
-        if inputs in self._names:
-            self._count(inputs, self.dtype.itemsize, 0)
-        return scales.expand(rows).contiguous()
+        if stored.shape != shape:
+            raise ConfigError(
+                f"{self._checkpoint.where(weight)} has shape {list(stored.shape)}, config.json says {list(shape)}"
+            )
+        matrix = Int8Matrix(*(tensor.to(self._device) for tensor in stored.integers(part)))
+        self._count(weight, self._whole_bytes(shape), matrix.nbytes)
+        return matrix
 
     def _whole_bytes(self, shape: Sequence[int]) -> int:
         return math.prod(shape) * self.dtype.itemsize
 
     def _read(self, name: str, shape: tuple[int, ...], part: Part | None, dtype: torch.dtype | None = None) -> Tensor:
-        source = self._checkpoint.read(name, shape, FLOATS, part)
-        tensor = source.to(self._device, dtype or self.dtype, copy=True)
-        verify_finite(tensor, source, self._checkpoint.where(name))
-        self._checkpoint.release(source)
-        return tensor
+        size = shape if part is None else part.size(shape)
+        stored = self._checkpoint.stored(name)
+        if stored is not None and stored.shape == shape and torch.device(self._device).type == "meta":
+            return torch.empty(size, dtype=dtype or self.dtype, device="meta")
+        whole, first = None, 0
+        for source in self._checkpoint.pieces(name, shape, FLOATS, part):
+            if source.shape == size:
+                whole = piece = source.to(self._device, dtype or self.dtype, copy=True)
+            else:
+                if whole is None:
+                    whole = torch.empty(size, dtype=dtype or self.dtype, device=self._device)
+                piece = whole[first : first + len(source)].copy_(source)
+                first += len(source)
+            verify_finite(piece, source, self._checkpoint.where(name))
+            self._checkpoint.release(source)
+        if whole is None:
+            raise ConfigError(f"{self._checkpoint.where(name)} has shape {list(shape)}, without any number")
+        return whole
 
     def _count(self, name: str, loaded: int, kept: int) -> None:
         if name in self._unread:
@@ -208,6 +241,11 @@ class WeightLoader:
 
     def check_all_read(self) -> None:
         """Raises: ConfigError for weights that were not read: the checkpoint does not match its config.json."""
+        if self._num_widened and torch.device(self._device).type != "meta":
+            log.info(
+                "%s: %d of %d quantized matrices are widened to %s: there is no product for their form",
+                self._checkpoint.folder, self._num_widened, self._num_widened + self._num_kept, self.dtype,
+            )  # fmt: skip
         if self._unread:
             raise ConfigError(
                 f"{self._checkpoint.folder}: {len(self._unread)} weights have no place: {few(sorted(self._unread))}"

@@ -238,7 +238,7 @@ def _load(folder: Path, settings: WorkerSettings, group: RankGroup | None, progr
     device = rank_devices(settings)[shard.rank]
     decoder = load_model_decoder(
         folder, dtype=settings.dtype, model_impl=settings.model_impl, max_model_len=settings.max_model_len, device=device,
-        load_format=settings.load_format, quantization=settings.quantization, shard=shard, progress=progress,
+        load_format=settings.load_format, quantization=settings.weight_form, shard=shard, progress=progress,
         hybrid_kv_cache=config.hybrid_kv_cache,
     )  # fmt: skip
     adapters = None
@@ -312,7 +312,7 @@ def _verified_config(folder: Path, settings: WorkerSettings) -> ModelConfig:
     config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
     verify_classifier(settings, folder, config)
     verify_encoder_decoder(settings, config)
-    config.verify_options(settings.quantization, settings.enable_lora)
+    config.verify_options(settings.rounded_weights, settings.enable_lora)
     return config
 
 
@@ -365,7 +365,7 @@ def _budget(
 
 
 def _fingerprint(folder: Path, settings: WorkerSettings, model: ModelConfig) -> str:
-    kept = model.dtype if settings.quantization is None else f"{model.dtype}/{settings.quantization}"
+    kept = model.dtype if settings.rounded_weights is None else f"{model.dtype}/{settings.rounded_weights}"
     if settings.cache_dtype is not None:
         kept += f"/{settings.cache_dtype} cache"
     if model.uses_long_factor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pdserve.common.settings.worker_settings import ModelImpl, WorkerSettings
 from pdserve.engine.runner.drafts.load_draft_model import DraftModelFolder
@@ -16,7 +15,7 @@ from pdserve.models.loading import load_decoder
 from pdserve.models.lora.lora_targets import LoraTargets, with_lora_targets
 from pdserve.models.model_impl import load_model_decoder, read_model_config
 from pdserve.models.weights.rank_shard import WHOLE, RankShard
-from pdserve.models.weights.weight_loader import LoadProgress
+from pdserve.models.weights.weight_loader import LoadProgress, Quantization
 
 PROCESS_BYTES = 400 << 20
 """Memory of a worker without model and pool: interpreter, torch, gRPC, and NIXL with its buffers (measured)."""
@@ -69,7 +68,7 @@ def weight_bytes(
     folder: Path,
     dtype: str,
     load_format: str = "auto",
-    quantization: Literal["int8"] | None = None,
+    quantization: Quantization = None,
     shard: RankShard = WHOLE,
     model_impl: ModelImpl = "auto",
 ) -> int:
@@ -115,7 +114,7 @@ def adapter_targets(folder: Path, settings: WorkerSettings, shard: RankShard = W
         dtype=settings.dtype,
         device="meta",
         load_format=settings.load_format,
-        quantization=settings.quantization,
+        quantization=settings.weight_form,
         shard=shard,
     )
     return with_lora_targets(
@@ -140,7 +139,7 @@ def draft_model_bytes(
 def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     """The memory of a worker with these settings. Raises: ConfigError, UnsupportedModel."""
     config = with_kv_cache_groups(read_model_config(folder, settings.dtype, settings.model_impl), settings)
-    config.verify_options(settings.quantization, settings.enable_lora)
+    config.verify_options(settings.rounded_weights, settings.enable_lora)
     shard = RankShard(0, settings.tensor_parallel_size)
     if shard.size > 1:
         config.verify_sharding(shard.size, folder)
@@ -155,7 +154,7 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(
-            folder, settings.dtype, settings.load_format, settings.quantization, shard, settings.model_impl
+            folder, settings.dtype, settings.load_format, settings.weight_form, shard, settings.model_impl
         )
         + adapter_bytes(folder, settings, shard),
         pool=num_blocks * block_bytes,

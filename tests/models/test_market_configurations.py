@@ -1,0 +1,178 @@
+"""Configurations with the fields of models that people serve: each loads, or is refused with what it needs.
+
+`tools/configurations.py FOLDER` prints the same of real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True,
+}  # fmt: skip
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+UNCONVERTED = [f"model.layers.{layer}.mlp.gate" for layer in range(2)] + ["lm_head"]
+NVFP4 = {
+    "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": UNCONVERTED, "producer": {"name": "modelopt", "version": "0.41.0"},
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+        }
+    },
+}  # fmt: skip
+PER_TENSOR = {
+    "quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt", "version": "0.31.0"},
+    "config_groups": {
+        "group_0": {
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+        }
+    },
+}  # fmt: skip
+MIXED = {
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None,
+    "quantized_layers": {
+        "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}, "model.layers.1.mlp.up_proj": {"quant_algo": "NVFP4"},
+    },
+}  # fmt: skip
+W4A16 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
+    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "input_activations": None, "output_activations": None,
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4, "observer": "minmax",
+                "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        }
+    },
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": False,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40, "patch_size": 16, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 64, "in_channels": 3, "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
+def text(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return SIZES | {"architectures": [architecture], "model_type": model_type} | fields
+
+
+def wrapped(architecture: str, model_type: str, inner: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, "text_config": SIZES | inner} | fields
+
+
+LOADS: dict[str, dict[str, Any]] = {
+    "dense": text("Qwen3ForCausalLM", "qwen3", attention_bias=False, max_window_layers=2, use_sliding_window=False),
+    "dense, fp8 in blocks": text("Qwen3ForCausalLM", "qwen3", quantization_config=BLOCKS | {"modules_to_not_convert": UNCONVERTED}),
+    "dense, fp8 per tensor, no method": text("Qwen3ForCausalLM", "qwen3", quantization_config=PER_TENSOR),
+    "mixture, fp8 in blocks": text("Qwen3MoeForCausalLM", "qwen3_moe", **EXPERTS, quantization_config=BLOCKS),
+    "mixture, NVFP4": text("Qwen3MoeForCausalLM", "qwen3_moe", **EXPERTS, quantization_config=NVFP4),
+    "mixture, packed integers": text("Qwen3MoeForCausalLM", "qwen3_moe", **EXPERTS, quantization_config=W4A16),
+    "mixture with an empty shared expert": text(
+        "Qwen3MoeForCausalLM", "qwen3_moe", **EXPERTS, shared_expert_intermediate_size=0, qkv_bias=False, use_qk_norm=True
+    ),
+    "mixed forms": text("LlamaForCausalLM", "llama", quantization_config=MIXED),
+    "fp8 per channel": text(
+        "LlamaForCausalLM", "llama", mlp_bias=False, attention_bias=False, pretraining_tp=1,
+        quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        rope_scaling={
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    ),
+    "experts in MXFP4": text(
+        "GptOssForCausalLM", "gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=128, attention_bias=True,
+        layer_types=["sliding_attention", "full_attention"], quantization_config={"quant_method": "mxfp4"}, swiglu_limit=7.0,
+    ),
+    "experts of the first mixtures": text(
+        "MixtralForCausalLM", "mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=None
+    ),
+    "pictures, experts": wrapped(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
+        EXPERTS
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        image_token_id=300, video_token_id=301, vision_start_token_id=302, vision_end_token_id=303, vision_config=VISION,
+        tie_word_embeddings=False,
+    ),
+    "latent attention, fp8 in blocks": text(
+        "DeepseekV3ForCausalLM", "deepseek_v3", num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=32,
+        first_k_dense_replace=1, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid",
+        topk_method="noaux_tc", num_nextn_predict_layers=1, head_dim=8, quantization_config=BLOCKS,
+    ),
+}  # fmt: skip
+NEEDS: dict[str, tuple[dict[str, Any], str]] = {
+    "gated delta net": (
+        wrapped("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", EXPERTS | {"full_attention_interval": 4}),
+        "needs recurrent state (gated delta net), which is not served",
+    ),
+    "state spaces": (
+        text("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="M*", mamba_num_heads=4, mamba_head_dim=16, n_groups=1),
+        "another state than keys and values",
+    ),
+    "an index of keys": (text("GlmMoeDsaForCausalLM", "glm_moe_dsa", n_routed_experts=8), "indexed_attention"),
+    "chunks": (
+        wrapped("Llama4ForConditionalGeneration", "llama4", {"attention_chunk_size": 8192}),
+        "needs chunked attention, and layers of different shapes",
+    ),
+    "layers of different shapes": (
+        text("DeciLMForCausalLM", "nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": 8}}]),
+        "needs layers of different shapes",
+    ),
+    "several kinds of KV heads": (
+        text(
+            "MiMoV2FlashForCausalLM", "mimo_v2_flash", layer_types=["full_attention", "sliding_attention"], sliding_window=128,
+            swa_num_key_value_heads=4, swa_num_attention_heads=4,
+        ),
+        "different KV heads",
+    ),
+    "code of the checkpoint": (
+        text("StrangeForCausalLM", "strange", auto_map={"AutoModelForCausalLM": "modeling.Strange"}), "StrangeForCausalLM",
+    ),
+    "an unknown method": (text("Qwen3ForCausalLM", "qwen3", quantization_config={"quant_method": "quark"}), "quantized by quark"),
+    "experts in fp4 of their own": (
+        text("LlamaForCausalLM", "llama", quantization_config=BLOCKS | {"expert_dtype": "fp4"}), 'expert_dtype is "fp4"',
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusal() -> Any:
+    return runpy.run_path(str(Path(__file__).parents[2] / "tools/configurations.py"))["refusal"]
+
+
+def _folder(tmp_path: Path, config: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_it_loads(name: str, refusal: Any, tmp_path: Path) -> None:
+    assert refusal(_folder(tmp_path, LOADS[name])) is None
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_is_refused_by_what_it_needs(name: str, refusal: Any, tmp_path: Path) -> None:
+    config, needs = NEEDS[name]
+    found = refusal(_folder(tmp_path, config))
+    assert needs in found
+    assert found.startswith("config.json")
+    assert "\n" not in found
