@@ -174,6 +174,7 @@ async def test_i4_a_stream_goes_on_when_the_only_decode_worker_stood_still(
         cluster.check_logs()
 
 
+@pytest.mark.slow
 async def test_services_start_in_any_order(tiny_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_checkpoints("qwen2")
     with running_cluster(tmp_path) as cluster:

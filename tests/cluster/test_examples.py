@@ -40,6 +40,7 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_openai_example(up: UpCluster) -> None:
     lines = output_of(sys.executable, str(ROOT / "examples/openai_client.py"), "--base-url", up.base_url).splitlines()
     assert lines[0].split() == ["model", "demo"]

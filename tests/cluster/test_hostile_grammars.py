@@ -19,13 +19,12 @@ from tests.support.processes.cluster_processes import Cluster, running_cluster
 from tests.support.processes.inference_client import InferenceClient
 from tests.support.run.waiting import HANG_S
 
-pytestmark = pytest.mark.process
+# `tests/engine/test_grammar_processes.py` has every form in `make test`
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LIMITS = {"grammar_timeout_s": 3, "grammar_token_s": 0.01, "grammar_request_s": 0.2}
 GAP_S = 0.5
 FORMS = {**SLOW_TO_MATCH, "slow to compile": SLOW_TO_COMPILE}
-IN_EVERY_RUN = "200 rules after a beginning"
-"""The others take half a minute each; `tests/engine/test_grammar_processes.py` has every form in `make test`."""
 PROMPT = prompt_of(20)
 MAX_PLACES = 48
 """Places, of `max_num_seqs`, that costly forms take together."""
@@ -79,11 +78,7 @@ async def post(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     ("form", "n"),
-    [
-        pytest.param(form, n, id=f"{name}-{n}", marks=() if name == IN_EVERY_RUN and n == 4 else pytest.mark.slow)
-        for name, form in FORMS.items()
-        for n in (4, 8, 16)
-    ],
+    [pytest.param(form, n, id=f"{name}-{n}") for name, form in FORMS.items() for n in (4, 8, 16)],
 )
 async def test_the_form_ends_its_own_request_and_delays_no_stream(
     cluster: Cluster, model: Path, form: dict[str, Any], n: int

@@ -90,6 +90,7 @@ async def test_reservations_do_not_wait_for_each_other(model: Path, tmp_path: Pa
         cluster.check_logs()
 
 
+@pytest.mark.slow
 async def test_500_mixed_requests_with_clients_that_leave(small: Cluster) -> None:
     draw = random.Random(5)
     gate = asyncio.Semaphore(32)

@@ -90,6 +90,7 @@ def blocks_read(router: Service) -> dict[str, int]:
     return {worker: int(count) for worker, count in _READ.findall(router.read_log())}
 
 
+@pytest.mark.slow
 async def test_redis_fails_in_every_way_and_no_request_does(
     tiny_checkpoints: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -53,7 +53,7 @@ def matrix(tiny_checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
         yield made
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("phase", "role", "way"), CELLS)
 async def test_i4_a_fault_in_any_phase_loses_nothing(
     matrix: Matrix, matrix_rows: list[Row], phase: str, role: str, way: str

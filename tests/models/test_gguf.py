@@ -170,7 +170,7 @@ def test_integers_in_groups_stand_for_the_same_numbers(tmp_path: Path, kind: str
         block, size = BLOCKS[kind]
         stored = random.integers(0, 256, (24, 512 // block, size), np.uint8)
         # scales that are numbers
-        places = {"Q4_K": (0, 2), "Q6_K": (208,)}[kind]
+        places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
         for place in places:
             halves = (random.random((24, 512 // block, 1)) + 0.5).astype(np.float16)
             stored[..., place : place + 2] = halves.view(np.uint8)

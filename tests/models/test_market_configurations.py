@@ -44,7 +44,7 @@ MIXED = {
         "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}, "model.layers.1.mlp.up_proj": {"quant_algo": "NVFP4"},
     },
 }  # fmt: skip
-W4A16 = {
+W4A16: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
     "ignore": ["lm_head", "re:.*self_attn.*"],
     "config_groups": {

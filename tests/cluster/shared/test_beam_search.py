@@ -41,6 +41,7 @@ def expected(model: Path, prompts: list[list[int]]) -> dict[tuple[int, int], lis
         }
 
 
+@pytest.mark.slow
 async def test_i1_the_beams_of_the_services_are_those_of_one_engine(shared: SharedCluster) -> None:
     prompts = [prompt_of(21), prompt_of(64)]
     wanted = expected(shared.model, prompts)

@@ -136,6 +136,7 @@ class GgufMatrix(StoredMatrix):
 
     def __init__(self, weights: GgufWeights, weight: GgufWeight) -> None:
         self.shape = weight.shape
+        self.is_plain = BLOCKS[weight.type][0] == 1
         self._weights = weights
         self._weight = weight
 

@@ -67,6 +67,7 @@ class WeightLoader:
         self.dtype = dtype
         """The served dtype."""
         self._device = device
+        self._is_meta = torch.device(device).type == "meta"
         self._quantization = quantization
         self._keeps_stored = quantization == "stored" and dtype in NATIVE_DTYPES and built_library() is not None
         self._num_kept = self._num_widened = 0
@@ -140,31 +141,17 @@ class WeightLoader:
         self, stored: StoredMatrix, weight: str, shape: tuple[int, int], part: Part | None
     ) -> GroupedMatrix | None:
         """The matrix as integers in groups; None where they are not kept, and for another shape, which reading reports."""
-        form = stored.group_form if self._keeps_stored and stored.shape == shape else None
-        if form is None:
-            self._num_widened += self._keeps_stored
+        if not self._keeps_stored or stored.shape != shape:
             return None
-        start, stop = (part.start, part.stop) if part is not None and part.dim == 0 else (0, shape[0])
-        columns = (part.start, part.stop) if part is not None and part.dim == 1 else (0, shape[1])
-        # one group of a whole row may be cut anywhere
-        size = form.group_size if form.group_size < shape[1] else columns[1] - columns[0]
-        if (columns[0] % size and form.group_size < shape[1]) or not can_group(
-            columns[1] - columns[0], size, form.num_bits
-        ):
-            self._num_widened += 1
+        form = stored.group_form
+        cut = None if form is None else form.cut(shape, part)
+        if form is None or cut is None:
+            self._num_widened += not stored.is_plain
             return None
-        if torch.device(self._device).type == "meta":
-            groups = shape[1] // form.group_size
-            scales = torch.empty(stop - start, groups, device="meta")
-            values = torch.empty(stop - start, shape[1], dtype=torch.int8, device="meta")
-            matrix = GroupedMatrix(values, scales, scales if form.has_offsets else None, form.num_bits)
-        else:
-            matrix = stored.grouped(start, stop)
-        if columns != (0, shape[1]):
-            groups_of = slice(None)
-            if form.group_size < shape[1]:
-                groups_of = slice(columns[0] // size, columns[1] // size)
-            matrix = matrix.columns(slice(*columns), groups_of)
+        start, stop = cut.rows.start, cut.rows.stop
+        matrix = form.on_meta(stop - start, shape[1]) if self._is_meta else stored.grouped(start, stop)
+        if cut.columns != slice(0, shape[1]):
+            matrix = matrix.columns(cut.columns, cut.groups)
         self._num_kept += 1
         self._count(weight, self._whole_bytes(shape), matrix.nbytes)
         return matrix
@@ -188,7 +175,7 @@ class WeightLoader:
     def _read(self, name: str, shape: tuple[int, ...], part: Part | None, dtype: torch.dtype | None = None) -> Tensor:
         size = shape if part is None else part.size(shape)
         stored = self._checkpoint.stored(name)
-        if stored is not None and stored.shape == shape and torch.device(self._device).type == "meta":
+        if stored is not None and stored.shape == shape and self._is_meta:
             return torch.empty(size, dtype=dtype or self.dtype, device="meta")
         whole, first = None, 0
         for source in self._checkpoint.pieces(name, shape, FLOATS, part):
@@ -241,7 +228,7 @@ class WeightLoader:
 
     def check_all_read(self) -> None:
         """Raises: ConfigError for weights that were not read: the checkpoint does not match its config.json."""
-        if self._num_widened and torch.device(self._device).type != "meta":
+        if self._num_widened and not self._is_meta:
             log.info(
                 "%s: %d of %d quantized matrices are widened to %s: there is no product for their form",
                 self._checkpoint.folder, self._num_widened, self._num_widened + self._num_kept, self.dtype,

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix
+from pdserve.kernels.cpu.grouped_linear import GroupedMatrix, can_group
 from pdserve.models.weights.checkpoint import Checkpoint
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_source import FLOATS
+
+
+class GroupCut(NamedTuple):
+    """A part of a matrix in groups."""
+
+    rows: slice
+    columns: slice
+    groups: slice
 
 
 class GroupForm(NamedTuple):
@@ -24,12 +32,35 @@ class GroupForm(NamedTuple):
     """Inputs of a group."""
     has_offsets: bool
 
+    def cut(self, shape: tuple[int, ...], part: Part | None) -> GroupCut | None:
+        """A rank's part of a matrix of this shape; None: it does not end where groups and words of integers do."""
+        rows, columns = slice(0, shape[0]), slice(0, shape[1])
+        if part is not None and part.dim == 0:
+            rows = slice(part.start, part.stop)
+        elif part is not None:
+            columns = slice(part.start, part.stop)
+        length = columns.stop - columns.start
+        if self.group_size == shape[1]:
+            # one group of a whole row may be cut anywhere
+            return GroupCut(rows, columns, slice(0, 1)) if can_group(length, length, self.num_bits) else None
+        if columns.start % self.group_size or not can_group(length, self.group_size, self.num_bits):
+            return None
+        return GroupCut(rows, columns, slice(columns.start // self.group_size, columns.stop // self.group_size))
+
+    def on_meta(self, rows: int, columns: int) -> GroupedMatrix:
+        """A matrix without numbers."""
+        values = torch.empty(rows, columns, dtype=torch.int8, device="meta")
+        scales = torch.empty(rows, columns // self.group_size, device="meta")
+        return GroupedMatrix(values, scales, scales if self.has_offsets else None, self.num_bits)
+
 
 class StoredMatrix(ABC):
     """A weight that is not stored as numbers of one dtype."""
 
     shape: tuple[int, ...]
     """Of the widened weight."""
+    is_plain = False
+    """True: its numbers are floats, each by itself."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Tensor:
