@@ -47,7 +47,8 @@ test-all: $(VENV)/.all $(VENV)/.smollm2 $(VENV)/.gemma3  ## every case but those
 
 # one environment per set of client libraries that agree about versions; what is installed stands in tests/clients/requirements/
 CLIENTS := .venv-clients
-SETS := openai_3 openai_2
+SETS := openai_3 openai_2 lm_eval
+FROM_SOURCE_lm_eval := --from-source
 clients: $(VENV)/.runtime $(SETS:%=$(CLIENTS)/%/.installed) $(CLIENTS)/.node  ## client libraries of Python and Node against a cluster
 	for set in $(SETS); do \
 	  $(CLIENTS)/$$set/bin/python -m pytest -q -c tests/clients/pytest.ini --rootdir . --confcutdir tests/clients \
@@ -56,7 +57,7 @@ clients: $(VENV)/.runtime $(SETS:%=$(CLIENTS)/%/.installed) $(CLIENTS)/.node  ##
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt deploy/install.py
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python deploy/install.py --only $<
+	$(@D)/bin/python deploy/install.py --only $< $(FROM_SOURCE_$*)
 	touch $@
 
 # without npm those tests are skipped

@@ -104,12 +104,16 @@ def main() -> None:
     parser.add_argument(
         "--only", metavar="LOCK", type=Path, help="a lock of packages other than pdserve, and nothing else"
     )
+    parser.add_argument("--from-source", action="store_true", help="with --only: some of the packages have no wheels")
     parser.add_argument("--project-only", action="store_true", help="pdserve itself, and then no build tool and no pip")
     given = parser.parse_args()
     if unknown := sorted(set(given.extras) - set(EXTRAS)):
         parser.error(f"unknown extra {', '.join(unknown)}; there are {', '.join(EXTRAS)}")
     if given.only:
-        pip("install", "--require-hashes", "--no-deps", *WHEELS, "--requirement", str(given.only))
+        if given.from_source:
+            install_locked("build")
+        options = ("--no-build-isolation",) if given.from_source else WHEELS
+        pip("install", "--require-hashes", "--no-deps", *options, "--requirement", str(given.only))
         # also into an environment with pdserve, whose torch may be a CPU's
         verify(cuda=False)
         return
