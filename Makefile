@@ -175,5 +175,5 @@ $(VENV)/.dev: $(VENV)/bin/python $(LOCKS)
 	touch $@ $(VENV)/.runtime
 
 $(VENV)/.all: $(VENV)/bin/python $(LOCKS)
-	$(INSTALL) nixl bench ray triton dev helm
+	$(INSTALL) nixl bench ray formats triton dev helm
 	touch $@ $(VENV)/.dev $(VENV)/.runtime

@@ -1,7 +1,7 @@
 """`make lock`: resolve what pyproject.toml asks for, once, and write `locks/*.txt` with a hash of every file.
 
-One resolution, split by what asks for a package, so that no two files disagree. Only ray.txt and dev.txt share packages, since
-users may install either alone:
+One resolution, split by what asks for a package, so that no two files disagree. Only ray.txt, formats.txt and dev.txt share
+packages, since each may be installed without the others:
 
     torch.txt       torch alone: PyPI's build, which is CUDA's
     torch-cpu.txt   torch alone: the CPU's build, which other indexes serve
@@ -11,6 +11,7 @@ users may install either alone:
     nixl.txt        what the extra `nixl` adds
     bench.txt       what the extra `bench` adds
     ray.txt         what the extra `ray` adds
+    formats.txt     what the extra `formats` adds
     dev.txt         what the extra `dev` adds to both
     helm.txt        what the extra `helm` adds to `dev`
     build.txt       what builds pdserve, and the one dependency without wheels everywhere; installed first
@@ -37,8 +38,8 @@ from pathlib import Path
 
 INDEX = "https://pypi.org/simple"
 BUILD = ["hatchling", "editables", "setuptools"]
-EXTRAS = ["nixl", "bench", "ray"]
-"""Extras that users install; no package is in two of them, and `dev` has none of nixl and bench."""
+EXTRAS = ["nixl", "bench", "ray", "formats"]
+"""Extras apart from `dev`; no package is in two of them, and `dev` has none of nixl and bench."""
 APART = (Path("tests/clients/requirements"), Path("tests/kernels/requirements"), Path("deploy/requirements"))
 """Folders of sets that are resolved by themselves."""
 CPU_WHEELS = "torch-cpu-wheels.sha256"
@@ -110,7 +111,7 @@ def split(full: dict[str, str], closures: dict[str, set[str]]) -> dict[str, list
         "runtime": runtime,
         **extras,
         "dev": closures["dev"] - of_gpus - runtime - closures["build"] - extras["nixl"] - extras["bench"],
-        "helm": full.keys() - closures["dev"] - closures["build"] - of_gpus - extras["ray"],
+        "helm": full.keys() - closures["dev"] - closures["build"] - of_gpus - extras["ray"] - extras["formats"],
     }
     return {name: sorted(part) for name, part in parts.items()}
 

@@ -75,8 +75,12 @@ def test_no_two_files_disagree() -> None:
     versions = locked()
     assert versions.pop("torch") == {"2.13.0", "2.13.0+cpu"}
     assert {name: found for name, found in versions.items() if len(found) > 1} == {}
-    shared = entries("ray").keys() & entries("dev").keys()
-    assert all(entries("ray")[name] == entries("dev")[name] for name in shared)
+    shared = [name for lock in ("ray", "formats") for name in entries(lock).keys() & entries("dev").keys()]
+    assert all(
+        entries(lock).get(name, entries("dev")[name]) == entries("dev")[name]
+        for lock in ("ray", "formats")
+        for name in shared
+    )
     parts = [name for lock in LOCKS if lock != "build" for name in entries(lock)]
     assert sorted(parts) == sorted([*set(parts), *shared, "torch"]), "a package other than torch stands in two files"
 
@@ -89,6 +93,7 @@ def test_what_pyproject_asks_for_is_locked(extra: str | None) -> None:
         "nixl": ["nixl"],
         "bench": ["bench", "runtime"],
         "ray": ["ray", "runtime"],
+        "formats": ["formats", "runtime"],
         "triton": ["triton"],
     }
     parts = of_users.get(extra, list(LOCKS))
