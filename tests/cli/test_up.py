@@ -117,7 +117,6 @@ def test_a_file_of_hashes_leaves_no_key_for_the_question(tmp_path: Path, monkeyp
     assert addresses_of(settings, []).why_silent == ""
 
 
-@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(3 * HANG_S)
 def test_ctrl_c_says_what_it_waits_for_and_the_second_one_ends_everything(tmp_path: Path) -> None:
