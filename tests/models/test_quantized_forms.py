@@ -103,6 +103,19 @@ def test_experts_of_a_mixture(name: str, tmp_path: Path) -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["W4A16", "GPTQ in order of activations"])
+def test_a_last_group_with_fewer_inputs(name: str, tmp_path: Path) -> None:
+    """48 inputs in groups of 32: two scales, of 32 and of 16 inputs."""
+    folder = make_checkpoint(tmp_path / "model", "llama", **SIZES | {"intermediate_size": 48})
+    meant = quantize_folder(folder, FORMS[name])
+    with open_weights(folder, read_config(folder).stored_quantization) as weights:
+        weight = "model.layers.0.mlp.down_proj.weight"
+        assert torch.equal(weights.read(weight, (128, 48)), meant[weight])
+        stored = weights.stored(weight)
+        assert stored is not None
+        assert stored.group_form is None
+
+
 def test_code_of_transformers_gets_widened_weights(tmp_path: Path) -> None:
     make_other_family(tmp_path / "model", "stablelm", hidden_size=64, intermediate_size=128)
     (tmp_path / "plain").mkdir()
@@ -156,15 +169,19 @@ BROKEN: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("NVFP4 of ModelOpt", {"weight_scale": torch.ones(128, 7).to(torch.float8_e4m3fn)}, r"\[128, 8\] is expected"),
     ("NVFP4 of ModelOpt", {"weight_scale_2": torch.tensor(torch.inf)}, "weight_scale_2 is not one positive number"),
     ("NVFP4 of ModelOpt", {"weight_scale_2": None}, r"up_proj\.weight_scale has dtype F8_E4M3; read are F32, BF16, F16"),
-    ("W4A16", {"weight_shape": torch.tensor([128, 120])}, r"stands for shape \[128, 120\]|do not|do not divide"),
+    ("W4A16", {"weight_shape": torch.tensor([128, 127])}, r"stands for shape \[128, 127\], config\.json says \[128, 128\]"),
     ("W4A16", {"weight_shape": torch.tensor([128, 4000])}, "has 16 numbers in a row, which 4000 numbers of 4 bits do not fill"),
-    ("W4A16", {"weight_scale": torch.ones(128, 3)}, "3 groups do not divide 128 inputs"),
+    ("W4A16", {"weight_scale": torch.ones(128, 3)}, "weight_scale has shape .*, 4 groups of 32 for 128 inputs is expected"),
     ("W4A16", {"weight_scale": None}, r"up_proj\.weight_scale is in none of"),
     ("W4A16 in order of activations", {"weight_g_idx": torch.full((128,), 99)}, "has a group that is not one of 8"),
     ("GPTQ", {"qzeros": torch.zeros(8, 3, dtype=torch.int32)}, r"qzeros has shape \[8, 3\], config.json says \[8, 16\]"),
     ("GPTQ", {"g_idx": torch.full((128,), -1, dtype=torch.int32)}, "g_idx has a group that is not one of 8"),
     ("GPTQ", {"scales": torch.ones(8, 7).half()}, r"scales has shape \[8, 7\], \[GROUPS, 128\] is expected"),
-    ("AWQ", {"scales": torch.ones(7, 128).half()}, r"scales has shape \[7, 128\], \[GROUPS, 128\] is expected"),
+    ("AWQ", {"scales": torch.ones(7, 128).half()}, r"qzeros has shape \[8, 16\], config.json says \[7, 16\]"),
+    (
+        "AWQ", {"scales": torch.ones(7, 128).half(), "qzeros": torch.zeros(7, 16, dtype=torch.int32)},
+        r"scales has shape \[7, 128\], 8 groups of 16 for 128 inputs is expected",
+    ),
     ("AWQ", {"qzeros": None}, r"up_proj\.qzeros is in none of"),
     (
         "bitsandbytes", {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b"[]"), dtype=torch.uint8)},

@@ -15,6 +15,8 @@ from pdserve.models.weights.rank_shard import Part
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the low three bits; the fourth is the sign."""
+_SCALE_GROUP, _EXPONENT_GROUP = 16, 32
+"""Numbers with one scale in NVFP4 and in MXFP4."""
 _BIAS = 127
 """Of an exponent of eight bits."""
 
@@ -36,8 +38,9 @@ class FourBitFloats(CheckpointMatrix):
         self._scales = scales
         self._factor = factor
         found = checkpoint.shape(scales)
-        if found[:-1] != tuple(outer) or not found[-1] or self.shape[-1] % found[-1]:
-            raise self.error(scales, f"{[*outer, 2 * pairs // (32 if factor is None else 16)]}")
+        size = _EXPONENT_GROUP if factor is None else _SCALE_GROUP
+        if found != (*outer, 2 * pairs // size) or 2 * pairs % size:
+            raise self.error(scales, f"{[*outer, 2 * pairs // size]}")
 
     @property
     def group_form(self) -> GroupForm | None:

@@ -21,19 +21,23 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class PackedRows(CheckpointMatrix):
     """`weight_packed` of compressed-tensors: a row's numbers side by side; `(values - zeros) * scales`."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, num_bits: int, tensors: Collection[str]) -> None:
-        """name: without `.weight_packed`. Raises: ConfigError."""
+    def __init__(
+        self, checkpoint: Checkpoint, name: str, num_bits: int, group_size: int, tensors: Collection[str]
+    ) -> None:
+        """name: without `.weight_packed`. group_size: 0: a whole row. Raises: ConfigError."""
         shape = checkpoint.read(f"{name}.weight_shape", (2,), _INTEGERS).tolist()
         super().__init__(checkpoint, (int(shape[0]), int(shape[1])), tensors)
         self._name = name
         self._num_bits = num_bits
-        rows, columns = self.shape
+        rows = self.shape[0]
         self._scales = self.scales(f"{name}.weight_scale")
         if self._scales.dim() != 2 or self._scales.shape[0] not in (1, rows):
             raise self.error(f"{name}.weight_scale", f"[{rows}, GROUPS]")
         groups = self._scales.shape[1]
         indexes = f"{name}.weight_g_idx"
-        self._group_of = _group_indexes(self, indexes if indexes in tensors else None, columns, groups)
+        self._group_of = _group_indexes(
+            self, indexes if indexes in tensors else None, f"{name}.weight_scale", groups, group_size
+        )
         zeros = f"{name}.weight_zero_point"
         self._zeros: Tensor | None = None
         if zeros in tensors:
@@ -71,9 +75,15 @@ class GptqMatrix(CheckpointMatrix):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, num_bits: int, zero_offset: int, tensors: Collection[str]
+        self,
+        checkpoint: Checkpoint,
+        name: str,
+        num_bits: int,
+        group_size: int,
+        zero_offset: int,
+        tensors: Collection[str],
     ) -> None:
-        """name: without `.qweight`. zero_offset: added to stored zeros. Raises: ConfigError."""
+        """name: without `.qweight`. group_size: 0: all inputs. zero_offset: added to stored zeros. Raises: ConfigError."""
         length, columns = checkpoint.shape(f"{name}.qweight")
         super().__init__(checkpoint, (columns, length * (32 // num_bits)), tensors)
         self._name = name
@@ -87,7 +97,9 @@ class GptqMatrix(CheckpointMatrix):
         mask = (1 << num_bits) - 1
         self._zeros = (unpacked(packed, num_bits, 1)[:, :columns] + zero_offset) & (mask if zero_offset else -1)
         indexes = f"{name}.g_idx"
-        self._group_of = _group_indexes(self, indexes if indexes in tensors else None, self.shape[1], groups)
+        self._group_of = _group_indexes(
+            self, indexes if indexes in tensors else None, f"{name}.scales", groups, group_size
+        )
 
     @property
     def group_form(self) -> GroupForm | None:
@@ -116,17 +128,17 @@ class AwqMatrix(CheckpointMatrix):
     Source: AutoAWQ, whose GEMM kernel orders the eight numbers of an int32 in its own way.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, tensors: Collection[str]) -> None:
-        """name: without `.qweight`. Raises: ConfigError."""
+    def __init__(self, checkpoint: Checkpoint, name: str, group_size: int, tensors: Collection[str]) -> None:
+        """name: without `.qweight`. group_size: 0: all inputs. Raises: ConfigError."""
         inputs, length = checkpoint.shape(f"{name}.qweight")
         super().__init__(checkpoint, (8 * length, inputs), tensors)
         self._name = name
         self._scales = self.scales(f"{name}.scales")
         groups = len(self._scales)
-        if tuple(self._scales.shape) != (groups, 8 * length) or inputs % groups:
+        if tuple(self._scales.shape) != (groups, 8 * length):
             raise self.error(f"{name}.scales", f"[GROUPS, {8 * length}]")
         self._zeros = _in_order(self.read(f"{name}.qzeros", ("I32",), groups, length))
-        self._group_of = _group_indexes(self, None, inputs, groups)
+        self._group_of = _group_indexes(self, None, f"{name}.scales", groups, group_size)
 
     @property
     def group_form(self) -> GroupForm | None:
@@ -171,12 +183,15 @@ def _in_order(packed: Tensor) -> Tensor:
     return numbers.view(len(packed), -1, 8)[..., _AWQ_ORDER].flatten(-2)
 
 
-def _group_indexes(matrix: CheckpointMatrix, name: str | None, columns: int, groups: int) -> Tensor:
-    """int64 `[columns]`: group of each input. name: of a tensor that says so; None: groups follow one another."""
+def _group_indexes(matrix: CheckpointMatrix, name: str | None, scales: str, groups: int, group_size: int) -> Tensor:
+    """int64 `[columns]`: group of each input. name: of a tensor that says so; None: groups follow one another. scales: name of the
+    scales, for messages. group_size: inputs of a group, of which the last may have fewer; 0: all."""
+    columns = matrix.shape[1]
+    size = group_size or columns
+    if -(-columns // size) != groups:
+        raise matrix.error(scales, f"{-(-columns // size)} groups of {size} for {columns} inputs")
     if name is None:
-        if groups == 0 or columns % groups:
-            raise ConfigError(f"{matrix.checkpoint.folder}: {groups} groups do not divide {columns} inputs")
-        return torch.arange(columns) // (columns // groups)
+        return torch.arange(columns) // size
     found = matrix.read(name, _INTEGERS, columns).long()
     if not bool(((found >= 0) & (found < groups)).all()):
         raise ConfigError(f"{matrix.checkpoint.where(name)} has a group that is not one of {groups}")

@@ -82,6 +82,11 @@ def _refused(stored: JsonObject, name: str, read: str) -> UnsupportedModel:
     return UnsupportedModel(f"{stored.where}: {name} is {stored.shown(name)}; read is {read}")
 
 
+def _group_size(stored: JsonObject, name: str) -> int:
+    """Inputs of a group; 0 for -1, all inputs."""
+    return 0 if stored.get(name) == -1 else stored.integer(name, 128)
+
+
 @dataclass(frozen=True)
 class ScaledFloats(QuantizationMethod):
     """Eight-bit floats with scales: `fp8` of DeepSeek V3 and others, `fbgemm_fp8`, FP8 of ModelOpt."""
@@ -161,8 +166,8 @@ def _modelopt(stored: JsonObject) -> QuantizationMethod:
 class CompressedTensors(QuantizationMethod):
     """All forms of compressed-tensors with weights that are widened, mixed by layer."""
 
-    bits: tuple[int, ...] = ()
-    """Of the packed integers of the groups, in the order of the configuration."""
+    packed: tuple[tuple[int, int], ...] = ()
+    """Bits of packed integers, and inputs of a group, 0 for a whole row, in the order of the configuration."""
     rounds_inputs: bool = False
     """True: inputs of int8 matrices are rounded too, per row, and products computed in integers."""
     block: tuple[int, int] | None = None
@@ -175,7 +180,7 @@ class CompressedTensors(QuantizationMethod):
         groups = stored.child("config_groups")
         if groups is None or not 1 <= len(groups.names) <= _MAX_GROUPS:
             raise stored.error("config_groups", f"an object with 1 to {_MAX_GROUPS} groups")
-        bits, rounding, blocks = [], set(), set()
+        packed, rounding, blocks = [], set(), set()
         for name in groups.names:
             group = groups.child(name)
             weights = None if group is None else group.child("weights")
@@ -193,11 +198,15 @@ class CompressedTensors(QuantizationMethod):
                 raise _refused(weights, "dynamic", "false")
             if weights.text("strategy", "tensor") not in ("tensor", "channel", "group", "block", "tensor_group"):
                 raise _refused(weights, "strategy", "tensor, channel, group, block or tensor_group")
+            strategy = weights.text("strategy", "tensor")
+            size = weights.integer("group_size") if strategy in ("group", "tensor_group") else 0
             if form == "pack-quantized":
-                bits.append(width)
+                packed.append((width, size))
             elif not weights.boolean("symmetric", True):
                 raise _refused(weights, "symmetric", "true")
-            if weights.has("block_structure") and weights.text("strategy", "tensor") == "block":
+            if strategy == "group" and width == 8 and form != "pack-quantized":
+                blocks.add((1, size))
+            if weights.has("block_structure") and strategy == "block":
                 structure = (
                     weights.items("block_structure") if isinstance(weights.get("block_structure"), list) else None
                 )
@@ -210,7 +219,10 @@ class CompressedTensors(QuantizationMethod):
                 f"{groups.where}: groups are quantized in {max(len(rounding), len(blocks))} ways, one is read"
             )
         return cls(
-            stored.has("kv_cache_scheme"), tuple(dict.fromkeys(bits)), rounding.pop(), blocks.pop() if blocks else None
+            stored.has("kv_cache_scheme"),
+            tuple(dict.fromkeys(packed)),
+            rounding.pop(),
+            blocks.pop() if blocks else None,
         )
 
     def matrices(self, checkpoint: Checkpoint) -> Mapping[str, CheckpointMatrix]:
@@ -233,7 +245,7 @@ class CompressedTensors(QuantizationMethod):
                     checkpoint, stem, (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", *inputs)
                 ),
             ]
-            found[weight] = PackedRows(checkpoint, stem, self._bits_of(checkpoint, stem), tensors)
+            found[weight] = PackedRows(checkpoint, stem, *self._packing_of(checkpoint, stem), tensors)
         for stem in _stems(checkpoint, ".weight_scale"):
             weight = f"{stem}.weight"
             if weight not in found:
@@ -244,16 +256,20 @@ class CompressedTensors(QuantizationMethod):
                 )
         return found
 
-    def _bits_of(self, checkpoint: Checkpoint, stem: str) -> int:
-        """The group's bits with which the matrix has this length."""
+    def _packing_of(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        """Bits and group of the configuration with which the matrix and its scales have these lengths."""
         columns = int(checkpoint.read(f"{stem}.weight_shape", (2,), ("I32", "I64"))[1])
         length = checkpoint.shape(f"{stem}.weight_packed")[1]
-        for bits in self.bits:
-            if -(-columns // (32 // bits)) == length:
-                return bits
+        fitting = [(bits, size) for bits, size in self.packed if -(-columns // (32 // bits)) == length]
+        groups = checkpoint.shape(f"{stem}.weight_scale")[-1]
+        for bits, size in fitting:
+            if -(-columns // (size or columns)) == groups:
+                return bits, size
+        if fitting:
+            return fitting[0]
         raise ConfigError(
             f"{checkpoint.where(f'{stem}.weight_packed')} has {length} numbers in a row, which {columns} numbers of "
-            f"{' or '.join(map(str, self.bits))} bits do not fill"
+            f"{' or '.join(str(bits) for bits, _ in self.packed)} bits do not fill"
         )
 
 
@@ -289,6 +305,8 @@ class Gptq(QuantizationMethod):
     """GPTQ, in the first and the second form."""
 
     bits: int = 4
+    group_size: int = 0
+    """0: all inputs."""
     zero_offset: int = 1
     """Added to stored zeros."""
 
@@ -300,12 +318,12 @@ class Gptq(QuantizationMethod):
         form = stored.text("checkpoint_format", "gptq")
         if form not in ("gptq", "gptq_v2"):
             raise _refused(stored, "checkpoint_format", "gptq and gptq_v2")
-        return cls(bits=bits, zero_offset=int(form == "gptq"))
+        return cls(bits=bits, group_size=_group_size(stored, "group_size"), zero_offset=int(form == "gptq"))
 
     def matrices(self, checkpoint: Checkpoint) -> Mapping[str, CheckpointMatrix]:
         return {
             f"{stem}.weight": GptqMatrix(
-                checkpoint, stem, self.bits, self.zero_offset,
+                checkpoint, stem, self.bits, self.group_size, self.zero_offset,
                 _present(checkpoint, stem, (".qweight", ".qzeros", ".scales", ".g_idx")),
             )
             for stem in _stems(checkpoint, ".qweight")
@@ -316,6 +334,9 @@ class Gptq(QuantizationMethod):
 class Awq(QuantizationMethod):
     """AWQ, in the order of its GEMM kernel."""
 
+    group_size: int = 0
+    """0: all inputs."""
+
     @classmethod
     def read(cls, stored: JsonObject) -> Awq:
         if stored.integer("bits", stored.integer("w_bit", 4)) != 4:
@@ -324,12 +345,12 @@ class Awq(QuantizationMethod):
             raise _refused(stored, "version", '"gemm"')
         if not stored.boolean("zero_point", True):
             raise _refused(stored, "zero_point", "true")
-        return cls()
+        return cls(group_size=_group_size(stored, "q_group_size" if stored.has("q_group_size") else "group_size"))
 
     def matrices(self, checkpoint: Checkpoint) -> Mapping[str, CheckpointMatrix]:
         return {
             f"{stem}.weight": AwqMatrix(
-                checkpoint, stem, _present(checkpoint, stem, (".qweight", ".qzeros", ".scales"))
+                checkpoint, stem, self.group_size, _present(checkpoint, stem, (".qweight", ".qzeros", ".scales"))
             )
             for stem in _stems(checkpoint, ".qweight")
         }

@@ -48,10 +48,8 @@ class ScaledMatrix(CheckpointMatrix):
                 block = (rows, columns)
             elif found in ((rows,), (rows, 1)):
                 block = (1, columns)
-            elif len(found) == 2 and found[0] == rows and columns % found[1] == 0:
-                block = (1, columns // found[1])
             else:
-                raise self.error(scales, f"[], [{rows}, 1] or [{rows}, GROUPS]")
+                raise self.error(scales, f"[] or [{rows}, 1]")
         expected = (-(-rows // block[0]), -(-columns // block[1]))
         if self._scales.numel() != expected[0] * expected[1] or (len(found) == 2 and found != expected):
             raise self.error(scales, f"{list(expected)}")
