@@ -13,6 +13,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.expert_stack import ExpertStack
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, geglu_tanh
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 CLAMPED = ClampedSwiglu(1.7, 1.5)
@@ -21,8 +22,16 @@ SHAPES = ((5, 24, 40, 7, 2), (3, 8, 72, 45, 3), (40, 64, 24, 1, 1), (1, 40, 8, 2
 
 
 def drawn_stack(
-    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, gate: Gate | None, *, has_biases: bool
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    gate: Gate | None,
+    *,
+    has_biases: bool,
+    group: tuple[int, int] | None = None,
 ) -> ExpertStack:
+    """group: bits and size of groups of quantized matrices."""
     generator = torch.Generator().manual_seed(hidden + inner)
 
     def drawn(*shape: int) -> Tensor:
@@ -30,20 +39,26 @@ def drawn_stack(
 
     experts = []
     for _ in range(num_experts):
+        gate_up, down = drawn(2 * inner, hidden), drawn(hidden, inner)
         biases = (drawn(2 * inner), drawn(hidden)) if has_biases else (None, None)
-        experts.append(ExpertWeights(drawn(2 * inner, hidden), drawn(hidden, inner), *biases))
+        if group is None:
+            experts.append(ExpertWeights(gate_up, down, *biases))
+        else:
+            quantized = GroupedMatrix.quantized(gate_up, *group), GroupedMatrix.quantized(down, *group)
+            experts.append(ExpertWeights(*quantized, *biases))
     return ExpertStack.of(experts, gate)
 
 
 def expected(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) -> Tensor:
     """The sum, one token and expert at a time in float64."""
+    gate_up, down = (each if isinstance(each, Tensor) else each.widened() for each in (stack.gate_up, stack.down))
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
-            inner = stack.gate_up[expert].double() @ row
+            inner = gate_up[expert].double() @ row
             if stack.gate_up_bias is not None:
                 inner += stack.gate_up_bias[expert].double()
-            product = stack.down[expert].double() @ (stack.gate or swiglu)(inner[None])[0]
+            product = down[expert].double() @ (stack.gate or swiglu)(inner[None])[0]
             if stack.down_bias is not None:
                 product += stack.down_bias[expert].double()
             out[token] += weight * product
@@ -87,8 +102,20 @@ class GroupedExpertsContract(abc.ABC):
         weights = torch.rand(num_tokens, top_k, generator=generator).to(dtype)
         experts = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :top_k]
         has_biases = num_tokens % 2 > 0
-        stack = drawn_stack(num_experts, hidden, inner, dtype, CLAMPED if has_biases else None, has_biases=has_biases)
-        self.check(x, weights, experts, stack)
+        gate = CLAMPED if has_biases else None
+        self.check(x, weights, experts, drawn_stack(num_experts, hidden, inner, dtype, gate, has_biases=has_biases))
+
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize("group", [(4, 16), (4, 32), (8, 32), (8, 96)], ids=str)
+    def test_matrices_in_groups(self, group: tuple[int, int], dtype: torch.dtype) -> None:
+        """Several tiles of outputs, and inputs that do not fill a run."""
+        stack = drawn_stack(3, 96, 96, dtype, CLAMPED, has_biases=True, group=group)
+        generator = torch.Generator().manual_seed(group[1])
+        x, weights = (
+            torch.randn(19, 96, generator=generator).to(dtype),
+            torch.rand(19, 2, generator=generator).to(dtype),
+        )
+        self.check(x, weights, torch.rand(19, 3, generator=generator).argsort(1)[:, :2], stack)
 
     @pytest.mark.parametrize("gate", [None, CLAMPED, geglu_tanh], ids=["silu", "clamped", "gelu"])
     def test_activations_far_from_zero(self, gate: Gate | None) -> None:

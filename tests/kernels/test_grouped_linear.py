@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.grouped_linear import GroupedLinear, GroupedMatrix, can_group
+from pdserve.kernels.cpu.grouped_linear import GroupedLinear
 from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.cpu.matrices import stack_rows, with_rows
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix, can_group
 from pdserve.kernels.native import native_library
 from pdserve.kernels.native.native_grouped import NativeGroupedRows, in_blocks, in_words, places_of
 from pdserve.kernels.native.native_library import built_library
@@ -144,7 +145,7 @@ def test_stacked_and_arranged_rows() -> None:
     assert isinstance(both, GroupedMatrix)
     assert (both.num_bits, both.group_size) == (8, 16)
     assert torch.equal(both.widened(), torch.cat([fours.widened(), eights.widened(), fours.widened()]))
-    with pytest.raises(TypeError, match="do not divide each other"):
+    with pytest.raises(TypeError, match="quantized in different ways"):
         stack_rows([matrix_of(4, 96, 32, 4, has_offsets=False), matrix_of(4, 96, 48, 4, has_offsets=False)])
     with pytest.raises(TypeError, match="are quantized, and some are not"):
         stack_rows([fours, torch.zeros(3, 64)])

@@ -37,6 +37,25 @@ def run(bench: Bench) -> None:
     began = time.monotonic()
     loaded, config = load_shape(folder, bench.device, bench.default, **settings)
     bench.rows.add("load", start_s=NOT_MEASURED if bench.dry else time.monotonic() - began)
+    measure_modes(bench, loaded, config, batches, context, num_new)
+    del loaded
+    if bench.is_late("w4a16"):
+        return
+    # on a CPU, where dry runs are, this is another product
+    loaded, config = load_shape(folder, bench.device, bench.default, quantization="int4", **settings)
+    engine = Engine(loaded, config)
+    engine.core.warm_up()
+    for batch in batches:
+        name = f"B {batch}, {context} tokens, w4a16"
+        if bench.is_late(name):
+            return
+        with bench.case(name):
+            measure(bench, name, loaded, engine, batch, context, num_new, judged=False)
+
+
+def measure_modes(
+    bench: Bench, loaded: LoadedModel, config: EngineConfig, batches: tuple[int, ...], context: int, num_new: int
+) -> None:
     for number, (mode, changes) in enumerate(modes().items()):
         began = time.monotonic()
         engine = Engine(loaded, replace(config, **changes))
@@ -124,6 +143,7 @@ def measure_prompt(bench: Bench, name: str, engine: Engine, num_tokens: int) -> 
 
 def step_bytes(bench: Bench, loaded: LoadedModel, batch: int, context: int) -> int:
     config = loaded.decoder.config
+    """Of weights in bfloat16, whatever form they have, so that steps with others can be compared."""
     weights = weight_bytes(loaded.folder, LLAMA_8B["dtype"], "dummy")
     embedding = config.vocab_size * config.hidden_size * 2
     token = loaded.layout.block_bytes // loaded.layout.block_size

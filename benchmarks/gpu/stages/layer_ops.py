@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu.attention_inputs import Shape, random_cache
 from gpu.bench import Bench
 from pdserve.kernels.layer_ops import LayerOps, SampleTokens
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import rotary_phases
 from pdserve.kernels.lora.lora_linear import LoraMatrices, LoraStack
@@ -109,6 +112,8 @@ def run(bench: Bench) -> None:
     for num_tokens in (3,) if bench.dry else (1, 64, 256):
         for num_adapters in (1, 2) if bench.dry else (1, 8):
             of_adapters(bench, num_tokens, num_adapters)
+    for num_tokens in (3,) if bench.dry else (1, 16, 64, 2048):
+        of_groups(bench, num_tokens)
     for count in (2,) if bench.dry else (1, 16, 128, 512):
         of_blocks(bench, ops, count)
 
@@ -179,6 +184,32 @@ def of_adapters(bench: Bench, num_tokens: int, num_adapters: int) -> None:
     ops.set_rows(np.arange(num_tokens) % num_adapters, np.ones(num_tokens, np.int64))
     num_bytes = stack.nbytes * min(num_tokens, num_adapters) // num_adapters + x.nbytes + 2 * y.nbytes
     report(bench, f"lora, {num_tokens} tokens, {num_adapters} adapters", lambda: layer.add(y, x), num_bytes)
+
+
+def of_groups(bench: Bench, num_tokens: int) -> None:
+    """Products with weights of 4 and 8 bits, next to the time of the same product in bfloat16."""
+    if bench.triton != "triton":
+        bench.rows.skip("products in groups", "these kernels have none")
+        return
+    from pdserve.kernels.triton.grouped_linear import TritonGroupedLinear
+
+    dtype, device = Shape.of_llama_8b(bench.dry).dtype, bench.device
+    for outputs, inputs in ((64, 128),) if bench.dry else ((6144, 4096), (4096, 14336)):
+        x = torch.randn(num_tokens, inputs, dtype=dtype, device=device)
+        weight = torch.randn(outputs, inputs, dtype=dtype, device=device)
+        wide_ms = bench.graph_milliseconds(partial(F.linear, x, weight), for_ms=30.0, flush=True)
+        matrices = {
+            f"{kind} in groups of {group}": GroupedMatrix.quantized(weight, bits, group)
+            for kind, bits, group in (("w4a16", 4, 32), ("w4a16", 4, 128), ("w8a16", 8, 128))
+        }
+        eights = matrices["w8a16 in groups of 128"]
+        floats = (weight * 16).to(torch.float8_e4m3fn).view(torch.int8)
+        matrices["fp8 in groups of 128"] = replace(eights, values=floats, is_float=True)
+        for kind, matrix in matrices.items():
+            report(
+                bench, f"{kind}, {num_tokens} tokens, {outputs} x {inputs}", partial(TritonGroupedLinear(matrix, None), x),
+                matrix.nbytes + x.nbytes, bfloat16_us=wide_ms * 1e3,
+            )  # fmt: skip
 
 
 def of_blocks(bench: Bench, ops: LayerOps, count: int) -> None:

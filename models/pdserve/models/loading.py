@@ -43,13 +43,14 @@ def load_decoder(
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
     hybrid_kv_cache: bool = False,
+    served_on: str | None = None,
 ) -> Decoder:
     """Read a Hugging Face model folder, or one rank's part of it.
 
     dtype: of weights and KV blocks; `auto` is the folder's. max_model_len: as of `read_config`. load_format: `dummy` reads only
     config.json and draws the weights; `auto` reads them. quantization: of the matrices of attention and MLP; the embedding, the
     output head and routers of experts are in the dtype. shard: this rank's part. progress: called after a weight.
-    hybrid_kv_cache: see `ModelConfig`. Raises: ConfigError, UnsupportedModel.
+    hybrid_kv_cache: see `ModelConfig`. served_on: see `WeightLoader`. Raises: ConfigError, UnsupportedModel.
     """
     config = replace(read_config(folder, dtype, max_model_len), hybrid_kv_cache=hybrid_kv_cache)
     config.verify_sharding(shard.size, folder)
@@ -70,11 +71,11 @@ def load_decoder(
                 folder,
                 TORCH_DTYPES[config.dtype],
                 device,
-                lambda shapes: _decoder(config, shapes, "meta", quantization, WHOLE, None),
+                lambda shapes: _decoder(config, shapes, "meta", quantization, WHOLE, None, None),
             )
-            return _decoder(config, weights, device, quantization, shard, progress)
+            return _decoder(config, weights, device, quantization, shard, progress, served_on)
         with open_weights(folder, config.stored_quantization) as checkpoint:
-            return _decoder(config, _source(config, checkpoint), device, quantization, shard, progress)
+            return _decoder(config, _source(config, checkpoint), device, quantization, shard, progress, served_on)
 
 
 def _source(config: ModelConfig, checkpoint: WeightSource) -> WeightSource:
@@ -91,6 +92,7 @@ def _decoder(
     quantization: Quantization,
     shard: RankShard,
     progress: Callable[[LoadProgress], None] | None,
+    served_on: str | None,
 ) -> Decoder:
     family, hidden = config.family, config.hidden_size
     embedding_name, head_name = _ends(config, checkpoint, device, shard)
@@ -104,6 +106,7 @@ def _decoder(
         quantization=quantization,
         shard=shard,
         progress=progress,
+        served_on=served_on,
     )
     rows = shard.part(0, config.vocab_size)
     embedding = weights.tensor(embedding_name, config.vocab_size, hidden, part=rows)

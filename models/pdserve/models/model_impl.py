@@ -84,6 +84,7 @@ def load_model_decoder(
     shard: RankShard = WHOLE,
     progress: Callable[[LoadProgress], None] | None = None,
     hybrid_kv_cache: bool = False,
+    served_on: str | None = None,
 ) -> AnyDecoder:
     """As `load_decoder`, by the code that computes the model. Raises: ConfigError, UnsupportedModel."""
     if _has_encoder(folder, model_impl):
@@ -106,6 +107,7 @@ def load_model_decoder(
             shard=shard,
             progress=progress,
             hybrid_kv_cache=hybrid_kv_cache,
+            served_on=served_on,
         )
     from pdserve.models.transformers.read_transformers_config import read_transformers_config
     from pdserve.models.transformers.transformers_decoder import TransformersDecoder

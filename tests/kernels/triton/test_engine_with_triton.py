@@ -5,29 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
+from safetensors.torch import save_file
 
 from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
+from pdserve.kernels.cpu import linear
+from pdserve.kernels.triton import grouped_linear
 from pdserve.kernels.triton.attention.attention_configs import Prefill
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
+from pdserve.kernels.triton.grouped_linear import TritonGroupedLinear
 from pdserve.kernels.triton.layer_ops import TritonLayerOps
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.loading import load_decoder
+from pdserve.models.weights import weight_loader
 from tests.support.engine.engine_harness import Harness, harnesses, make_real_engine  # noqa: F401
 from tests.support.engine.engine_pair import Pair
 from tests.support.kernels.attention_batches import model_inputs, packed_batch
-from tests.support.models.checkpoints import VOCAB_SIZE
+from tests.support.models.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.models.encoder_decoder_checkpoints import PAD, START, GreedyAnswers, make_encoder_decoder
 from tests.support.models.family_checkpoints import OPTIONS, cases, make_family
 from tests.support.models.oracle import Oracle
+from tests.support.models.quantized_checkpoints import FORMS, quantize_folder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MORE_SIZES = {"llama": {}, "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 64}}
 MakeRealEngine = Callable[..., Harness]
 
 
@@ -160,3 +168,35 @@ def test_the_position_bias_of_t5_through_prefill_and_decode(
     resumed = make_real_engine(tmp_path, DEVICE, **options)
     answer = resumed.ask(prompts[longest], output=whole[longest][:24], params={"max_tokens": 30})
     assert answer.token_ids == whole[longest][24:]
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "W4A16 asymmetric", "NVFP4 of ModelOpt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_matrices_that_a_gpu_keeps_small(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    name: str,
+) -> None:
+    """Without a GPU the interpreter computes, where a CPU would widen or call C++."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128} | MORE_SIZES[family]
+    folder = make_checkpoint(tmp_path / "model", family, **sizes)
+    plain = make_checkpoint(tmp_path / "plain", family, **sizes)
+    save_file(quantize_folder(folder, FORMS[name]), plain / "model.safetensors", metadata={"format": "pt"})
+    made = []
+
+    class Noted(TritonGroupedLinear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(linear, "GroupedLinear", Noted)
+        monkeypatch.setattr(weight_loader, "multiplies_groups", lambda *_, **__: True)
+    else:
+        monkeypatch.setattr(grouped_linear, "TritonGroupedLinear", Noted)
+    engine = make_real_engine(folder, DEVICE, kernels="triton", quantization="stored")
+    answer = engine.ask(prompt_of(9), params={"max_tokens": 4})
+    Oracle(plain).check(prompt_of(9), answer.token_ids)
+    assert made

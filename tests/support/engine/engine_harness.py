@@ -331,7 +331,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         processors: Any = None,
         draft_model: DraftModel | None = None,
         adapters: Sequence[Path] = (),
-        quantization: Literal["int8"] | None = None,
+        quantization: Literal["stored", "int8", "int4"] | None = None,
         cache_dtype: str | None = None,
         model_impl: ModelImpl = "native",
         hybrid_kv_cache: bool = False,

@@ -349,6 +349,8 @@ def _patch_numbers(patch: pytest.MonkeyPatch) -> None:
 
     def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
         if tl.bfloat16 in (source.dtype.scalar, target.scalar) and rounding != ir.ROUNDING_MODE.RTZ:
+            if source.dtype.scalar.is_fp8():
+                source = fp_to_fp(self, source, tl.float32, rounding)
             return cast_impl(self, source, target)
         return fp_to_fp(self, source, target, rounding)
 

@@ -61,7 +61,12 @@ def _weights(folder: Path, settings: WorkerSettings, tokenizer: Tokenizer | None
     try:
         config = verify_model(folder, settings)
         num_bytes = weight_bytes(
-            folder, settings.dtype, settings.load_format, settings.weight_form, model_impl=settings.model_impl
+            folder,
+            settings.dtype,
+            settings.load_format,
+            settings.weight_form,
+            model_impl=settings.model_impl,
+            device=settings.device,
         )
     except PdServeError as error:
         yield failed(error.message, _DOWNLOAD)

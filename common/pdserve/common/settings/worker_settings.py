@@ -63,9 +63,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     attention; `auto`, native where there is the family. Equal on all workers of a model. See
     docs/models.md#any-other-family."""
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
-    """What matrices of attention and MLP are in memory. `auto`: integers in groups as the checkpoint stores them where there is a
-    product for them, else numbers of `dtype`; `none`: always these. `int8` and `int4` round them at loading, `int8` also their
-    inputs, per row; on a CPU only."""
+    """What matrices of attention and MLP are in memory. `auto`: numbers of 4 or 8 bits as the checkpoint stores them where there is
+    a product for them, else numbers of `dtype`; `none`: always these. `int4` and `int8` round them at loading, `int8` also their
+    inputs, per row, and on a CPU only. See docs/checkpoints.md#quantized-weights."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """Dtype of keys and values in the KV cache: `auto` the model's; `int8` or `fp8` (e4m3) with a scale per token and head, on a
     CPU only; other names of these: `CACHE_DTYPES`. See docs/checkpoints.md#quantized-kv-cache."""
@@ -157,9 +157,9 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
 
     @property
     def weight_form(self) -> Literal["stored", "int8", "int4"] | None:
-        """What matrices are in memory: integers as they are stored where there is a product for them, or rounded ones; None:
+        """What matrices are in memory: few bits as they are stored where there is a product for them, or rounded ones; None:
         numbers of the model's dtype."""
-        return "stored" if self.quantization == "auto" and self.device == "cpu" else self.rounded_weights
+        return "stored" if self.quantization == "auto" else self.rounded_weights
 
     @property
     def step_tokens(self) -> int:
@@ -257,7 +257,7 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"kv_host_mib is {self.kv_host_mib} and enable_prefix_caching is false: without it no block is found again"
             )
-        if self.rounded_weights is not None and self.device != "cpu":
+        if self.quantization == "int8" and self.device != "cpu":
             raise ConfigError(
                 f"quantization is {self.quantization!r}, which runs on a CPU only, and device is {self.device!r}"
             )

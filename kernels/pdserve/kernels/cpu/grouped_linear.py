@@ -8,12 +8,12 @@ are packed, and sums in float32. For more rows, parts of the weight are widened 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.kernels.native.native_grouped import CHANNELS, NativeGroupedRows, in_blocks, in_words, places_of
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, built_library
 
@@ -21,84 +21,6 @@ _WIDENED_OUTPUTS = 512
 """Number of outputs whose weights are widened at once."""
 _NATIVE_ROWS = 32
 """Number of rows up to which C++ computes."""
-_SMALLEST_RANGE = 1e-30
-"""A group of zeros has this range, so that nothing is divided by 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedMatrix:
-    """A weight `[out, in]`."""
-
-    values: Tensor
-    """int8 `[out, in]`, of `num_bits` bits."""
-    scales: Tensor
-    """float32 `[out, groups]`"""
-    offsets: Tensor | None
-    """float32 `[out, groups]`; None: 0."""
-    num_bits: int
-    """4 or 8."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the packed weight."""
-        numbers = self.scales.nbytes * (1 if self.offsets is None else 2)
-        return self.values.numel() * self.num_bits // 8 + numbers
-
-    @property
-    def group_size(self) -> int:
-        return self.values.shape[1] // self.scales.shape[1]
-
-    @classmethod
-    def quantized(cls, weight: Tensor, num_bits: int, group_size: int) -> GroupedMatrix:
-        """Round a weight `[out, in]` to the nearest multiples of each group's `max |w| / largest`. in: a multiple of the group."""
-        largest = (1 << (num_bits - 1)) - 1
-        groups = weight.float().view(len(weight), -1, group_size)
-        scales = groups.abs().amax(-1).clamp_min_(_SMALLEST_RANGE).div_(largest)
-        values = (groups / scales.unsqueeze(-1)).round_().to(torch.int8)
-        return cls(values.flatten(1), scales, None, num_bits)
-
-    def widened(self) -> Tensor:
-        """float32 `[out, in]`."""
-        groups = self.values.float().view(len(self.values), self.scales.shape[1], -1).mul_(self.scales.unsqueeze(-1))
-        if self.offsets is not None:
-            groups += self.offsets.unsqueeze(-1)
-        return groups.flatten(1)
-
-    @classmethod
-    def stacked(cls, matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
-        """With the most bits of any, and the most groups. Raises: TypeError for groups of which some do not divide others."""
-        num_groups = max(matrix.scales.shape[1] for matrix in matrices)
-        if any(num_groups % matrix.scales.shape[1] for matrix in matrices):
-            raise TypeError("matrices with one input have groups that do not divide each other")
-
-        def spread(matrix: GroupedMatrix, numbers: Tensor | None) -> Tensor:
-            found = torch.zeros_like(matrix.scales) if numbers is None else numbers
-            return found.repeat_interleave(num_groups // found.shape[1], 1)
-
-        has_offsets = any(matrix.offsets is not None for matrix in matrices)
-        return cls(
-            torch.cat([matrix.values for matrix in matrices]),
-            torch.cat([spread(matrix, matrix.scales) for matrix in matrices]),
-            torch.cat([spread(matrix, matrix.offsets) for matrix in matrices]) if has_offsets else None,
-            max(matrix.num_bits for matrix in matrices),
-        )
-
-    def columns(self, inputs: slice, groups: slice) -> GroupedMatrix:
-        """The weight of these inputs, which are those of whole groups, or of the one group that there is."""
-        offsets = None if self.offsets is None else self.offsets[:, groups].contiguous()
-        return GroupedMatrix(
-            self.values[:, inputs].contiguous(), self.scales[:, groups].contiguous(), offsets, self.num_bits
-        )
-
-    def with_rows(self, arranged: Callable[[Tensor], Tensor]) -> GroupedMatrix:
-        """See `matrices.with_rows`."""
-        offsets = None if self.offsets is None else arranged(self.offsets)
-        return GroupedMatrix(arranged(self.values), arranged(self.scales), offsets, self.num_bits)
-
-
-def can_group(num_inputs: int, group_size: int, num_bits: int) -> bool:
-    """True if words of integers do not cross groups."""
-    return num_inputs % group_size == 0 and group_size % (32 // num_bits) == 0
 
 
 class GroupedLinear:

@@ -1,6 +1,7 @@
 """Linear layers on a CPU and elsewhere.
 
-GroupedLinear  integers of 4 or 8 bits in groups (`grouped_linear.py`), Int8Linear of 8 bits with rounded inputs (`int8_linear.py`)
+GroupedLinear  integers of 4 or 8 bits in groups (`grouped_linear.py`; on a GPU `triton/grouped_linear.py`)
+Int8Linear     integers of 8 bits, with rounded inputs (`int8_linear.py`)
 PackedLinear   oneDNN's layout of the weight, where the CPU multiplies its dtype; C++ multiplies in bfloat16 over the same memory
 BlockedLinear  bfloat16 where the CPU multiplies none: C++ multiplies few rows; for more, parts of the weight become float32
 WidenedLinear  weights of 16 bits where neither does: parts of the weight become float32
@@ -13,15 +14,18 @@ import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.cpu.grouped_linear import GroupedLinear, GroupedMatrix
+from pdserve.kernels.cpu.grouped_linear import GroupedLinear
 from pdserve.kernels.cpu.int8_linear import Int8Linear, Int8Matrix, has_amx
 from pdserve.kernels.cpu.matrices import Matrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
+from pdserve.kernels.layers.packed_groups import fits
 from pdserve.kernels.native.native_bfloat import (
     CHANNELS,
     PAIRS_LEVEL,
@@ -31,7 +35,7 @@ from pdserve.kernels.native.native_bfloat import (
     in_blocks,
     packed_inputs,
 )
-from pdserve.kernels.native.native_library import NativeLibrary, built_library
+from pdserve.kernels.native.native_library import NATIVE_DTYPES, NativeLibrary, built_library
 
 _PACKED_FLOAT32_NUMEL = 1 << 20
 """Number of float32 weights below which a layer fits a core's cache, and packing only adds its fixed cost per call."""
@@ -241,7 +245,12 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
     if isinstance(weight, Int8Matrix):
         return Int8Linear(weight, bias)
     if isinstance(weight, GroupedMatrix):
-        return GroupedLinear(weight, bias)
+        if weight.values.device.type != "cuda":
+            return GroupedLinear(weight, bias)
+        # lazy: CPU services never import Triton
+        from pdserve.kernels.triton.grouped_linear import TritonGroupedLinear
+
+        return TritonGroupedLinear(weight, bias)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"weight {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}")
     if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -253,6 +262,18 @@ def make_linear(weight: Matrix, bias: Tensor | None = None) -> Linear:
         if weight.dtype is torch.float32 and weight.numel() >= _PACKED_FLOAT32_NUMEL:
             return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def multiplies_groups(
+    device: torch.device, dtype: torch.dtype, num_inputs: int, group_size: int, *, is_float: bool
+) -> bool:
+    """True if a device multiplies inputs of this dtype by a `GroupedMatrix` that is not widened."""
+    if device.type != "cuda":
+        return dtype in NATIVE_DTYPES and built_library() is not None and not is_float
+    if find_spec("triton") is None or not fits(num_inputs, group_size):
+        return False
+    # older GPUs have no instruction that widens float8
+    return not is_float or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def products_by(dtype: torch.dtype) -> str:

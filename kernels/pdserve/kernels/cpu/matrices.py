@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix
 from pdserve.kernels.cpu.int8_linear import Int8Matrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 
 Matrix = Tensor | Int8Matrix | GroupedMatrix
 
 
-def tensors(matrices: Sequence[Matrix]) -> list[Tensor]:
+def tensors(matrices: Sequence[object]) -> list[Tensor]:
     """The matrices, none of which is quantized. Raises: TypeError."""
     found = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
     if len(found) < len(matrices):

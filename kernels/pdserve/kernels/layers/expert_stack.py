@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.cpu.matrices import tensors
+from pdserve.kernels.cpu.matrices import Matrix, tensors
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.gated_activations import Gate
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
+from pdserve.kernels.layers.packed_groups import PackedGroups
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """Experts that are not quantized."""
+    """Experts as floats, or in groups."""
 
-    gate_up: Tensor
+    gate_up: Tensor | PackedGroups
     """`[E, 2 * I, H]`"""
-    down: Tensor
+    down: Tensor | PackedGroups
     """`[E, H, I]`"""
     gate_up_bias: Tensor | None
     """`[E, 2 * I]`"""
@@ -31,23 +33,53 @@ class ExpertStack:
 
     @classmethod
     def of(cls, experts: Iterable[ExpertWeights], gate: Gate | None = None) -> ExpertStack:
-        """Raises: TypeError for quantized experts."""
-        gate_up, down, gate_up_biases, down_biases = zip(*experts, strict=True)
+        """Raises: TypeError for experts that are quantized in other ways, or not all in one way."""
+        packed = ((_packed(each.gate_up), _packed(each.down), each.gate_up_bias, each.down_bias) for each in experts)
+        gate_up, down, gate_up_biases, down_biases = zip(*packed, strict=True)
         gate_up_bias, down_bias = (
             None if each[0] is None else torch.stack(each) for each in (gate_up_biases, down_biases)
         )
-        return cls(torch.stack(tensors(gate_up)), torch.stack(tensors(down)), gate_up_bias, down_bias, gate)
+        return cls(_stacked(gate_up), _stacked(down), gate_up_bias, down_bias, gate)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.down) if isinstance(self.down, Tensor) else len(self.down.values)
+
+    @property
+    def size(self) -> int:
+        """H"""
+        return self.down.shape[1] if isinstance(self.down, Tensor) else self.down.num_outputs
+
+    @property
+    def inner_size(self) -> int:
+        """I"""
+        return self.down.shape[2] if isinstance(self.down, Tensor) else self.down.num_inputs
+
+
+def _packed(matrix: Matrix) -> Matrix | PackedGroups:
+    """Packed at once, since packed numbers take less memory."""
+    return PackedGroups.of(matrix) if isinstance(matrix, GroupedMatrix) else matrix
+
+
+def _stacked(matrices: Sequence[Matrix | PackedGroups]) -> Tensor | PackedGroups:
+    grouped = [matrix for matrix in matrices if isinstance(matrix, PackedGroups)]
+    if len(grouped) == len(matrices):
+        return PackedGroups.stacked(grouped)
+    return torch.stack(tensors(matrices))
 
 
 def grouped_products(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack, swiglu: Gate) -> Tensor:
     """Two grouped products over all experts: see `LayerOps.grouped_experts`. swiglu: called for SiLU. Its matrices need rows of a
     multiple of 16 bytes."""
-    order, counts = by_expert(experts, len(stack.down))
+    gate_up, down = (
+        each if isinstance(each, Tensor) else each.widened().to(x.dtype) for each in (stack.gate_up, stack.down)
+    )
+    order, counts = by_expert(experts, stack.num_experts)
     ends = counts.cumsum(0, dtype=torch.int32)
     rows = x.index_select(0, order // experts.shape[1])
     chosen = experts.flatten()[order]
-    inner = _add_bias(F.grouped_mm(rows, stack.gate_up.transpose(1, 2), offs=ends), stack.gate_up_bias, chosen)
-    out = F.grouped_mm((stack.gate or swiglu)(inner).contiguous(), stack.down.transpose(1, 2), offs=ends)
+    inner = _add_bias(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), stack.gate_up_bias, chosen)
+    out = F.grouped_mm((stack.gate or swiglu)(inner).contiguous(), down.transpose(1, 2), offs=ends)
     return by_token(_add_bias(out, stack.down_bias, chosen), order, weights)
 
 

@@ -82,7 +82,8 @@ class GroupedExperts:
 def make_experts(experts: Iterable[ExpertWeights], gate: Gate | None = None) -> Experts:
     """The fastest layer for these weights. On a CPU, at most one expert is in memory twice while the layer is built.
 
-    gate: the activation; None: SiLU. Raises: ValueError for an empty list.
+    gate: the activation; None: SiLU. Raises: ValueError for an empty list; TypeError for experts that are quantized in different
+    ways, where the layer multiplies all in one.
     """
     remaining = iter(experts)
     first = next(remaining, None)
@@ -92,7 +93,7 @@ def make_experts(experts: Iterable[ExpertWeights], gate: Gate | None = None) -> 
     is_int8 = isinstance(first.gate_up, Int8Matrix)
     values = first.gate_up if isinstance(first.gate_up, Tensor) else first.gate_up.values
     if not values.is_cpu:
-        return GroupedExperts(every, gate) if isinstance(first.gate_up, Tensor) else LoopedExperts(every, gate)
+        return LoopedExperts(every, gate) if is_int8 else GroupedExperts(every, gate)
     library, activation = built_library(), GatedActivation.of(gate)
     is_native = is_int8 or values.dtype in NATIVE_DTYPES
     # oneDNN uses AMX, but the C++ kernels do not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from pdserve.kernels.layers.expert_stack import ExpertStack, by_expert
 from pdserve.kernels.layers.gated_activations import GatedActivation
+from pdserve.kernels.layers.packed_groups import PackedGroups
+from pdserve.kernels.triton.grouped_tile import add_run, tile_constants
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 
 FEWEST_ROWS = 16
@@ -31,9 +34,11 @@ def _find_rows(starts, tiles, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 @triton.jit
 def activate_rows(
-    x, gate_up, bias, inner, order, starts, tiles, x_stride, alpha, limit, shift,
+    x, gate_up, scales, offsets, bias, inner, order, starts, tiles, x_stride, alpha, limit, shift,
     TOP_K: tl.constexpr, IN: tl.constexpr, SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BITS: tl.constexpr, OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """`act(gate x, up x)` in float32, rounded once, for BLOCK_M rows of one expert and BLOCK_N of its SIZE columns.
 
@@ -49,17 +54,30 @@ def activate_rows(
         is_column = (column < SIZE)[None, :]
         k = tl.arange(0, BLOCK_K)
         x_rows = x + token.to(tl.int64)[:, None] * x_stride
-        gates = gate_up + (expert.to(tl.int64) * 2 * SIZE + column)[None, :] * IN
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, IN, BLOCK_K):
-            at = start + k
-            values = tl.load(x_rows + at[None, :], mask=is_row & (at < IN)[None, :], other=0.0)
-            is_there = (at < IN)[:, None] & is_column
-            matrix = tl.load(gates + at[:, None], mask=is_there, other=0.0)
-            gate = tl.dot(values, matrix, gate, input_precision=PRECISION)
-            matrix = tl.load(gates + SIZE * IN + at[:, None], mask=is_there, other=0.0)
-            up = tl.dot(values, matrix, up, input_precision=PRECISION)
+        if BITS:
+            packed = gate_up + expert.to(tl.int64) * (RUNS * OUT * WIDTH)
+            own_scales, own_offsets = scales + expert * (GROUPS * OUT), offsets + expert * (GROUPS * OUT)
+            for run in range(RUNS):
+                gate = add_run(
+                    gate, x_rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
+                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+                )  # fmt: skip
+                up = add_run(
+                    up, x_rows, is_row, packed, own_scales, own_offsets, run, SIZE + column, column < SIZE,
+                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+                )  # fmt: skip
+        else:
+            gates = gate_up + (expert.to(tl.int64) * 2 * SIZE + column)[None, :] * IN
+            for start in range(0, IN, BLOCK_K):
+                at = start + k
+                values = tl.load(x_rows + at[None, :], mask=is_row & (at < IN)[None, :], other=0.0)
+                is_there = (at < IN)[:, None] & is_column
+                matrix = tl.load(gates + at[:, None], mask=is_there, other=0.0)
+                gate = tl.dot(values, matrix, gate, input_precision=PRECISION)
+                matrix = tl.load(gates + SIZE * IN + at[:, None], mask=is_there, other=0.0)
+                up = tl.dot(values, matrix, up, input_precision=PRECISION)
         if HAS_BIAS:
             biases = bias + expert * 2 * SIZE + column
             gate += tl.load(biases, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
@@ -74,9 +92,11 @@ def activate_rows(
 
 @triton.jit
 def multiply_rows(
-    inner, down, bias, weights, out, order, starts, tiles,
+    inner, down, scales, offsets, bias, weights, out, order, starts, tiles,
     IN: tl.constexpr, SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BITS: tl.constexpr, OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """`weight * (down inner + bias)` -> out `[T * k, SIZE]`, by the pair's number. See `activate_rows`."""
     expert, place = _find_rows(starts, tiles, NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -88,13 +108,22 @@ def multiply_rows(
         is_column = (column < SIZE)[None, :]
         k = tl.arange(0, BLOCK_K)
         rows = inner + place.to(tl.int64)[:, None] * IN
-        downs = down + (expert.to(tl.int64) * SIZE + column)[None, :] * IN
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, IN, BLOCK_K):
-            at = start + k
-            values = tl.load(rows + at[None, :], mask=is_row & (at < IN)[None, :], other=0.0)
-            matrix = tl.load(downs + at[:, None], mask=(at < IN)[:, None] & is_column, other=0.0)
-            acc = tl.dot(values, matrix, acc, input_precision=PRECISION)
+        if BITS:
+            packed = down + expert.to(tl.int64) * (RUNS * OUT * WIDTH)
+            own_scales, own_offsets = scales + expert * (GROUPS * OUT), offsets + expert * (GROUPS * OUT)
+            for run in range(RUNS):
+                acc = add_run(
+                    acc, rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
+                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+                )  # fmt: skip
+        else:
+            downs = down + (expert.to(tl.int64) * SIZE + column)[None, :] * IN
+            for start in range(0, IN, BLOCK_K):
+                at = start + k
+                values = tl.load(rows + at[None, :], mask=is_row & (at < IN)[None, :], other=0.0)
+                matrix = tl.load(downs + at[:, None], mask=(at < IN)[:, None] & is_column, other=0.0)
+                acc = tl.dot(values, matrix, acc, input_precision=PRECISION)
         if HAS_BIAS:
             acc += tl.load(bias + expert * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
         acc *= tl.load(weights + number, mask=place < end, other=0.0).to(tl.float32)[:, None]
@@ -107,14 +136,14 @@ def grouped_experts(
 ) -> Tensor:
     """See `LayerOps.grouped_experts`. x: rows may be strided."""
     num_tokens, top_k = experts.shape
-    num_experts, size, inner_size = stack.down.shape
+    num_experts, size, inner_size = stack.num_experts, stack.size, stack.inner_size
     if x.shape != (num_tokens, size) or x.stride(1) != 1 or weights.shape != experts.shape:
         raise ValueError(
             f"x {tuple(x.shape)} {x.stride()} and weights {tuple(weights.shape)} with experts {tuple(experts.shape)} of {size} "
             "inputs"
         )
-    if not x.dtype is stack.gate_up.dtype is stack.down.dtype:
-        raise ValueError(f"x of {x.dtype} with matrices of {stack.gate_up.dtype} and {stack.down.dtype}")
+    if any(isinstance(each, Tensor) and each.dtype is not x.dtype for each in (stack.gate_up, stack.down)):
+        raise ValueError(f"x of {x.dtype} with matrices of another dtype")
     num_places = num_tokens * top_k
     out = x.new_empty((num_places, size))
     if num_places:
@@ -135,16 +164,31 @@ def grouped_experts(
             "num_stages": configs.expert_stages, "enable_fp_fusion": True, **register_limit(configs.max_registers),
         }  # fmt: skip
         limit = activation.limit if math.isfinite(activation.limit) else torch.finfo(torch.float32).max
+        gate_up, down = _arguments(stack.gate_up), _arguments(stack.down)
         # any address where there are no biases: none is read
-        gate_up_bias = stack.gate_up if stack.gate_up_bias is None else stack.gate_up_bias
-        down_bias = stack.down if stack.down_bias is None else stack.down_bias
+        gate_up_bias = x if stack.gate_up_bias is None else stack.gate_up_bias
+        down_bias = x if stack.down_bias is None else stack.down_bias
         activate_rows[(triton.cdiv(inner_size, columns), num_tiles)](
-            x, stack.gate_up, gate_up_bias, inner, order, starts, tiles, x.stride(0),
+            x, *gate_up, gate_up_bias, inner, order, starts, tiles, x.stride(0),
             activation.alpha, limit, activation.shift,
-            TOP_K=top_k, IN=size, SIZE=inner_size, HAS_BIAS=stack.gate_up_bias is not None, **common,
+            TOP_K=top_k, SIZE=inner_size, HAS_BIAS=stack.gate_up_bias is not None, **_constants(stack.gate_up, size), **common,
         )  # fmt: skip
         multiply_rows[(triton.cdiv(size, columns), num_tiles)](
-            inner, stack.down, down_bias, weights.contiguous(), out, order, starts, tiles,
-            IN=inner_size, SIZE=size, HAS_BIAS=stack.down_bias is not None, **common,
+            inner, *down, down_bias, weights.contiguous(), out, order, starts, tiles,
+            SIZE=size, HAS_BIAS=stack.down_bias is not None, **_constants(stack.down, inner_size), **common,
         )  # fmt: skip
     return out.view(num_tokens, top_k, size).sum(1)
+
+
+def _arguments(matrices: Tensor | PackedGroups) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, scales and offsets; any address for what is not read."""
+    return (matrices, matrices, matrices) if isinstance(matrices, Tensor) else matrices.tensors
+
+
+def _constants(matrices: Tensor | PackedGroups, num_inputs: int) -> dict[str, Any]:
+    if isinstance(matrices, Tensor):
+        return {
+            "IN": num_inputs, "BITS": 0, "OUT": 0, "RUNS": 0, "WIDTH": 0, "GROUP": 0, "GROUPS": 0, "IS_FLOAT": False,
+            "HAS_OFFSETS": False,
+        }  # fmt: skip
+    return tile_constants(matrices) | {"RUNS": matrices.num_runs, "GROUPS": matrices.scales.shape[1]}

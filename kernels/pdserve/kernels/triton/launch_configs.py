@@ -66,6 +66,17 @@ class LaunchConfigs:
     expert_warps: int = 4
     expert_stages: int = 3
     """Loads of inputs that are in flight during the product."""
+    grouped_rows: int = 64
+    """Rows up to which packed numbers are multiplied."""
+    grouped_columns: int = 64
+    """Outputs of a matrix in groups per program."""
+    grouped_programs: int = 528
+    """Programs per 16 rows, about: the inputs of a matrix with few outputs are divided."""
+    grouped_warps: int = 4
+    grouped_stages: int = 4
+    sum_columns: int = 1024
+    """Outputs per program that sums parts."""
+    sum_warps: int = 4
     max_registers: int | None = 255
     """See `register_limit`."""
 
@@ -94,6 +105,8 @@ TABLE = {
         sample_programs=2432,
         lora_warps=2,
         expert_stages=2,
+        grouped_stages=2,
+        sum_warps=2,
         max_registers=None,
     ),
     # tiles so small that tests with few numbers need several
@@ -115,6 +128,10 @@ TABLE = {
         lora_splits=2,
         expert_inputs=32,
         expert_columns=16,
+        grouped_rows=32,
+        grouped_columns=16,
+        grouped_programs=8,
+        sum_columns=32,
         max_registers=None,
     ),
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pdserve.common.errors import ConfigError
 from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.expert_weights import ExpertWeights
@@ -58,7 +59,10 @@ class SparseMlp:
             return ExpertWeights(gate_up, weights.matrix(f"{name}.{projections[2]}", hidden_size, inner_size, columns))
 
         # one at a time: each is packed before the next is read, so at most one is in memory twice
-        experts = make_experts(expert(index) for index in range(num_experts))
+        try:
+            experts = make_experts(expert(index) for index in range(num_experts))
+        except TypeError as error:
+            raise ConfigError(f"{prefix}.experts: {error}") from error
         return cls(router, experts, top_k, normalise, shard.group)
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:

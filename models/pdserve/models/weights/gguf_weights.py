@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError
 from pdserve.common.json_file import MAX_INDEX_BYTES, read_regular_file
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.models.gguf.gguf_file import BLOCKS
 from pdserve.models.gguf.gguf_groups import GROUPED_TYPES, Groups
 from pdserve.models.gguf.gguf_tensors import INDEX_FILE, GgufIndex, GgufWeight

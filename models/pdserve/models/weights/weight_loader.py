@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix, can_group
 from pdserve.kernels.cpu.int8_linear import Int8Matrix
-from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.cpu.linear import Linear, make_linear, multiplies_groups
 from pdserve.kernels.cpu.matrices import Matrix, stack_rows
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix, can_group
 from pdserve.kernels.layers.parallel_linear import RowParallelLinear
 from pdserve.kernels.layers.rms_norm import RmsNorm
-from pdserve.kernels.native.native_library import NATIVE_DTYPES, built_library
 from pdserve.models.weights.quantized.scaled_matrix import ScaledMatrix
-from pdserve.models.weights.quantized.stored_matrix import StoredMatrix
+from pdserve.models.weights.quantized.stored_matrix import GroupCut, GroupForm, StoredMatrix
 from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
@@ -60,16 +59,17 @@ class WeightLoader:
         quantization: Quantization = None,
         shard: RankShard = WHOLE,
         progress: Callable[[LoadProgress], None] | None = None,
+        served_on: str | None = None,
     ) -> None:
         """ignored: names that may remain unread. quantization: of `matrix`. shard: this rank's.
-        progress: called after each weight."""
+        progress: called after each weight. served_on: the device for which `meta` has the sizes; default: a CPU."""
         self._checkpoint = checkpoint
         self.dtype = dtype
         """The served dtype."""
         self._device = device
         self._is_meta = torch.device(device).type == "meta"
         self._quantization = quantization
-        self._keeps_stored = quantization == "stored" and dtype in NATIVE_DTYPES and built_library() is not None
+        self._served_on = torch.device(served_on or ("cpu" if self._is_meta else device))
         self._num_kept = self._num_widened = 0
         self._names = frozenset(checkpoint.names)
         self.shard = shard
@@ -130,7 +130,8 @@ class WeightLoader:
 
     def stack(self, matrices: Sequence[Matrix], names: Sequence[str]) -> Matrix:
         """One matrix of several with the same input. names: for messages. Raises: ConfigError if only some have rounded inputs."""
-        if len({type(matrix) for matrix in matrices}) > 1:
+        grouped = [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]
+        if grouped and (len(grouped) < len(matrices) or not GroupedMatrix.can_stack(grouped)):
             # a product has one form for all of its outputs
             matrices = [each.widened().to(self.dtype) if isinstance(each, GroupedMatrix) else each for each in matrices]
         if len({type(matrix) for matrix in matrices}) > 1:
@@ -141,20 +142,26 @@ class WeightLoader:
         self, stored: StoredMatrix, weight: str, shape: tuple[int, int], part: Part | None
     ) -> GroupedMatrix | None:
         """The matrix as integers in groups; None where they are not kept, and for another shape, which reading reports."""
-        if not self._keeps_stored or stored.shape != shape:
+        if self._quantization != "stored" or stored.shape != shape:
             return None
         form = stored.group_form
         cut = None if form is None else form.cut(shape, part)
-        if form is None or cut is None:
+        if form is None or cut is None or not self._multiplies(form, cut):
             self._num_widened += not stored.is_plain
             return None
         start, stop = cut.rows.start, cut.rows.stop
         matrix = form.on_meta(stop - start, shape[1]) if self._is_meta else stored.grouped(start, stop)
         if cut.columns != slice(0, shape[1]):
             matrix = matrix.columns(cut.columns, cut.groups)
+        matrix = matrix.to(self._device)
         self._num_kept += 1
         self._count(weight, self._whole_bytes(shape), matrix.nbytes)
         return matrix
+
+    def _multiplies(self, form: GroupForm, cut: GroupCut) -> bool:
+        num_inputs = cut.columns.stop - cut.columns.start
+        group_size = num_inputs if cut.groups == slice(0, 1) else form.group_size
+        return multiplies_groups(self._served_on, self.dtype, num_inputs, group_size, is_float=form.is_float)
 
     def _int8(self, stored: ScaledMatrix, weight: str, shape: tuple[int, int], part: Part | None) -> Matrix:
         if torch.device(self._device).type not in ("cpu", "meta"):

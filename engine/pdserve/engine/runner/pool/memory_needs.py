@@ -71,8 +71,9 @@ def weight_bytes(
     quantization: Quantization = None,
     shard: RankShard = WHOLE,
     model_impl: ModelImpl = "auto",
+    device: str = "cpu",
 ) -> int:
-    """Bytes of all weights as they are served, or of one rank's part.
+    """Bytes of all weights as they are served on a device, or of one rank's part.
 
     Checks every weight's name, shape and dtype against config.json as at loading, without reading weights.
     Raises: ConfigError, UnsupportedModel.
@@ -92,6 +93,7 @@ def weight_bytes(
         quantization=quantization,
         shard=shard,
         progress=count,
+        served_on=device,
     )
     return total
 
@@ -116,6 +118,7 @@ def adapter_targets(folder: Path, settings: WorkerSettings, shard: RankShard = W
         load_format=settings.load_format,
         quantization=settings.weight_form,
         shard=shard,
+        served_on=settings.device,
     )
     return with_lora_targets(
         decoder, max_loras=settings.limits.max_loras, max_rank=settings.limits.max_lora_rank, shard=shard
@@ -154,7 +157,13 @@ def memory_needs(folder: Path, settings: WorkerSettings) -> MemoryNeeds:
     hidden = 4 * config.hidden_size + 2 * config.intermediate_size
     return MemoryNeeds(
         weights=weight_bytes(
-            folder, settings.dtype, settings.load_format, settings.weight_form, shard, settings.model_impl
+            folder,
+            settings.dtype,
+            settings.load_format,
+            settings.weight_form,
+            shard,
+            settings.model_impl,
+            settings.device,
         )
         + adapter_bytes(folder, settings, shard),
         pool=num_blocks * block_bytes,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.models.weights.checkpoint import Checkpoint
 from pdserve.models.weights.quantized.stored_matrix import CheckpointMatrix, GroupForm
 from pdserve.models.weights.rank_shard import Part

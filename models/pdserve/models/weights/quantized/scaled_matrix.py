@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.models.weights.checkpoint import Checkpoint
 from pdserve.models.weights.quantized.stored_matrix import CheckpointMatrix, GroupForm
 from pdserve.models.weights.rank_shard import Part
@@ -69,24 +70,31 @@ class ScaledMatrix(CheckpointMatrix):
 
     @property
     def group_form(self) -> GroupForm | None:
-        height, width = self._block
-        is_of_rows = height == 1 or self._scales.shape[0] == 1
-        if self.checkpoint.dtype(self._values) != "I8" or not is_of_rows:
+        dtype = self.checkpoint.dtype(self._values)
+        width = min(self._block[1], self.shape[1])
+        if dtype not in ("I8", "F8_E4M3") or self.shape[1] % width:
             return None
-        return GroupForm(8, width, has_offsets=False)
+        return GroupForm(8, width, has_offsets=False, is_float=dtype == "F8_E4M3")
 
     def grouped(self, start: int, stop: int) -> GroupedMatrix:
-        values = self.read(self._values, ("I8",), *self.shape, part=Part(0, start, stop))
-        scales = self._scales.expand(self.shape[0], -1)[start:stop].contiguous()
-        return GroupedMatrix(values, scales, None, 8)
+        values = self.read(self._values, ("I8", "F8_E4M3"), *self.shape, part=Part(0, start, stop))
+        is_float = values.dtype is torch.float8_e4m3fn
+        return GroupedMatrix(values.view(torch.int8), self._scales_of(start, stop).contiguous(), None, 8, is_float)
+
+    def _scales_of(self, start: int, stop: int) -> Tensor:
+        """`[stop - start, groups]`"""
+        height = self._block[0]
+        first = start // height
+        scales = self._scales[first : -(-stop // height)]
+        return (
+            scales.repeat_interleave(height, 0)[start - first * height : stop - first * height]
+            if height > 1
+            else scales
+        )
 
     def rows(self, start: int, stop: int) -> Tensor:
         values = self.read(self._values, EIGHT_BITS, *self.shape, part=Part(0, start, stop)).float()
-        height, width = self._block
-        first = start // height
-        scales = self._scales[first : -(-stop // height)]
+        scales, width = self._scales_of(start, stop), self._block[1]
         if scales.shape[1] > 1:
             scales = scales.repeat_interleave(width, 1)[:, : self.shape[1]]
-        if height > 1:
-            scales = scales.repeat_interleave(height, 0)[start - first * height : stop - first * height]
         return values.mul_(scales)

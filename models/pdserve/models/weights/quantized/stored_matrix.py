@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.cpu.grouped_linear import GroupedMatrix, can_group
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix, can_group
 from pdserve.models.weights.checkpoint import Checkpoint
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_source import FLOATS
@@ -31,6 +31,7 @@ class GroupForm(NamedTuple):
     group_size: int
     """Inputs of a group."""
     has_offsets: bool
+    is_float: bool = False
 
     def cut(self, shape: tuple[int, ...], part: Part | None) -> GroupCut | None:
         """A rank's part of a matrix of this shape; None: it does not end where groups and words of integers do."""
@@ -51,7 +52,7 @@ class GroupForm(NamedTuple):
         """A matrix without numbers."""
         values = torch.empty(rows, columns, dtype=torch.int8, device="meta")
         scales = torch.empty(rows, columns // self.group_size, device="meta")
-        return GroupedMatrix(values, scales, scales if self.has_offsets else None, self.num_bits)
+        return GroupedMatrix(values, scales, scales if self.has_offsets else None, self.num_bits, self.is_float)
 
 
 class StoredMatrix(ABC):
@@ -68,11 +69,11 @@ class StoredMatrix(ABC):
 
     @property
     def group_form(self) -> GroupForm | None:
-        """How `grouped` has it; None: this form has no integers in groups."""
+        """How `grouped` has it; None: this form has no numbers in groups."""
         return None
 
     def grouped(self, start: int, stop: int) -> GroupedMatrix:
-        """Rows in the form in which a CPU multiplies them, where `group_form` is not None. Raises: ConfigError."""
+        """Rows in the form in which they can be multiplied, where `group_form` is not None. Raises: ConfigError."""
         raise NotImplementedError
 
 
