@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python deploy/install.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 LOCKS := pyproject.toml deploy/install.py $(wildcard locks/*.txt)
 
-.PHONY: up demo demo-image test test-all clients interpreted compiled kernels coverage faults fuzz soak check proto docs-generated bench
+.PHONY: up demo demo-image test test-all clients interpreted compiled kernels llama-cpp coverage faults fuzz soak check proto docs-generated bench
 .PHONY: family-records site
 .PHONY: gpu gpu-dry gpu-carry lock sbom format clean
 
@@ -80,6 +80,15 @@ kernels: $(VENV)/.all $(OTHER_TRITON)/.installed  ## the tests of kernels, the s
 .venv-triton/%/.installed: tests/kernels/requirements/triton_%.txt
 	$(BIN)/python -m pip --quiet --disable-pip-version-check install --require-hashes --no-deps --only-binary :all: \
 	  --upgrade --target $(@D) --requirement $<
+	touch $@
+
+# llama.cpp alone, before the packages of .venv
+LLAMA_CPP := .venv-llama-cpp
+llama-cpp: $(VENV)/.all $(LLAMA_CPP)/.installed  ## tokens and distributions of GGUF files in llama.cpp, which is compiled first: ten minutes
+	PYTHONPATH=$(abspath $(LLAMA_CPP)) $(BIN)/python -m pytest -q -m "not faults and not soak" tests/models/test_llama_cpp.py
+
+$(LLAMA_CPP)/.installed: tests/models/requirements/llama_cpp.txt
+	$(BIN)/python -m pip --quiet --disable-pip-version-check install --require-hashes --no-deps --upgrade --target $(@D) --requirement $<
 	touch $@
 
 faults: $(VENV)/.dev  ## the whole kill matrix: every signal, in every phase, to every role
@@ -160,7 +169,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(SITE) .venv-triton tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(SITE) .venv-triton $(LLAMA_CPP) tests/clients/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdserve needs Python 3.11 or later")'

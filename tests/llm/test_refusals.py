@@ -143,6 +143,10 @@ def test_a_prompt_that_is_too_long_is_its_own_error(llm: LLM) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens is -1"),
         ({"num_threads": 0}, "num_threads is 0"),
+        (
+            {"quantization": "int8", "device": "cuda"},
+            "quantization is 'int8', which runs on a CPU only, and device is 'cuda'",
+        ),
         ({"dtype": "float8"}, r"Invalid enum value 'float8' - at `\$.dtype`"),
         ({"attention_backend": "mine"}, "attention_backend is 'mine', which is not installed; there are auto, torch"),
         (

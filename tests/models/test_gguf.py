@@ -186,7 +186,7 @@ def test_integers_in_groups_stand_for_the_same_numbers(tmp_path: Path, kind: str
         expected = matrix.rows(0, 24)
         for start, stop in ((0, 24), (8, 16)):
             found = matrix.grouped(start, stop)
-            assert (found.num_bits, found.group_size, found.offsets is not None) == matrix.group_form
+            assert (found.num_bits, found.group_size, found.offsets is not None, found.is_float) == matrix.group_form
             assert (found.widened() - expected[start:stop]).abs().max() <= 1e-6 * expected.abs().max()
 
 

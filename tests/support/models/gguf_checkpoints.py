@@ -71,9 +71,9 @@ def write_gguf(
         _keys(config, architecture) | {key.replace("__", "."): value for key, value in keys.items()}
     ).items():
         if value is not None:
-            _add(writer, f"{architecture}.{key}", value)
+            add_key(writer, f"{architecture}.{key}", value)
     for key, value in (tokenizer or made_up_tokens(config["vocab_size"])).items():
-        _add(writer, key if "." in key or key == "chat_template" else f"tokenizer.ggml.{key}", value)
+        add_key(writer, key if "." in key or key == "chat_template" else f"tokenizer.ggml.{key}", value)
     for stored, numbers in _tensors(weights, config, architecture).items():
         type_ = kind if numbers.ndim > 1 and numbers.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else F32
         writer.add_tensor(stored, gguf.quantize(numbers, type_), raw_dtype=type_)
@@ -154,7 +154,7 @@ def _stored(names: Any, name: str) -> str:
     return str(stored)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.json_object import JsonObject
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Types of tokens; others are 1, normal, and 5, unused."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+"""Types of tokens; another is 5, unused."""
 _SPACE = "\u2581"
 """A space in the tokens of SentencePiece."""
 
@@ -50,7 +50,7 @@ class _PreTokenizer:
 _LLAMA3 = _PreTokenizer((_WORDS.format(digits="{1,3}"),), ignores_merges=True, adds_bos=True)
 _QWEN2 = _PreTokenizer((_WORDS.format(digits=""),))
 _SMOLLM = _PreTokenizer((r"\p{N}", _GPT2))
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _PreTokenizer(_LLAMA3.patterns)),
@@ -169,10 +169,10 @@ class GgufTokenizer:
 
     def _byte_pairs(self) -> tuple[Tokenizer, bool]:
         name = self._metadata.text("tokenizer.ggml.pre", "default")
-        rules = _PRE_TOKENIZERS.get(name)
+        rules = PRE_TOKENIZERS.get(name)
         if rules is None:
             raise UnsupportedModel(
-                f"{self._metadata.where}: tokenizer.ggml.pre is {name[:80]!r}; read are {', '.join(_PRE_TOKENIZERS)}"
+                f"{self._metadata.where}: tokenizer.ggml.pre is {name[:80]!r}; read are {', '.join(PRE_TOKENIZERS)}"
             )
         merges = []
         for merge in _strings(self._metadata, "tokenizer.ggml.merges"):
@@ -214,21 +214,36 @@ class GgufTokenizer:
         return tokenizer, True
 
     def _merges(self, scores: Sequence[object]) -> list[tuple[str, str]]:
-        """Pairs of tokens that make a third, the third with the best score first."""
+        """Pairs of tokens that make a third, the third with the best score first.
+
+        Raises: UnsupportedModel for what llama.cpp joins by other rules: two normal tokens with one score, of which it takes
+        the one that comes first in a text, and characters that are no tokens.
+        """
         mergeable = {
             token: token_id
             for token, token_id in self._ids.items()
             if self._types[token_id] not in (_UNKNOWN, _CONTROL, _BYTE)
         }
         found: list[tuple[float, int, int, tuple[str, str]]] = []
+        with_score: dict[float, str] = {}
         for token, token_id in mergeable.items():
             score = scores[token_id]
             if not isinstance(score, int | float):
                 raise self._metadata.error("tokenizer.ggml.scores", "a list of numbers")
-            for place in range(1, len(token)):
-                first, second = token[:place], token[place:]
-                if first in mergeable and second in mergeable:
-                    found.append((-score, mergeable[first], mergeable[second], (first, second)))
+            is_normal = self._types[token_id] == _NORMAL
+            if is_normal and (missing := next((char for char in token if char not in mergeable), None)) is not None:
+                raise UnsupportedModel(
+                    f"{self._metadata.where}: tokenizer.ggml.tokens has {token[:80]!r} and not {missing!r}; a SentencePiece "
+                    "vocabulary is read where every character of its tokens is one itself"
+                )
+            pairs = [(token[:place], token[place:]) for place in range(1, len(token))]
+            pairs = [(first, second) for first, second in pairs if first in mergeable and second in mergeable]
+            found += [(-score, mergeable[first], mergeable[second], (first, second)) for first, second in pairs]
+            if pairs and is_normal and with_score.setdefault(score, token) != token:
+                raise UnsupportedModel(
+                    f"{self._metadata.where}: tokenizer.ggml.scores has {score:g} for {with_score[score][:80]!r} and "
+                    f"{token[:80]!r}; read are scores that say which of two tokens comes first"
+                )
         return [pair for *_, pair in sorted(found)]
 
     def _add_tokens(self, tokenizer: Tokenizer) -> None:
