@@ -136,9 +136,10 @@ $(SITE)/.installed: deploy/requirements/site.txt deploy/install.py
 	$(@D)/bin/python deploy/install.py --only $<
 	touch $@
 
-family-records: $(VENV)/.dev  ## measure model families whose configuration or transformers changed, and rewrite docs/models.md
+family-records: $(VENV)/.dev  ## measure model families whose configuration or transformers changed, and forms of weights, for docs/
 	PYTHONSAFEPATH= $(BIN)/python -m tests.support.models.family_exactness
 	PYTHONSAFEPATH= $(BIN)/python -m tests.support.models.any_family_record
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.models.weight_form_record
 	$(BIN)/python -m generated_docs --write
 
 # benchmarks import what lies next to them

@@ -17,12 +17,14 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import httpx
 import torch
+from cluster_of_processes import serving
 from conditions import print_conditions
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -31,6 +33,7 @@ from pdserve.llm import LLM, RequestOutput, SamplingParams
 from pdserve.models.model_folder import model_folder
 from pdserve.models.read_config import read_config
 from pdserve.models.weights.open_weights import open_weights
+from pdserve.text.tokenization.tokenizer import Tokenizer
 
 QUESTIONS = Path(__file__).with_name("quality_questions.txt")
 MAX_TOKENS = 32
@@ -42,6 +45,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16, int4": {"dtype": "bfloat16", "quantization": "int4"},
     "float32, KV int8": {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "int8"},
     "float32, KV fp8": {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "fp8"},
+    "float32, prefill and decode": {"dtype": "float32", "quantization": "none"},
+    "bf16, prefill and decode": {"dtype": "bfloat16", "quantization": "none"},
     "float32, n-gram drafts": {
         "dtype": "float32", "quantization": "none",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
@@ -100,10 +105,43 @@ class TransformersModel:
         return found
 
 
+class Served:
+    """A cluster of one prefill and one decode worker, over HTTP."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._client = httpx.Client(base_url=url, timeout=600)
+        self._name = name
+
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        body = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        [choice] = self._post("/v1/completions", body)
+        places = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+        return [float(place[str(token)]["logprob"]) for token, place in places]
+
+    def answer(self, question: str, *, is_chat: bool) -> str:
+        body: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0}
+        if not is_chat:
+            [choice] = self._post("/v1/completions", body | {"prompt": completed(question)})
+            return str(choice["text"])
+        [choice] = self._post("/v1/chat/completions", body | {"messages": [{"role": "user", "content": question}]})
+        return str(choice["message"]["content"])
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> list[Any]:
+        answer = self._client.post(path, json={"model": self._name, **body})
+        answer.raise_for_status()
+        choices: list[Any] = answer.json()["choices"]
+        return choices
+
+
+def completed(question: str) -> str:
+    """A prompt for a model without a chat template."""
+    return f"{EXAMPLES}Question: {question}\nAnswer:"
+
+
 def ask(llm: LLM, asked: Sequence[tuple[str, list[str]]]) -> list[RequestOutput]:
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     if not llm.get_tokenizer().has_chat_template:
-        texts = [f"{EXAMPLES}Question: {question}\nAnswer:" for question, _ in asked]
+        texts = [completed(question) for question, _ in asked]
         return llm.generate(texts, params, use_tqdm=False)
     chats = [[{"role": "user", "content": question}] for question, _ in asked]
     return llm.chat(chats, params, use_tqdm=False)
@@ -143,11 +181,19 @@ def main() -> None:
         print(row.format(name, f"{perplexity:.4f}", f"{change:+.5f}", right, f"{equal}", f"{seconds:.0f}"), flush=True)
 
     folder = model_folder(options.model)
+    tokenizer = Tokenizer.from_folder(folder)
+    spans = windows(tokenizer, options.window, options.tokens)
     for name in options.variants:
         began = time.monotonic()
+        if name.endswith("prefill and decode"):
+            flags = [word for key, value in VARIANTS[name].items() for word in (f"--{key}", value)]
+            with serving(folder, flags) as url:
+                served = Served(url, folder.name)
+                scores = [score for span in spans for score in served.logprobs(span)]
+                found_texts = [served.answer(question, is_chat=tokenizer.has_chat_template) for question, _ in asked]
+            report(name, scores, [cut(text) for text in found_texts], time.monotonic() - began)
+            continue
         with LLM(str(options.model), max_num_seqs=16, **VARIANTS[name]) as llm:
-            tokenizer = llm.get_tokenizer()
-            spans = windows(tokenizer, options.window, options.tokens)
             found = llm.generate(spans, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
             scores = []
             for span, output in zip(spans, found, strict=True):
@@ -156,6 +202,7 @@ def main() -> None:
                     assert each is not None
                     scores.append(each[token].logprob)
             answers = ask(llm, asked)
+            prompts = [list(answer.prompt_token_ids or ()) for answer in answers]
             report(name, scores, [cut(answer.outputs[0].text) for answer in answers], time.monotonic() - began)
     if options.without_transformers:
         return
@@ -163,7 +210,7 @@ def main() -> None:
         began = time.monotonic()
         model = TransformersModel(folder, dtype)
         scores = [score for span in spans for score in model.logprobs(span)]
-        generated = [model.generate(list(answer.prompt_token_ids or ())) for answer in answers]
+        generated = [model.generate(prompt) for prompt in prompts]
         decoded = [cut(tokenizer.decode([token for token in each if token not in model.ends])) for each in generated]
         report(f"transformers {dtype}", scores, decoded, time.monotonic() - began)
 

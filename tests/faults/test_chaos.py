@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.models.family_checkpoints import make_windowed_model
 from tests.support.models.lora_adapters import adapter_flags
+from tests.support.models.real_weights import real_folder
 from tests.support.processes.cluster_processes import running_cluster
 from tests.support.processes.inference_client import InferenceClient
 from tests.support.processes.prepared_children import ENGINE_PROCESS, RANK_1
@@ -64,6 +65,8 @@ class Run:
     drafts: bool = False
     groups: bool = False
     """With a model that has windows in some layers, and so KV cache groups."""
+    real: bool = False
+    """With SmolLM2's own weights."""
     parts: frozenset[str] = frozenset()
     """Names of the processes that each worker has beside its first one."""
     num_rounds: int = 10
@@ -110,6 +113,7 @@ RUNS = {
     "int8-weights": Run(12, settings=("quantization=int8",)),
     "int8-cache": Run(13, settings=("kv_cache_dtype=int8",)),
     "int8-remote-two": Run(14, at_once=2, placement=ALL_REMOTE, settings=("quantization=int8", "kv_cache_dtype=int8")),
+    "real-weights": Run(16, real=True, num_rounds=6),
     "groups": Run(17, groups=True),
     "groups-tier-remote-two": Run(
         18, at_once=2, placement=ALL_REMOTE, groups=True, settings=("kv_host_mib=16",), used=(LOADED,)
@@ -123,7 +127,12 @@ async def test_i4_faults_at_random_moments_change_no_answer(
 ) -> None:
     if run.connector == "nixl":
         pytest.importorskip("nixl", reason="there is no NIXL wheel for this platform", exc_type=ImportError)
-    base = make_windowed_model(tmp_path / "gemma3") if run.groups else tiny_checkpoints("llama", num_hidden_layers=4)
+    if run.real:
+        base = real_folder("smollm2")
+    else:
+        base = (
+            make_windowed_model(tmp_path / "gemma3") if run.groups else tiny_checkpoints("llama", num_hidden_layers=4)
+        )
     model, draw = str(base), random.Random(run.seed)
     lora = adapter_flags(tmp_path / "adapters", base, *run.adapters) if run.adapters else ()
     ways = OF_PARTS if run.parts else WAYS

@@ -11,6 +11,7 @@ from generated_docs.model_families import model_families, refused_families
 from generated_docs.package_drawing import package_drawing
 from generated_docs.settings_page import limits_tables, settings_tables
 from generated_docs.tests_of_modules import tests_of_modules
+from generated_docs.weight_forms import weight_forms
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUSE = "docs/house.md"
@@ -20,6 +21,7 @@ def texts() -> dict[tuple[str, str], str]:
     """(document, name of its part) -> what should be there."""
     return {
         ("docs/architecture.md", "packages"): package_drawing(ROOT),
+        ("docs/checkpoints.md", "forms of weights"): weight_forms(ROOT),
         ("docs/models.md", "families"): model_families(ROOT),
         ("docs/models.md", "refused families"): refused_families(ROOT),
         ("docs/settings.md", "settings"): settings_tables(),

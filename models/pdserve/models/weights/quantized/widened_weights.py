@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterator
 
@@ -14,6 +15,7 @@ from pdserve.models.weights.quantized.stored_matrix import StoredMatrix
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
+log = logging.getLogger(__name__)
 _PIECE_NUMBERS = 4 << 20
 """Numbers that are widened at a time: 16 MiB in float32."""
 _ALIGNED = 128
@@ -29,6 +31,12 @@ class WidenedWeights(WeightSource):
         self._checkpoint = checkpoint
         self._matrices = method.matrices(checkpoint)
         hidden = method.unused(checkpoint)
+        if hidden:
+            log.info(
+                "%s: %d scales for an 8-bit KV cache, such as %s, are not applied: with kv_cache_dtype=auto keys and values are "
+                "not rounded, and with int8 and fp8 each token has scales of its own",
+                self.folder, len(hidden), min(hidden),
+            )  # fmt: skip
         for matrix in self._matrices.values():
             hidden.update(matrix.tensors)
         self._names = [*self._matrices, *(name for name in checkpoint.names if name not in hidden)]
