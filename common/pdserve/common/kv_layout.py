@@ -41,7 +41,7 @@ _OF_RANKS = ("num_kv_heads", "tp_rank", "tp_size")
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Dims of `kv_cache[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]` on one rank.
+    """Dims of `kv_cache[num_blocks, num_kv_heads, num_layers, rows_per_token, block_size, head_dim]` on one rank.
 
     A block is one run of bytes, and so is each range of its heads: heads a to b - 1 are its bytes from `a * head_bytes` to
     `b * head_bytes`.
@@ -63,6 +63,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     """`float32`, `bfloat16`, `float16`, or one of `QUANTIZED_DTYPES`."""
     model_fingerprint: str
     """32 hex digits: a hash of everything that determines the content of a KV block."""
+    rows_per_token: int = 2
+    """Of a head in a layer: 2, a key and a value; 1, a latent row (`AttentionSpec.value_dim`), which all ranks have."""
     group_windows: tuple[int, ...] = ()
     """Tokens of the window of each KV cache group, 0 for none; empty with one group. A block has the layers of one group,
     `num_layers` of them with padding. Which layers are a group follows from the model; a change of that rule raises `FORMAT`."""
@@ -73,7 +75,9 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         item_bytes = DTYPE_BYTES.get(self.dtype)
         if item_bytes is None:
             raise LayoutMismatch(f"the KV layout's dtype is {self.dtype[:64]!r}, {', '.join(DTYPE_BYTES)} are known")
-        return (self.num_layers * 2 + self.num_scale_rows) * self.block_size * self.head_dim * item_bytes
+        return (
+            (self.num_layers * self.rows_per_token + self.num_scale_rows) * self.block_size * self.head_dim * item_bytes
+        )
 
     @property
     def num_scale_rows(self) -> int:
@@ -89,10 +93,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """`[Hkv, L, 2, bs, D]`; `[Hkv, L * 2 + num_scale_rows, bs, D]` with a quantised dtype."""
+        """`[Hkv, L, rows_per_token, bs, D]`; `[Hkv, L * 2 + num_scale_rows, bs, D]` with a quantised dtype."""
         if self.dtype in QUANTIZED_DTYPES:
             return (self.num_kv_heads, self.num_layers * 2 + self.num_scale_rows, self.block_size, self.head_dim)
-        return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+        return (self.num_kv_heads, self.num_layers, self.rows_per_token, self.block_size, self.head_dim)
 
     @property
     def total_block_bytes(self) -> int:

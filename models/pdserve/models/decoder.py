@@ -89,7 +89,7 @@ class Decoder:
         device = final_norm.weight.device
         self._device = device
         ropes = [config.layer_rope(index) for index in range(len(self._layers))]
-        self._ropes = tuple(_Rotation.of(rope, config.head_dim, device) for rope in dict.fromkeys(ropes))
+        self._ropes = tuple(_Rotation.of(rope, config.rotary_head_dim, device) for rope in dict.fromkeys(ropes))
         self._rope_indices = [list(dict.fromkeys(ropes)).index(rope) for rope in ropes]
         specs = [layer.attention.spec for layer in self._layers]
         self._specs = tuple(dict.fromkeys(specs))

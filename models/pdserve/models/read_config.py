@@ -7,6 +7,7 @@ from pathlib import Path
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import Dimensions, check_fields
+from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.config.missing_capabilities import MISSING
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.served_dtype import served_dtype
@@ -41,8 +42,12 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     num_heads = config.integer("num_attention_heads", maximum=_MAX_HEADS)
     num_kv_heads = _num_kv_heads(config, architecture, num_heads)
     head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)
+    rotary_dim = head_dim
+    if family.has_latent_attention:
+        latent = LatentShape.read(config)
+        num_kv_heads, head_dim, rotary_dim = 1, latent.row_dim, latent.rope_dim
     max_positions = config.integer("max_position_embeddings")
-    rope = family.read_rope(config, head_dim, max_positions)
+    rope = family.read_rope(config, rotary_dim, max_positions)
     rms_norm_eps = config.number("rms_norm_eps", family.default_rms_norm_eps)
     options: ModelFamily = family.read(config, num_layers)
     derived_max_model_len = rope.derived_max_positions(max_positions)
@@ -53,7 +58,7 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     unknown_fields = check_fields(config, architecture, family.own_fields, own)
     vocab_size = config.integer("vocab_size", maximum=_MAX_VOCAB)
     eos_token_ids, bos_token_id = special_tokens(folder, config, vocab_size)
-    local_rope = family.read_local_rope(config, head_dim, max_positions)
+    local_rope = family.read_local_rope(config, rotary_dim, max_positions)
     ropes = [rope] if local_rope is None else [rope, local_rope]
     vision = VisionConfig.read(config, family.model_type, hidden_size, vocab_size) if family.has_images else None
     return ModelConfig(
@@ -102,7 +107,7 @@ def _architecture(config: JsonObject) -> tuple[str, str]:
         )
     expected = FAMILIES[architecture].model_type
     model_type = config.text("model_type", expected)
-    if model_type != expected:
+    if model_type != expected and model_type not in FAMILIES[architecture].other_model_types:
         # transformers chooses by the type, and other families compute differently with tensors of the same names
         raise UnsupportedModel(
             f"{config.where}: model_type {model_type[:80]!r} is not that of {architecture} ({expected})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pdserve.models.config.model_config import ModelFamily
+from pdserve.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from pdserve.models.families.gemma2 import Gemma2
 from pdserve.models.families.gemma3 import Gemma3
 from pdserve.models.families.glm4 import Glm4
@@ -26,6 +27,8 @@ from pdserve.models.families.seed_oss import SeedOss
 from pdserve.models.families.smollm3 import SmolLM3
 
 FAMILIES: Mapping[str, type[ModelFamily]] = {
+    "DeepseekV2ForCausalLM": DeepSeekV2,
+    "DeepseekV3ForCausalLM": DeepSeekV3,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "Glm4ForCausalLM": Glm4,

@@ -153,8 +153,8 @@ Global___Open: typing_extensions.TypeAlias = Open
 
 @typing.final
 class KvLayout(google.protobuf.message.Message):
-    """Of a block [num_kv_heads, num_layers, 2, block_size, head_dim] of one rank. Paired workers differ in the last three at most, and in
-    num_kv_heads.
+    """Of a block [num_kv_heads, num_layers, rows_per_token, block_size, head_dim] of one rank. Paired workers differ at most in
+    num_kv_heads, tp_rank and tp_size.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -170,6 +170,7 @@ class KvLayout(google.protobuf.message.Message):
     TP_RANK_FIELD_NUMBER: builtins.int
     TP_SIZE_FIELD_NUMBER: builtins.int
     GROUP_WINDOWS_FIELD_NUMBER: builtins.int
+    ROWS_PER_TOKEN_FIELD_NUMBER: builtins.int
     num_layers: builtins.int
     num_kv_heads: builtins.int
     """of this rank"""
@@ -185,6 +186,8 @@ class KvLayout(google.protobuf.message.Message):
     tp_rank: builtins.int
     tp_size: builtins.int
     """ranks that share the heads"""
+    rows_per_token: builtins.int
+    """of a head in a layer: 2, a key and a value; 1, a latent row"""
     @property
     def group_windows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of KV cache groups, tokens, 0 for none; empty with one group, which has all layers"""
@@ -203,8 +206,9 @@ class KvLayout(google.protobuf.message.Message):
         tp_rank: builtins.int = ...,
         tp_size: builtins.int = ...,
         group_windows: collections.abc.Iterable[builtins.int] | None = ...,
+        rows_per_token: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "format", b"format", "group_windows", b"group_windows", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "format", b"format", "group_windows", b"group_windows", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "rows_per_token", b"rows_per_token", "total_num_kv_heads", b"total_num_kv_heads", "tp_rank", b"tp_rank", "tp_size", b"tp_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvLayout: typing_extensions.TypeAlias = KvLayout

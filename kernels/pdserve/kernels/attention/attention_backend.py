@@ -26,7 +26,7 @@ class AttentionPlan(Protocol):
 
     @property
     def kv_cache(self) -> Tensor:
-        """`[num_blocks, Hkv, L, 2, bs, D]`, contiguous."""
+        """`[num_blocks, Hkv, L, 2, bs, D]`, or with one row per token `[num_blocks, Hkv, L, 1, bs, D]`; contiguous."""
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -35,7 +35,7 @@ class AttentionPlan(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Write this step's keys and values to their slots. Called once per layer, before `attend`.
 
-        k and v `[T, Hkv, D]`, keys rotated; both may be views with strides.
+        k and v `[T, Hkv, D]`, keys rotated; both may be views with strides. With one row per token v is the first numbers of k.
         """
 
     def attend(
@@ -51,7 +51,7 @@ class AttentionPlan(Protocol):
 
         q `[T, Hq, D]`, rotated; k and v are the arguments of `store`, and may be used instead of the pages; sinks: `[Hq]`
         of a spec that has them; distance_bias: `[Hq, n]` of a spec that has it: column j for the key j tokens before the query, the
-        last column for those further back -> `[T, Hq * D]`.
+        last column for those further back -> `[T, Hq * D]`, or `[T, Hq * value_dim]`.
         """
 
 

@@ -27,8 +27,16 @@ class AttentionSpec:
     """False: a token also attends to later tokens of its sequence, up to the sequence's length."""
     distance_bias: bool = False
     """True: each head adds a number to a score, by the distance from the query back to the key, as T5's decoder does."""
+    value_dim: int | None = None
+    """A value is the first `value_dim` numbers of its key, and the cache has one row per token (latent attention, whose queries are
+    projected to the rows); None: values are rows of their own, with `head_dim` numbers."""
     kv_cache_group: int = 0
     """Number of the KV cache group whose block tables the layers use."""
+
+    @property
+    def output_dim(self) -> int:
+        """Numbers of a head's output."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     def __post_init__(self) -> None:
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
@@ -37,5 +45,7 @@ class AttentionSpec:
             raise ValueError(f"a window must be at least 1, and needs causal attention: {self}")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be above 0: {self}")
+        if self.value_dim is not None and not 1 <= self.value_dim <= self.head_dim:
+            raise ValueError(f"value_dim must be 1 to head_dim: {self}")
         if self.distance_bias and (self.window is not None or self.softcap is not None or not self.causal):
             raise ValueError(f"a distance bias comes with causal attention, without window and soft cap: {self}")

@@ -54,7 +54,7 @@ def plan_decode(batch: AttentionBatch, lens: list[int], pages: KvPages, spec: At
 def _cut(lens: list[int], pages: KvPages, window: int | None) -> list[tuple[int, int]]:
     """Ranges of neighbouring rows with little padding that fit the workspace."""
     limit_bytes = _GATHER_BYTES if pages.like.is_cpu else _DEVICE_GATHER_BYTES
-    limit = limit_bytes // (2 * pages.num_kv_heads * pages.head_dim * pages.like.element_size())
+    limit = limit_bytes // (pages.rows_per_token * pages.num_kv_heads * pages.head_dim * pages.like.element_size())
     ranges = []
     start = total = longest = 0
     for row, full_length in enumerate(lens):
@@ -143,7 +143,7 @@ def attend_decode(
 ) -> Tensor:
     """`softmax(cap(scale * q k^T) + bias + mask) v`; the G query heads of a KV head are G rows of one product.
 
-    q `[B, Hkv, G, D]`, k and v `[B, Hkv, S, D]` -> `[B, Hkv, G, D]`.
+    q `[B, Hkv, G, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, Dv]` -> `[B, Hkv, G, Dv]`.
     """
     if not group.by_products:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=spec.scale)
@@ -165,4 +165,4 @@ def attend_decode(
         per_row += bias.reshape(len(bias), num_kv_heads, -1, scores.shape[-1])
     if (sinks := more.sinks) is not None:
         sinks = sinks.view(1, num_kv_heads, -1, 1).expand(size, -1, -1, -1).reshape(size * num_kv_heads, -1, 1)
-    return torch.bmm(softmax_with_sinks(scores, sinks), values).view(size, num_kv_heads, -1, head_dim)
+    return torch.bmm(softmax_with_sinks(scores, sinks), values).view(size, num_kv_heads, -1, v.shape[-1])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.attention_backend import AttentionBackend
+from pdserve.kernels.attention.kv_pages import has_latent_rows
 from pdserve.kernels.attention.quantized_pages import is_quantized
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
 from pdserve.kernels.native.native_attention import NativeAttentionBackend, unsupported
@@ -34,6 +35,10 @@ class AttentionBackendError(Exception):
 def _make_triton(name: Literal["auto", "triton", "sdpa"], kv_cache: Tensor) -> AttentionBackend:
     """name: `auto` takes the choice of the table for the device's architecture."""
     device = kv_cache.device
+    if has_latent_rows(kv_cache):
+        raise AttentionBackendError(
+            f"attention_backend is {name!r}, which reads keys and values, and the cache has latent rows"
+        )
     if find_spec("triton") is None:
         raise AttentionBackendError(f"attention_backend is {name!r}, but the package triton is not installed")
     # lazy: CPU services never import Triton
@@ -69,7 +74,7 @@ def _make_native(kv_cache: Tensor) -> AttentionBackend:
 
 def _make_auto(kv_cache: Tensor) -> AttentionBackend:
     """Triton's on a GPU where it is installed; on a CPU C++ where it is built; else torch's."""
-    if kv_cache.device.type == "cuda" and find_spec("triton") is not None:
+    if kv_cache.device.type == "cuda" and find_spec("triton") is not None and not has_latent_rows(kv_cache):
         return _make_triton("auto", kv_cache)
     if reason := _no_native(kv_cache):
         _LOGGER.info("attention in torch operations: %s", reason)

@@ -117,7 +117,7 @@ def attend_prefill(
 ) -> None:
     """`out[i] = softmax(cap(scale * q[i] k^T) + bias[i] + mask[i]) v`, tile by tile.
 
-    q and out `[n, Hkv, G, D]`, k and v `[Hkv, S, D]`; the last key belongs to the last query.
+    q `[n, Hkv, G, D]`, k `[Hkv, S, D]`, v `[Hkv, S, Dv]`, out `[n, Hkv, G, Dv]`; the last key belongs to the last query.
     """
     num_kv_heads, group_size, head_dim = q.shape[1:]
     q = q.permute(1, 2, 0, 3)
@@ -143,6 +143,6 @@ def attend_prefill(
         if more.sinks is not None:
             of_rows = more.sinks.view(num_kv_heads, group_size, 1).expand(-1, -1, num_rows).reshape(num_kv_heads, -1, 1)
         result = torch.bmm(softmax_with_sinks(scores, of_rows), values).view(
-            num_kv_heads, group_size, num_rows, head_dim
+            num_kv_heads, group_size, num_rows, v.shape[-1]
         )
         out[tile.start : tile.stop].copy_(result.permute(2, 0, 1, 3))

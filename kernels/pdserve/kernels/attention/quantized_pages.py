@@ -53,6 +53,7 @@ class QuantizedPages(KvPages):
         if dtype is None or not kv_cache.is_cpu:
             raise ValueError("a quantised kv_cache needs the dtype of queries, and a CPU")
         self.kv_cache = kv_cache
+        self.rows_per_token = 2
         self.like = torch.empty(0, dtype=dtype)
         self.num_blocks, self.num_kv_heads, rows_of_head, self.block_size, self.head_dim = kv_cache.shape
         self.num_layers = num_layers_of(rows_of_head, self.head_dim)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pdserve.kernels.attention.attention_batch import AttentionBatch, StepLengths
 from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.decode_attention import DecodeGroup, attend_decode, clear_decode_tails, plan_decode
-from pdserve.kernels.attention.kv_pages import KvPages, check_spec
+from pdserve.kernels.attention.kv_pages import GatheredKeys, KvPages, check_spec
 from pdserve.kernels.attention.prefill_attention import PrefillChunk, attend_prefill, plan_prefill
 from pdserve.kernels.attention.quantized_pages import QuantizedPages, is_quantized
 from pdserve.kernels.attention.score_terms import ScoreTerms
@@ -120,7 +120,7 @@ class TorchAttentionPlan:
         queries = q.view(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
         if self._num_decodes == num_tokens and (only := self._attend_at_once(layer, queries, more)) is not None:
             return only.reshape(num_tokens, -1)
-        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        out = queries.new_empty((*queries.shape[:-1], spec.output_dim))
         if self._num_decodes:
             self._attend_decodes(layer, queries[: self._num_decodes], out[: self._num_decodes], more)
         if self._num_decodes < num_tokens:
@@ -132,20 +132,25 @@ class TorchAttentionPlan:
         return self._attend_group(layer, queries, self._groups[0], more) if len(self._groups) == 1 else None
 
     def _attend_decodes(self, layer: int, queries: Tensor, out: Tensor, more: ScoreTerms) -> None:
-        """Write the decode rows; queries and out `[num_decodes, Hkv, G, D]`, out contiguous."""
+        """Write the decode rows; queries and out `[num_decodes, Hkv, G, *]`, out contiguous."""
         for group in self._groups:
             out[group.start : group.stop] = self._attend_group(layer, queries[group.start : group.stop], group, more)
 
     def _attend_chunks(self, layer: int, queries: Tensor, k: Tensor, v: Tensor, out: Tensor, more: ScoreTerms) -> None:
-        """Write the rows after the decode rows; queries and out `[T, Hkv, G, D]`, out contiguous, k and v those of `attend`."""
+        """Write the rows after the decode rows; queries and out `[T, Hkv, G, *]`, out contiguous, k and v those of `attend`."""
         for plan in self._prefills:
             first, stop = plan.chunk.query_start, plan.chunk.query_start + plan.chunk.num_tokens
             if plan.source is None:
                 keys, values = k[first:stop].transpose(0, 1), v[first:stop].transpose(0, 1)
             else:
-                keys, values = (gathered[0] for gathered in self._pages.gather(layer, plan.source))
+                keys, values = (gathered[0] for gathered in self._gathered(layer, plan.source))
             attend_prefill(queries[first:stop], keys, values, plan, self._spec, out[first:stop], more)
 
     def _attend_group(self, layer: int, q: Tensor, group: DecodeGroup, more: ScoreTerms) -> Tensor:
-        k, v = self._pages.gather(layer, group.source)
+        k, v = self._gathered(layer, group.source)
         return attend_decode(q, k, v, group, self._spec, more)
+
+    def _gathered(self, layer: int, source: GatheredKeys) -> tuple[Tensor, Tensor]:
+        """Keys `[B, Hkv, S, D]` and values."""
+        k, v = self._pages.gather(layer, source)
+        return k, v if self._spec.value_dim is None else v[..., : self._spec.value_dim]

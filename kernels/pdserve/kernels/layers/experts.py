@@ -31,6 +31,32 @@ def route_top_k(router_logits: Tensor, top_k: int, *, normalise: bool) -> tuple[
     return weights.to(router_logits.dtype), experts
 
 
+def route_in_groups(
+    router_logits: Tensor, top_k: int, *, num_groups: int, kept_groups: int, bias: Tensor | None, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    """The `top_k` best experts of the `kept_groups` best groups of experts, and their weights in float32.
+
+    router_logits `[T, E]` float32. Without a bias scores are softmax probabilities, and a group's is that of its best expert. With
+    a bias `[E]` they are sigmoids; it is added to choose experts, and not to their weights, and a group's score is the sum of its
+    two best. normalise: the weights of a token add up to 1. Source: DeepSeek V2 and V3.
+    """
+    scores = router_logits.softmax(-1) if bias is None else router_logits.sigmoid()
+    chosen_by = scores if bias is None else scores + bias
+    if kept_groups < num_groups:
+        groups = chosen_by.view(len(scores), num_groups, -1)
+        of_groups = groups.amax(-1) if bias is None else groups.topk(2, -1).values.sum(-1)
+        is_kept = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(
+            1, of_groups.topk(kept_groups, -1).indices, True
+        )
+        hidden = 0.0 if bias is None else -torch.inf
+        chosen_by = groups.masked_fill(~is_kept.unsqueeze(-1), hidden).flatten(1)
+    experts = chosen_by.topk(top_k, -1).indices
+    weights = (chosen_by if bias is None else scores).gather(1, experts)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights, experts
+
+
 class Experts(Protocol):
     """E gated MLPs: `down_e(act(gate_e x) * up_e x)`."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.attention_batch import AttentionBatch
 from pdserve.kernels.attention.attention_spec import AttentionSpec
-from pdserve.kernels.attention.kv_pages import KvPages, check_spec
+from pdserve.kernels.attention.kv_pages import KvPages, check_spec, has_latent_rows
 from pdserve.kernels.attention.score_terms import ScoreTerms
 from pdserve.kernels.attention.torch_attention import StepPlan, TorchAttentionBackend, TorchAttentionPlan
 from pdserve.kernels.native.native_library import NATIVE_DTYPES, DecodeArguments, NativeLibrary, PrefillArguments
@@ -29,6 +29,8 @@ def unsupported(kv_cache: Tensor) -> str | None:
         return f"it needs a cache in main memory; the device is {str(kv_cache.device)!r}"
     if kv_cache.dtype not in NATIVE_DTYPES:
         return f"it supports float32 and bfloat16; the cache is {str(kv_cache.dtype).removeprefix('torch.')}"
+    if has_latent_rows(kv_cache):
+        return "it reads keys and values, and the cache has latent rows"
     if kv_cache.dim() == 6 and kv_cache.shape[5] > _MAX_HEAD_DIM:
         return f"it supports heads of at most {_MAX_HEAD_DIM} numbers; the cache has {kv_cache.shape[5]}"
     return None

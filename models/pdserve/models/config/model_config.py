@@ -16,6 +16,7 @@ from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.layers.rotary import HeadOrder
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.kv_cache_group_layers import kv_cache_group_layers
+from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.config.rope_parameters import DEFAULT_THETA, RopeParameters
 from pdserve.models.config.vision_config import VisionConfig
 from pdserve.models.json_object import JsonObject
@@ -26,8 +27,9 @@ from pdserve.models.kv_cache import (
     SlidingWindowSpec,
     group_windows,
 )
-from pdserve.models.layers.decoder_layer import DecoderLayer, FeedForward
+from pdserve.models.layers.decoder_layer import Attention, DecoderLayer, FeedForward
 from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.weights.quantized.quantization_method import QuantizationMethod
 from pdserve.models.weights.rank_shard import WHOLE, RankShard, verify_sharding
@@ -93,12 +95,24 @@ class ModelConfig:
         """Per layer: number of tokens that a token attends to, itself included; None: all."""
         return self.family.sliding_windows
 
+    @property
+    def latent(self) -> LatentShape | None:
+        """Sizes of latent attention, whose rows are the one KV head; None: other attention."""
+        return self.family.latent
+
+    @property
+    def rotary_head_dim(self) -> int:
+        """Numbers of a head to which `rope` belongs."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
     def attention_spec(self, layer: int) -> AttentionSpec:
+        scale = self.family.attention_scale or self.head_dim**-0.5
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            scale=self.family.attention_scale or self.head_dim**-0.5,
+            scale=scale if self.latent is None else self.latent.scale(self.rope),
+            value_dim=None if self.latent is None else self.latent.kv_lora_rank,
             window=self.sliding_windows[layer],
             softcap=self.family.attention_softcap,
             sinks=self.family.has_sinks,
@@ -176,6 +190,10 @@ class ModelConfig:
 
         Raises: ConfigError for heads of a size whose scales would not be aligned.
         """
+        if cache_dtype is not None and self.latent is not None:
+            raise ConfigError(
+                f"kv_cache_dtype {cache_dtype} rounds keys and values, and {self.architecture} caches latent rows"
+            )
         if cache_dtype is not None and self.head_dim % SCALE_BYTES:
             raise ConfigError(
                 f"kv_cache_dtype {cache_dtype} needs heads of a multiple of {SCALE_BYTES} numbers, the model's have {self.head_dim}"
@@ -190,6 +208,7 @@ class ModelConfig:
             block_size=block_size,
             dtype=cache_dtype or self.dtype,
             model_fingerprint=model_fingerprint,
+            rows_per_token=2 if self.latent is None else 1,
             group_windows=group_windows(self._kv_cache_specs()),
         )
 
@@ -219,6 +238,8 @@ class FamilyLayers:
     """Logits become `softcap * tanh(logit / softcap)`; None: no cap."""
     unrotated_layers: frozenset[int] = frozenset()
     """Layers without rotary positions."""
+    latent: LatentShape | None = None
+    """Sizes of a family with latent attention."""
 
     model_type: ClassVar[str]
     """`model_type` in config.json, by which transformers chooses the class."""
@@ -248,6 +269,9 @@ class FamilyLayers:
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
     norms: ClassVar[LayerNorms] = LayerNorms()
+    has_latent_attention: ClassVar[bool] = False
+    other_model_types: ClassVar[frozenset[str]] = frozenset()
+    """Of models with the code of this family."""
     has_sinks: ClassVar[bool] = False
     """See `AttentionSpec.sinks`."""
     has_images: ClassVar[bool] = False
@@ -275,26 +299,32 @@ class FamilyLayers:
 
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""
-        prefix, hidden, eps = f"model.layers.{index}", config.hidden_size, config.rms_norm_eps
-        attention = SelfAttention.load(
-            weights, f"{prefix}.self_attn", config.kv_cache_place(index)[1], config.attention_spec(index), hidden,
-            order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
-            qk_norm_eps=eps if self.qk_norm or self.norms_projection else None, qk_norm_offset=self.norm_offset,
-            norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
-        )  # fmt: skip
+        prefix = f"model.layers.{index}"
 
         def norm(name: str | None) -> RmsNorm | None:
             return None if name is None else self.load_norm(weights, f"{prefix}.{name}.weight", config)
 
         return DecoderLayer(
             input_norm=norm(self.norms.input),
-            attention=attention,
+            attention=self.load_attention(weights, f"{prefix}.self_attn", config, index),
             mlp_norm=norm(self.norms.mlp),
             mlp=self.load_mlp(weights, f"{prefix}.mlp", config, index),
             attention_post_norm=norm(self.norms.attention_post),
             mlp_post_norm=norm(self.norms.mlp_post),
             residual_multiplier=self.residual_multiplier,
         )
+
+    def load_attention(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> Attention:
+        """Raises: ConfigError."""
+        place, spec, hidden = config.kv_cache_place(index)[1], config.attention_spec(index), config.hidden_size
+        if self.latent is not None:
+            return LatentAttention.load(weights, prefix, place, spec, self.latent, hidden, bias=self.qkv_bias)
+        return SelfAttention.load(
+            weights, prefix, place, spec, hidden,
+            order=config.head_order, qkv_bias=self.qkv_bias, output_bias=self.output_bias,
+            qk_norm_eps=config.rms_norm_eps if self.qk_norm or self.norms_projection else None,
+            qk_norm_offset=self.norm_offset, norms_projection=self.norms_projection, is_fused=self.has_fused_qkv,
+        )  # fmt: skip
 
     def load_norm(self, weights: WeightLoader, name: str, config: ModelConfig) -> RmsNorm:
         """A norm over a token's hidden state. Raises: ConfigError."""

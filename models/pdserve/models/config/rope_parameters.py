@@ -51,6 +51,8 @@ class RopeParameters:
     """See `for_length`."""
     unrotated_dim: int = 0
     """Numbers at the end of a head that no position rotates; even."""
+    mscale_all_dim: float = 0.0
+    """Of scalings by `factor`, by which latent attention scales its scores; 0: it does not."""
     mrope: Mrope | None = None
     """Axes of positions; None: a position is one number."""
 
@@ -81,7 +83,8 @@ class RopeParameters:
         if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
             raise rope.error("partial_rotary_factor", f"such that an even number of a head's {head_dim} is rotated")
         found = cls._from_fields(config, rope, rotary_dim, max_positions, default_theta, default_original)
-        return replace(found, unrotated_dim=head_dim - rotary_dim)
+        all_dim = rope.number("mscale_all_dim") if rope.get("mscale_all_dim") and found.rope_type != "default" else 0.0
+        return replace(found, unrotated_dim=head_dim - rotary_dim, mscale_all_dim=all_dim)
 
     @classmethod
     def _from_fields(

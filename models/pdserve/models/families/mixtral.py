@@ -9,6 +9,7 @@ from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.sliding_windows import window_of_all_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import FeedForward
+from pdserve.models.layers.routing import load_router
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -36,7 +37,8 @@ class Mixtral(ModelFamily):
         return cls(sliding_windows=windows, num_experts=num_experts, top_k=top_k)
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
+        router = load_router(weights, prefix, config.hidden_size, self.num_experts, self.top_k, normalise=True)
         return SparseMlp.load(
             weights, f"{prefix.removesuffix('mlp')}block_sparse_moe", config.hidden_size, config.intermediate_size,
-            num_experts=self.num_experts, top_k=self.top_k, normalise=True, projections=("w1", "w3", "w2"),
+            num_experts=self.num_experts, router=router, projections=("w1", "w3", "w2"),
         )  # fmt: skip

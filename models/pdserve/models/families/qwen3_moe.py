@@ -10,6 +10,7 @@ from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.sliding_windows import WINDOW_FIELDS, window_of_all_layers
 from pdserve.models.json_object import JsonObject
 from pdserve.models.layers.decoder_layer import FeedForward
+from pdserve.models.layers.routing import load_router
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.weight_loader import WeightLoader
 
@@ -70,7 +71,10 @@ class Qwen3Moe(ModelFamily):
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
         if not self.sparse_layers[index]:
             return super().load_mlp(weights, prefix, config, index)
+        router = load_router(
+            weights, prefix, config.hidden_size, self.num_experts, self.top_k, normalise=self.normalise
+        )
         return SparseMlp.load(
             weights, prefix, config.hidden_size, self.expert_size,
-            num_experts=self.num_experts, top_k=self.top_k, normalise=self.normalise,
+            num_experts=self.num_experts, router=router,
         )  # fmt: skip

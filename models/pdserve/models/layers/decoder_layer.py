@@ -12,6 +12,7 @@ from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.fused_layers import LayerParts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.self_attention import SelfAttention
 
 
@@ -27,6 +28,9 @@ class FeedForward(Protocol):
         ...
 
 
+Attention = SelfAttention | LatentAttention
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention and MLP, each added to the residual stream after a norm of its own.
@@ -36,7 +40,7 @@ class DecoderLayer:
 
     input_norm: RmsNorm | None
     """None: the attention's input is the stream itself."""
-    attention: SelfAttention
+    attention: Attention
     mlp_norm: RmsNorm | None
     """None: the MLP's input is the stream itself."""
     mlp: FeedForward
@@ -85,6 +89,7 @@ class DecoderLayer:
             or next_norm is None
             or not isinstance(mlp, GatedMlp)
             or mlp.gate is not None
+            or not isinstance(attention, SelfAttention)
             or attention.projection_norm is not None
             or attention.sinks is not None
         ):

@@ -7,27 +7,26 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pdserve.common.errors import ConfigError
-from pdserve.kernels.cpu.linear import Linear, make_linear
 from pdserve.kernels.layer_ops import LayerOps
 from pdserve.kernels.layers.expert_weights import ExpertWeights
-from pdserve.kernels.layers.experts import Experts, make_experts, route_top_k
+from pdserve.kernels.layers.experts import Experts, make_experts
 from pdserve.kernels.layers.rms_norm import RmsNorm
 from pdserve.kernels.rank_group import RankGroup
+from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.routing import Router
 from pdserve.models.weights.weight_loader import WeightLoader
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """Sum over a token's `top_k` experts of routing weight times `down(act(gate x) * up x)`."""
+    """Sum over a token's experts of routing weight times `down(act(gate x) * up x)`, and of what all tokens have."""
 
-    router: Linear
-    """`[T, H]` -> `[T, E]`."""
+    router: Router
     experts: Experts
-    top_k: int
-    normalise: bool
-    """True: the routing weights of a token add up to 1."""
     group: RankGroup | None = None
     """The ranks that share the inner size of each expert."""
+    shared: GatedMlp | None = None
+    """The experts that every token has, with weight 1, side by side in one MLP."""
 
     @classmethod
     def load(
@@ -38,17 +37,14 @@ class SparseMlp:
         inner_size: int,
         *,
         num_experts: int,
-        top_k: int,
-        normalise: bool,
+        router: Router,
+        shared: GatedMlp | None = None,
         projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> SparseMlp:
-        """Read `{prefix}.gate`, and gate, up and down of each `{prefix}.experts.*`, by their names in `projections`.
+        """Read gate, up and down of each `{prefix}.experts.*`, by their names in `projections`.
 
         inner_size: size I of an expert. Raises: ConfigError.
         """
-        # which experts a token has is not left to rounding
-        router = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
-
         shard = weights.shard
         rows, columns = shard.part(0, inner_size), shard.part(1, inner_size)
 
@@ -63,14 +59,15 @@ class SparseMlp:
             experts = make_experts(expert(index) for index in range(num_experts))
         except TypeError as error:
             raise ConfigError(f"{prefix}.experts: {error}") from error
-        return cls(router, experts, top_k, normalise, shard.group)
+        return cls(router, experts, shard.group, shared)
 
     def __call__(self, x: Tensor, ops: LayerOps) -> Tensor:
         """`[T, H]` -> `[T, H]`."""
-        routing_weights, chosen = route_top_k(self.router(x), self.top_k, normalise=self.normalise)
+        routing_weights, chosen = self.router(x)
         added = self.experts(x, routing_weights, chosen, ops)
         # before the addition, every rank has the same residual and so the same experts per token
-        return added if self.group is None else self.group.all_reduce(added)
+        added = added if self.group is None else self.group.all_reduce(added)
+        return added if self.shared is None else added.add_(self.shared(x, ops))
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: RmsNorm, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """`s = residual + experts(x)` -> s and `norm(s)`; all `[T, H]`. The residual may be overwritten."""

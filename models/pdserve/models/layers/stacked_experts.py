@@ -11,6 +11,7 @@ from pdserve.kernels.cpu.linear import make_linear
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.experts import make_experts
 from pdserve.kernels.layers.gated_activations import ClampedSwiglu
+from pdserve.models.layers.routing import TopKRouter
 from pdserve.models.layers.sparse_mlp import SparseMlp
 from pdserve.models.weights.rank_shard import Part
 from pdserve.models.weights.weight_loader import WeightLoader
@@ -62,7 +63,7 @@ def load_stacked_experts(
                 None if down_bias is None else down_bias[expert].clone(),
             )
 
-    return SparseMlp(route, make_experts(experts(), gate), top_k, True, shard.group)
+    return SparseMlp(TopKRouter(route, top_k, True), make_experts(experts(), gate), shard.group)
 
 
 def _matrices(weights: WeightLoader, name: str, num_experts: int, rows: int, columns: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pdserve.common.errors import ConfigError
+from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.kernels.cpu.linear import Linear
 from pdserve.kernels.layers.parallel_linear import RowParallelLinear
 from pdserve.kernels.layers.rotary import HeadOrder
@@ -20,6 +20,7 @@ from pdserve.models.decoder import Decoder
 from pdserve.models.dtypes import TORCH_DTYPES
 from pdserve.models.layers.decoder_layer import DecoderLayer
 from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 
 LoraWeights = Mapping[str, LoraMatrices]
@@ -125,7 +126,7 @@ def with_lora_targets(
 
     Experts, embedding, output head and vision encoder take none. kernels: the setting. max_tokens: of one step. shard: of the
     decoder; each rank has its part of B, or of A where the inputs are divided.
-    Raises: ConfigError for kernels that the device or installation does not support.
+    Raises: ConfigError for kernels that the device or installation does not support; UnsupportedModel for latent attention.
     """
     config, dtype = decoder.config, TORCH_DTYPES[decoder.config.dtype]
     try:
@@ -157,6 +158,10 @@ def with_lora_targets(
         for index, layer in enumerate(decoder.layers):
             attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
             hidden, inner, name = config.hidden_size, config.intermediate_size, f"{prefix}.self_attn"
+            if not isinstance(attention, SelfAttention):
+                raise UnsupportedModel(
+                    f"enable_lora is true, and the attention of {config.architecture} takes no adapters"
+                )
             q_size = config.num_heads * config.head_dim
             attention = replace(
                 attention,

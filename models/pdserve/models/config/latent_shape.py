@@ -1,0 +1,65 @@
+"""`LatentShape`: sizes of multi-head latent attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pdserve.models.config.family_fields import words
+from pdserve.models.config.rope_parameters import RopeParameters
+from pdserve.models.json_object import JsonObject
+
+LATENT_FIELDS = words(
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave"
+)
+_MAX_SIZE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Numbers of a head's query, of its value, and of a row in the cache."""
+
+    q_lora_rank: int
+    """0: queries are projected at once."""
+    kv_lora_rank: int
+    nope_dim: int
+    """Numbers of a query that positions do not rotate."""
+    rope_dim: int
+    value_dim: int
+    rotates_neighbours: bool
+    """True: the checkpoint's numbers 2j and 2j + 1 are rotated together; False: j and j + half."""
+
+    @property
+    def row_dim(self) -> int:
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    def scale(self, rope: RopeParameters) -> float:
+        """Factor of scores: larger where yarn has extended the context and says so, as in transformers."""
+        scale = 1 / math.sqrt(self.query_dim)
+        if not rope.mscale_all_dim or rope.factor <= 1:
+            return scale
+        magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+        return scale * magnitude * magnitude
+
+    @classmethod
+    def read(cls, config: JsonObject) -> LatentShape:
+        """Raises: ConfigError."""
+
+        def size(name: str, default: int, minimum: int = 1) -> int:
+            return config.integer(name, default, minimum=minimum, maximum=_MAX_SIZE)
+
+        rope_dim = size("qk_rope_head_dim", 64, minimum=2)
+        if rope_dim % 2:
+            raise config.error("qk_rope_head_dim", "even")
+        return cls(
+            q_lora_rank=0 if config.is_null("q_lora_rank") else size("q_lora_rank", 1536),
+            kv_lora_rank=size("kv_lora_rank", 512),
+            nope_dim=size("qk_nope_head_dim", 128),
+            rope_dim=rope_dim,
+            value_dim=size("v_head_dim", 128),
+            rotates_neighbours=config.boolean("rope_interleave", True),
+        )

@@ -1,0 +1,60 @@
+"""Routers of mixtures: which experts a token has, and the weight of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.kernels.cpu.linear import Linear, make_linear
+from pdserve.kernels.layers.experts import route_in_groups, route_top_k
+from pdserve.models.weights.weight_loader import WeightLoader
+
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Hidden states `[T, H]` -> weights `[T, k]` in their dtype, experts `[T, k]` int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopKRouter:
+    """The `top_k` experts with the highest softmax probability."""
+
+    logits: Linear
+    """`[T, H]` -> `[T, E]`."""
+    top_k: int
+    normalise: bool
+    """True: the weights of a token add up to 1."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return route_top_k(self.logits(x), self.top_k, normalise=self.normalise)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRouter:
+    """See `route_in_groups`; computed in float32."""
+
+    logits: Linear
+    """`[T, H]` float32 -> `[T, E]` float32."""
+    top_k: int
+    normalise: bool
+    num_groups: int
+    kept_groups: int
+    scale: float
+    """Factor of all weights."""
+    bias: Tensor | None
+    """`[E]` float32"""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = route_in_groups(
+            self.logits(x.float()), self.top_k, num_groups=self.num_groups, kept_groups=self.kept_groups, bias=self.bias,
+            normalise=self.normalise,
+        )  # fmt: skip
+        return weights.mul_(self.scale).to(x.dtype), experts
+
+
+def load_router(
+    weights: WeightLoader, prefix: str, hidden_size: int, num_experts: int, top_k: int, *, normalise: bool
+) -> TopKRouter:
+    """Read `{prefix}.gate`, which is not quantized: which experts a token has is not left to rounding. Raises: ConfigError."""
+    logits = make_linear(weights.tensor(f"{prefix}.gate.weight", num_experts, hidden_size))
+    return TopKRouter(logits, top_k, normalise)
