@@ -7,7 +7,6 @@ from pathlib import Path
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.models.config.classifier_config import ClassifierConfig
 from pdserve.models.config.config_fields import Dimensions, check_fields
-from pdserve.models.config.latent_shape import LatentShape
 from pdserve.models.config.missing_capabilities import MISSING
 from pdserve.models.config.model_config import ModelConfig, ModelFamily
 from pdserve.models.config.served_dtype import served_dtype
@@ -43,8 +42,8 @@ def read_config(folder: Path, dtype: str = "auto", max_model_len: int | None = N
     num_kv_heads = _num_kv_heads(config, architecture, num_heads)
     head_dim = _head_dim(config, family.default_head_dim or hidden_size // num_heads)
     rotary_dim = head_dim
-    if family.has_latent_attention:
-        latent = LatentShape.read(config)
+    if family.default_latent is not None:
+        latent = family.default_latent.read(config)
         num_kv_heads, head_dim, rotary_dim = 1, latent.row_dim, latent.rope_dim
     max_positions = config.integer("max_position_embeddings")
     rope = family.read_rope(config, rotary_dim, max_positions)

@@ -12,6 +12,7 @@ from pdserve.models.families.glm4 import Glm4
 from pdserve.models.families.gpt_oss import GptOss
 from pdserve.models.families.granite import Granite
 from pdserve.models.families.llama import Llama
+from pdserve.models.families.minicpm3 import MiniCPM3
 from pdserve.models.families.ministral import Ministral
 from pdserve.models.families.mistral import Mistral
 from pdserve.models.families.mixtral import Mixtral
@@ -35,6 +36,7 @@ FAMILIES: Mapping[str, type[ModelFamily]] = {
     "GptOssForCausalLM": GptOss,
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
+    "MiniCPM3ForCausalLM": MiniCPM3,
     "MinistralForCausalLM": Ministral,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,

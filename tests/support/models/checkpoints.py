@@ -139,6 +139,9 @@ def make_other_family(
                 weight.uniform_(centre - 0.5, centre + 0.5)
             elif name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     model.to(dtype).eval().save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 

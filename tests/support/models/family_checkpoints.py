@@ -38,7 +38,71 @@ _LONGROPE = {
     "long_factor": [2.0, 2.1, 2.2, 2.3, 3.5, 4.7, 5.0, 6.5],
 }
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 5}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 20, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+}  # fmt: skip
+_SMALL_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1, "n_shared_experts": 2,
+}  # fmt: skip
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+    "mscale_all_dim": 0.8, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 OPTIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "deepseek_v2": [
+        {**_LATENT, **_SMALL_EXPERTS, "topk_method": "greedy"},
+        {
+            **_LATENT,
+            **_SMALL_EXPERTS,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": _YARN,
+        },
+        {
+            **_LATENT,
+            **_SMALL_EXPERTS,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+    ],
+    "deepseek_v3": [
+        {**_LATENT, **_SMALL_EXPERTS, "n_group": 4, "topk_group": 2},
+        {
+            **_LATENT,
+            **_SMALL_EXPERTS,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+        },
+        {
+            **_LATENT,
+            **_SMALL_EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": _YARN,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "kv_lora_rank": 33,
+            "qk_nope_head_dim": 7,
+        },
+    ],
+    "minicpm3": [
+        {**_LATENT, "scale_emb": 3, "dim_model_base": 32},
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "v_head_dim": None,
+            "scale_depth": None,
+            "dim_model_base": None,
+            "attention_bias": True,
+        },
+    ],
     "llama": [{}, {"attention_bias": True, "mlp_bias": True}],
     "mistral": [{"sliding_window": None}, {"sliding_window": 19}],
     "mixtral": [
@@ -118,7 +182,17 @@ def cases(family: str) -> list[dict[str, Any]]:
     """Fields of the configuration: each shape and each option at least once."""
     options, shapes = OPTIONS[family], list(SHAPES.values())
     longer, shorter = (shapes, options) if len(shapes) >= len(options) else (options, shapes)
-    return [{**one, **other} for one, other in zip(longer, cycle(shorter), strict=False)]
+    return [_completed({**one, **other}) for one, other in zip(longer, cycle(shorter), strict=False)]
+
+
+def _completed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Of latent attention there are keys for every head, and configurations call the rotated part a head."""
+    if "qk_rope_head_dim" not in fields:
+        return fields
+    return fields | {
+        "num_key_value_heads": fields.get("num_attention_heads", 4),
+        "head_dim": fields["qk_rope_head_dim"],
+    }
 
 
 def make_family(

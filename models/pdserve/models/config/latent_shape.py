@@ -26,6 +26,7 @@ class LatentShape:
     """Numbers of a query that positions do not rotate."""
     rope_dim: int
     value_dim: int
+    """0, of defaults only: as many as a head's part of the hidden state."""
     rotates_neighbours: bool
     """True: the checkpoint's numbers 2j and 2j + 1 are rotated together; False: j and j + half."""
 
@@ -45,21 +46,21 @@ class LatentShape:
         magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
         return scale * magnitude * magnitude
 
-    @classmethod
-    def read(cls, config: JsonObject) -> LatentShape:
-        """Raises: ConfigError."""
+    def read(self, config: JsonObject) -> LatentShape:
+        """The sizes in config.json, with these as defaults. Raises: ConfigError."""
 
         def size(name: str, default: int, minimum: int = 1) -> int:
             return config.integer(name, default, minimum=minimum, maximum=_MAX_SIZE)
 
-        rope_dim = size("qk_rope_head_dim", 64, minimum=2)
+        rope_dim = size("qk_rope_head_dim", self.rope_dim, minimum=2)
         if rope_dim % 2:
             raise config.error("qk_rope_head_dim", "even")
-        return cls(
-            q_lora_rank=0 if config.is_null("q_lora_rank") else size("q_lora_rank", 1536),
-            kv_lora_rank=size("kv_lora_rank", 512),
-            nope_dim=size("qk_nope_head_dim", 128),
+        value_dim = self.value_dim or config.integer("hidden_size") // config.integer("num_attention_heads")
+        return LatentShape(
+            q_lora_rank=0 if config.is_null("q_lora_rank") else size("q_lora_rank", self.q_lora_rank),
+            kv_lora_rank=size("kv_lora_rank", self.kv_lora_rank),
+            nope_dim=size("qk_nope_head_dim", self.nope_dim),
             rope_dim=rope_dim,
-            value_dim=size("v_head_dim", 128),
-            rotates_neighbours=config.boolean("rope_interleave", True),
+            value_dim=size("v_head_dim", value_dim),
+            rotates_neighbours=config.boolean("rope_interleave", self.rotates_neighbours),
         )

@@ -269,7 +269,8 @@ class FamilyLayers:
     norm_offset: ClassVar[float] = 0.0
     """Added to the weights of all norms."""
     norms: ClassVar[LayerNorms] = LayerNorms()
-    has_latent_attention: ClassVar[bool] = False
+    default_latent: ClassVar[LatentShape | None] = None
+    """Sizes of a family with latent attention that config.json may leave out."""
     other_model_types: ClassVar[frozenset[str]] = frozenset()
     """Of models with the code of this family."""
     has_sinks: ClassVar[bool] = False

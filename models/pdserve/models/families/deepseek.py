@@ -43,7 +43,7 @@ class _DeepSeek(ModelFamily):
     normalise: bool
     routing_scale: float
 
-    has_latent_attention = True
+    default_latent = LatentShape(1536, 512, 128, 64, 128, rotates_neighbours=True)
     routing: ClassVar[Mapping[str, str]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     """Fields that name the only routing that there is."""
     default_dense_layers: ClassVar[int] = 3
@@ -52,7 +52,7 @@ class _DeepSeek(ModelFamily):
 
     @classmethod
     def read(cls, config: JsonObject, num_layers: int) -> _DeepSeek:
-        latent = LatentShape.read(config)
+        latent = cls.default_latent.read(config)
         num_experts = config.integer("n_routed_experts", 256, maximum=_MAX_EXPERTS)
         top_k = config.integer("num_experts_per_tok", 8, maximum=num_experts)
         num_groups, kept_groups = cls.groups(config)

@@ -137,8 +137,8 @@ class LatentAttention:
 
 
 def _rotate(x: Tensor, phases: Tensor) -> None:
-    """`rotate_heads` of a view whose heads are not next to each other."""
-    whole = x.contiguous()
+    """`rotate_heads` of a view, whose memory may begin at any number."""
+    whole = x.clone(memory_format=torch.contiguous_format)
     rotate_heads(whole, phases)
     x.copy_(whole)
 
