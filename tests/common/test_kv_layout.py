@@ -36,6 +36,22 @@ def test_each_range_of_heads_is_one_run_of_bytes(dtype: str) -> None:
         assert torch.equal(run.view(kv_cache.dtype), kv_cache[2, first:stop].flatten())
 
 
+def test_latent_rows_take_the_bytes_of_one_head() -> None:
+    """DeepSeek V3: 61 layers of 512 + 64 numbers."""
+    layout = msgspec.structs.replace(
+        make_layout(num_layers=61, head_dim=576, block_size=16), dtype="bfloat16", rows_per_token=1
+    )
+    assert layout.block_shape == (1, 61, 1, 16, 576)
+    assert layout.block_bytes == 16 * 70_272
+    keys_and_values = msgspec.structs.replace(layout, rows_per_token=2)
+    assert layout.differences(keys_and_values) == ["rows_per_token: 1 != 2"]
+    # all ranks have the one row
+    ranks = [msgspec.structs.replace(layout, tp_rank=rank, tp_size=4) for rank in range(4)]
+    assert ranks[0].ranks_with(0) == range(4)
+    assert all(layout.differences(rank) == [] for rank in ranks)
+    assert ranks[0].total_block_bytes == layout.block_bytes
+
+
 def test_differences_name_the_field_and_both_values() -> None:
     other = msgspec.structs.replace(LAYOUT, format=FORMAT + 1, head_dim=64)
     assert LAYOUT.differences(LAYOUT) == []

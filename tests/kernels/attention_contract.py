@@ -297,3 +297,42 @@ class AttentionContract(abc.ABC):
         case = make_case(decodes=[4], heads=(2, 2, 4), block_size=4, dtype=torch.float32).to(self.device)
         with pytest.raises(ValueError, match="does not fit"):
             self.make_backend(case.kv_cache).plan(case.batch, make_spec(heads))
+
+
+class LatentAttentionContract(abc.ABC):
+    """The contract of back ends over a cache with one row per token, which is a key, and whose beginning is a value."""
+
+    device = "cpu"
+
+    @abc.abstractmethod
+    def make_backend(self, kv_cache: Tensor) -> AttentionBackend:
+        """Make the implementation under test."""
+
+    def check(self, heads: tuple[int, int, int], value_dim: int, **fields: Any) -> None:
+        case = make_case(heads=heads, value_dim=value_dim, **fields).to(self.device)
+        check_step(self.make_backend(case.kv_cache), case, make_spec(heads, value_dim=value_dim))
+
+    @pytest.mark.diagonal(2)
+    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+    @pytest.mark.parametrize(("heads", "value_dim"), [((5, 1, 24), 16), ((16, 1, 40), 33), ((1, 1, 8), 8)])
+    @pytest.mark.parametrize("decodes", [[1, 37, 16, 5], [64, 64], [300], []], ids=str)
+    def test_a_step(self, dtype: torch.dtype, heads: tuple[int, int, int], value_dim: int, decodes: list[int]) -> None:
+        for prefills in ([], [(0, 40), (37, 33), (9, 1)]):
+            if decodes or prefills:
+                self.check(heads, value_dim, decodes=decodes, prefills=prefills, block_size=16, dtype=dtype)
+
+    def test_sizes_of_deepseek(self) -> None:
+        self.check(
+            (128, 1, 576), 512, decodes=[70, 3], prefills=[(20, 9)], block_size=16, dtype=torch.bfloat16, num_layers=2
+        )
+
+    def test_other_caches_are_refused(self) -> None:
+        case = make_case(heads=(4, 1, 16), decodes=[5], block_size=16, dtype=torch.float32, value_dim=12).to(
+            self.device
+        )
+        backend = self.make_backend(case.kv_cache)
+        for heads, value_dim in (((4, 1, 16), None), ((4, 1, 24), 12), ((4, 2, 16), 12)):
+            with pytest.raises(ValueError, match="does not fit"):
+                backend.plan(case.batch, make_spec(heads, value_dim=value_dim))
+        with pytest.raises(ValueError, match="value_dim must be 1 to head_dim"):
+            make_spec((4, 1, 16), value_dim=17)

@@ -15,12 +15,17 @@ from pdserve.kernels.attention.attention_spec import AttentionSpec
 from pdserve.kernels.attention.kv_pages import KvPages
 from pdserve.kernels.attention.prefill_attention import PrefillChunk, plan_prefill
 from pdserve.kernels.attention.torch_attention import TorchAttentionBackend
-from tests.kernels.attention_contract import AttentionContract
+from tests.kernels.attention_contract import AttentionContract, LatentAttentionContract
 from tests.support.engine.pretend_device import PretendTensor, host_copy, pretended_device
 from tests.support.kernels.attention_cases import check_step, make_case, make_spec, run_step
 
 
 class TestTorchAttention(AttentionContract):
+    def make_backend(self, kv_cache: Tensor) -> TorchAttentionBackend:
+        return TorchAttentionBackend(kv_cache)
+
+
+class TestTorchLatentAttention(LatentAttentionContract):
     def make_backend(self, kv_cache: Tensor) -> TorchAttentionBackend:
         return TorchAttentionBackend(kv_cache)
 

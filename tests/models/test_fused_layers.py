@@ -22,6 +22,7 @@ from pdserve.kernels.torch_layer_ops import TorchLayerOps
 from pdserve.models.decoder import Decoder
 from pdserve.models.kv_cache import make_kv_cache
 from pdserve.models.layers.gated_mlp import GatedMlp
+from pdserve.models.layers.self_attention import SelfAttention
 from pdserve.models.loading import load_decoder
 from tests.support.kernels.attention_batches import model_inputs, packed_batch
 from tests.support.models.family_checkpoints import make_family
@@ -99,6 +100,7 @@ def _decoder(folder: Path, family: str, fields: dict[str, Any]) -> Decoder:
 def linears(decoder: Decoder) -> Iterator[PackedLinear | BlockedLinear]:
     for layer in decoder.layers:
         assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(layer.attention, SelfAttention)
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
             assert isinstance(linear, PackedLinear | BlockedLinear)
             yield linear

@@ -17,6 +17,7 @@ from pdserve.engine.ranks.rank_processes import RankProcesses
 from pdserve.worker.worker import Worker
 from tests.support.engine.forked_engine import start_rank
 from tests.support.inputs.random_prompts import prompt_of
+from tests.support.models.family_checkpoints import make_latent_model
 from tests.support.models.oracle import Oracle
 from tests.support.run.waiting import eventually
 from tests.support.transfers.worker_pair import Pair, check_at_rest, door_of, running_pair, transfers_of
@@ -48,6 +49,20 @@ async def test_i1_greedy_texts_through_ranks_of_both_workers(
     prefill: int, decode: int, tiny_checkpoints: Callable[..., Path]
 ) -> None:
     folder = tiny_checkpoints("llama")
+    oracle = Oracle(folder)
+    async with running_pair(
+        folder, dtype="float32", num_blocks=32, prefill=ranks(prefill), decode=ranks(decode)
+    ) as pair:
+        for length in (5, 16, 70):
+            oracle.check(prompt_of(length, 1), await ask(pair, prompt_of(length, 1)))
+        for worker in (pair.p, pair.d):
+            await check_at_rest(worker)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
+async def test_i1_latent_rows_are_read_from_one_rank(prefill: int, decode: int, tmp_path: Path) -> None:
+    folder = make_latent_model(tmp_path / "model")
     oracle = Oracle(folder)
     async with running_pair(
         folder, dtype="float32", num_blocks=32, prefill=ranks(prefill), decode=ranks(decode)

@@ -97,7 +97,9 @@ def _decoder(
     family, hidden = config.family, config.hidden_size
     embedding_name, head_name = _ends(config, checkpoint, device, shard)
     is_tied = head_name == embedding_name
-    ignored = {family.head_name} - {embedding_name} if is_tied else ()
+    ignored = {name for name in checkpoint.names if family.ignores(name, config.num_layers)}
+    if is_tied:
+        ignored |= {family.head_name} - {embedding_name}
     weights = WeightLoader(
         checkpoint,
         TORCH_DTYPES[config.dtype],

@@ -31,8 +31,9 @@ class Case:
     k: Tensor
     """`[T, Hkv, D]`"""
     v: Tensor
+    """`[T, Hkv, D]`, or the first numbers of k."""
     kv_cache: Tensor
-    """`[num_blocks, Hkv, L, 2, bs, D]`, before the step."""
+    """`[num_blocks, Hkv, L, 2 or 1, bs, D]`, before the step."""
     layer: int
     keys: list[Tensor]
     """Keys by sequence, `[seq_len, Hkv, D]` in float64; empty for a padded row."""
@@ -42,6 +43,10 @@ class Case:
         """The same on another device: q, k and v are views of one projection there, too, which copies of each would not be."""
         names = ("positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables")
         batch = replace(self.batch, **{name: getattr(self.batch, name).to(device) for name in names})
+        if self.kv_cache.shape[3] == 1:
+            k = self.k.to(device)
+            q, v = self.q.to(device), k[..., : self.v.shape[-1]]
+            return replace(self, batch=batch, q=q, k=k, v=v, kv_cache=self.kv_cache.to(device))
         heads = [tensor.shape[1] for tensor in (self.q, self.k, self.v)]
         q, k, v = torch.cat((self.q, self.k, self.v), 1).to(device).split(heads, 1)  # type: ignore[no-untyped-call]
         return replace(self, batch=batch, q=q, k=k, v=v, kv_cache=self.kv_cache.to(device))
@@ -57,17 +62,22 @@ def make_case(
     num_layers: int = 2,
     layer: int = 1,
     seed: int = 0,
+    value_dim: int | None = None,
 ) -> Case:
-    """decodes: lengths, 0 for a padded row; prefills: (context_len, num_tokens), as chunks even of one token."""
+    """decodes: lengths, 0 for a padded row; prefills: (context_len, num_tokens), as chunks even of one token. value_dim: of
+    `AttentionSpec`."""
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(seed)
     lengths = [*decodes, *(context + new for context, new in prefills)]
     news = [1] * len(decodes) + [new for _, new in prefills]
     qkv = torch.randn(sum(news), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 1)  # type: ignore[no-untyped-call]
+    if value_dim is not None:
+        v = k[..., :value_dim]
+    num_rows = 2 if value_dim is None else 1
 
     num_blocks = sum(-(-length // block_size) for length in lengths) + 3
-    kv_cache = torch.empty(num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim, dtype=dtype)
+    kv_cache = torch.empty(num_blocks, num_kv_heads, num_layers, num_rows, block_size, head_dim, dtype=dtype)
     kv_cache.view(-1, 2).copy_(torch.tensor([torch.nan, torch.inf]))
     free = list(range(num_blocks))
     random.Random(seed).shuffle(free)
@@ -80,13 +90,13 @@ def make_case(
     for length, new in zip(lengths, news, strict=True):
         old = max(length - new, 0)
         table = [free.pop() for _ in range(-(-length // block_size))]
-        kv = torch.randn(2, length, num_kv_heads, head_dim, generator=generator).to(dtype)
-        kv[:, old:] = torch.stack((k, v))[:, row : row + length - old]
+        kv = torch.randn(num_rows, length, num_kv_heads, head_dim, generator=generator).to(dtype)
+        kv[:, old:] = torch.stack((k, v) if value_dim is None else (k,))[:, row : row + length - old]
         at = torch.arange(length)
         blocks, offsets = torch.tensor(table, dtype=torch.int64)[at // block_size], at % block_size
         kv_cache[blocks[:old], :, layer, :, offsets[:old]] = kv[:, :old].permute(1, 2, 0, 3)
         keys.append(kv[0].double())
-        values.append(kv[1].double())
+        values.append(kv[-1, ..., :value_dim].double())
         positions += list(range(old, length)) or [0]
         slots += (blocks * block_size + offsets)[old:].tolist() or [scratch * block_size + num_padded % block_size]
         num_padded += length == 0
@@ -110,9 +120,9 @@ def make_spec(heads: Heads, **options: Any) -> AttentionSpec:
 
 
 def dense_attention(case: Case, spec: AttentionSpec) -> Tensor:
-    """`softmax(cap(scale * q k^T) + mask) v`, one sequence at a time in float64 -> `[T, Hq * D]`; 0 in padded rows."""
+    """`softmax(cap(scale * q k^T) + mask) v`, one sequence at a time in float64 -> `[T, Hq * output_dim]`; 0 in padded rows."""
     group = spec.num_heads // spec.num_kv_heads
-    out = torch.zeros(*case.q.shape, dtype=torch.float64)
+    out = torch.zeros(*case.q.shape[:2], spec.output_dim, dtype=torch.float64)
     for (start, stop), keys, values in zip(
         pairwise(case.batch.query_start_loc_cpu.tolist()), case.keys, case.values, strict=True
     ):
@@ -170,7 +180,7 @@ def check_step(backend: AttentionBackend, case: Case, spec: AttentionSpec) -> No
     block_size, slots = case.kv_cache.shape[4], case.batch.slot_mapping
     places = (slots // block_size, slice(None), case.layer, slice(None), slots % block_size)
     written = case.kv_cache[places]
-    assert torch.equal(written, torch.stack((case.k, case.v), 2))
+    assert torch.equal(written, torch.stack((case.k, case.v) if spec.value_dim is None else (case.k,), 2))
     before[places] = written
     numbers = before.isfinite()
     assert torch.equal(case.kv_cache[numbers], before[numbers])

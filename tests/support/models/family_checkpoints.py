@@ -216,3 +216,11 @@ def make_windowed_model(folder: Path) -> Path:
     make_family(folder, "gemma3_text", cases("gemma3_text")[0])
     save_tokenizer(folder)
     return folder
+
+
+def make_latent_model(folder: Path) -> Path:
+    """A checkpoint of DeepSeek V3 with its tokenizer; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    make_family(folder, "deepseek_v3", cases("deepseek_v3")[0])
+    save_tokenizer(folder)
+    return folder

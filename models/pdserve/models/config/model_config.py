@@ -294,6 +294,10 @@ class FamilyLayers:
         """A sentence about settings with which the family's weights are not loaded; None: they are."""
         return None
 
+    def ignores(self, weight: str, num_layers: int) -> bool:
+        """True for a weight of a part that is not computed, such as layers that draft."""
+        return False
+
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         """Field of config.json -> inner size I of an MLP or an expert, which ranks share."""
         return {"intermediate_size": intermediate_size}
@@ -301,13 +305,14 @@ class FamilyLayers:
     def load_layer(self, weights: WeightLoader, config: ModelConfig, index: int) -> DecoderLayer:
         """Read the weights of layer `index` by their names in the checkpoint. Raises: ConfigError."""
         prefix = f"model.layers.{index}"
+        attention = self.load_attention(weights, f"{prefix}.self_attn", config, index)
 
         def norm(name: str | None) -> RmsNorm | None:
             return None if name is None else self.load_norm(weights, f"{prefix}.{name}.weight", config)
 
         return DecoderLayer(
             input_norm=norm(self.norms.input),
-            attention=self.load_attention(weights, f"{prefix}.self_attn", config, index),
+            attention=attention,
             mlp_norm=norm(self.norms.mlp),
             mlp=self.load_mlp(weights, f"{prefix}.mlp", config, index),
             attention_post_norm=norm(self.norms.attention_post),

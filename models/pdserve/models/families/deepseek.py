@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -89,6 +90,11 @@ class _DeepSeek(ModelFamily):
     def groups(cls, config: JsonObject) -> tuple[int, int]:
         """Groups of experts, and how many of them a token may have."""
         return config.integer("n_group", 8), config.integer("topk_group", 4)
+
+    def ignores(self, weight: str, num_layers: int) -> bool:
+        """Layers after the last one draft tokens (multi-token prediction), and are not computed."""
+        found = re.match(r"model\.layers\.(\d+)\.", weight)
+        return found is not None and int(found[1]) >= num_layers
 
     def inner_sizes(self, intermediate_size: int) -> dict[str, int]:
         return super().inner_sizes(intermediate_size) | {"moe_intermediate_size": self.expert_size}

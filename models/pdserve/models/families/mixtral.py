@@ -37,8 +37,9 @@ class Mixtral(ModelFamily):
         return cls(sliding_windows=windows, num_experts=num_experts, top_k=top_k)
 
     def load_mlp(self, weights: WeightLoader, prefix: str, config: ModelConfig, index: int) -> FeedForward:
+        prefix = f"{prefix.removesuffix('mlp')}block_sparse_moe"
         router = load_router(weights, prefix, config.hidden_size, self.num_experts, self.top_k, normalise=True)
         return SparseMlp.load(
-            weights, f"{prefix.removesuffix('mlp')}block_sparse_moe", config.hidden_size, config.intermediate_size,
+            weights, prefix, config.hidden_size, config.intermediate_size,
             num_experts=self.num_experts, router=router, projections=("w1", "w3", "w2"),
         )  # fmt: skip
