@@ -14,6 +14,7 @@ from pdserve.kernels.layers.expert_stack import ExpertStack
 from pdserve.kernels.layers.expert_weights import ExpertWeights
 from pdserve.kernels.layers.gated_activations import ClampedSwiglu, Gate, geglu_tanh
 from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
+from pdserve.kernels.layers.packed_groups import PackedGroups
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 CLAMPED = ClampedSwiglu(1.7, 1.5)
@@ -30,8 +31,9 @@ def drawn_stack(
     *,
     has_biases: bool,
     group: tuple[int, int] | None = None,
+    rounds_inputs: bool = False,
 ) -> ExpertStack:
-    """group: bits and size of groups of quantized matrices."""
+    """group: bits and size of groups of quantized matrices. rounds_inputs: they are in float8."""
     generator = torch.Generator().manual_seed(hidden + inner)
 
     def drawn(*shape: int) -> Tensor:
@@ -44,8 +46,11 @@ def drawn_stack(
         if group is None:
             experts.append(ExpertWeights(gate_up, down, *biases))
         else:
-            quantized = GroupedMatrix.quantized(gate_up, *group), GroupedMatrix.quantized(down, *group)
-            experts.append(ExpertWeights(*quantized, *biases))
+            quantized = [
+                GroupedMatrix.in_float8(each, group[1]) if rounds_inputs else GroupedMatrix.quantized(each, *group)
+                for each in (gate_up, down)
+            ]
+            experts.append(ExpertWeights(quantized[0], quantized[1], *biases))
     return ExpertStack.of(experts, gate)
 
 
@@ -53,12 +58,16 @@ def expected(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertStack) ->
     """The sum, one token and expert at a time in float64."""
     gate_up, down = (each if isinstance(each, Tensor) else each.widened() for each in (stack.gate_up, stack.down))
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for token, row in enumerate(x.double()):
+    rows = stack.gate_up.rounded(x.float()) if isinstance(stack.gate_up, PackedGroups) else x
+    for token, row in enumerate(rows.double()):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             inner = gate_up[expert].double() @ row
             if stack.gate_up_bias is not None:
                 inner += stack.gate_up_bias[expert].double()
-            product = down[expert].double() @ (stack.gate or swiglu)(inner[None])[0]
+            activated = (stack.gate or swiglu)(inner[None])
+            if isinstance(stack.down, PackedGroups):
+                activated = stack.down.rounded(activated.to(x.dtype).float()).double()
+            product = down[expert].double() @ activated[0]
             if stack.down_bias is not None:
                 product += stack.down_bias[expert].double()
             out[token] += weight * product
@@ -115,6 +124,13 @@ class GroupedExpertsContract(abc.ABC):
             torch.randn(19, 96, generator=generator).to(dtype),
             torch.rand(19, 2, generator=generator).to(dtype),
         )
+        self.check(x, weights, torch.rand(19, 3, generator=generator).argsort(1)[:, :2], stack)
+
+    @pytest.mark.parametrize("group", [32, 96])
+    def test_matrices_and_inputs_in_float8(self, group: int) -> None:
+        stack = drawn_stack(3, 96, 96, torch.float32, CLAMPED, has_biases=True, group=(8, group), rounds_inputs=True)
+        generator = torch.Generator().manual_seed(group)
+        x, weights = torch.randn(19, 96, generator=generator), torch.rand(19, 2, generator=generator)
         self.check(x, weights, torch.rand(19, 3, generator=generator).argsort(1)[:, :2], stack)
 
     @pytest.mark.parametrize("gate", [None, CLAMPED, geglu_tanh], ids=["silu", "clamped", "gelu"])

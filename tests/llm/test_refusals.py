@@ -147,6 +147,10 @@ def test_a_prompt_that_is_too_long_is_its_own_error(llm: LLM) -> None:
             {"quantization": "int8", "device": "cuda"},
             "quantization is 'int8', which runs on a CPU only, and device is 'cuda'",
         ),
+        (
+            {"quantization": "fp8"},
+            "quantization is 'fp8', which runs on a GPU only, and device is 'cpu'",
+        ),
         ({"dtype": "float8"}, r"Invalid enum value 'float8' - at `\$.dtype`"),
         ({"attention_backend": "mine"}, "attention_backend is 'mine', which is not installed; there are auto, torch"),
         (

@@ -16,6 +16,7 @@ from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.engine.runner.pool.memory_needs import weight_bytes
 from pdserve.models.loading import load_decoder
 from pdserve.models.read_config import read_config
+from pdserve.models.weights import weight_loader
 from tests.support.models.checkpoints import edit_json, make_checkpoint
 from tests.support.models.rounded_products import rounded_products
 
@@ -184,3 +185,11 @@ def test_other_settings_do_not_fit(tmp_path: Path) -> None:
         load_decoder(folder, quantization="int8")
     with pytest.raises(ConfigError, match="load_format is 'dummy', but the weights"):
         load_decoder(folder, load_format="dummy")
+    with pytest.raises(UnsupportedModel, match=r"quantization is 'fp8': .* from sm_89 on, not cpu"):
+        load_decoder(folder, quantization="fp8")
+
+
+def test_fp8_needs_a_matrix_in_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_loader, "multiplies_float8", lambda *_: True)
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but .* is stored quantized, and no matrix in float8"):
+        load_decoder(make(tmp_path, "int8", inputs=None), quantization="fp8")

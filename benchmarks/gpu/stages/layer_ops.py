@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpu.attention_inputs import Shape, random_cache
 from gpu.bench import Bench
+from pdserve.kernels.cpu.linear import multiplies_float8
 from pdserve.kernels.layer_ops import LayerOps, SampleTokens
 from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.kernels.layers.rms_norm import RmsNorm
@@ -205,6 +206,8 @@ def of_groups(bench: Bench, num_tokens: int) -> None:
         eights = matrices["w8a16 in groups of 128"]
         floats = (weight * 16).to(torch.float8_e4m3fn).view(torch.int8)
         matrices["fp8 in groups of 128"] = replace(eights, values=floats, is_float=True)
+        if multiplies_float8(torch.device(device)):
+            matrices["w8a8 in groups of 128"] = GroupedMatrix.in_float8(weight, 128)
         for kind, matrix in matrices.items():
             report(
                 bench, f"{kind}, {num_tokens} tokens, {outputs} x {inputs}", partial(TritonGroupedLinear(matrix, None), x),

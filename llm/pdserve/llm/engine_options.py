@@ -25,7 +25,7 @@ class EngineOptions(TypedDict, total=False):
     load_format: Literal["auto", "dummy"]
     model_impl: ModelImpl
     """`native` or `transformers`: code that computes the model; default: native where there is its family."""
-    quantization: Literal["auto", "none", "int8", "int4"] | None
+    quantization: Literal["auto", "none", "int8", "int4", "fp8"] | None
     kv_cache_dtype: KvCacheDtype
     """Dtype of keys and values in the KV cache: `int8`, `fp8`; default: the model's."""
     device: str

@@ -59,9 +59,11 @@ def load_decoder(
             "%s: fields without a known meaning are ignored: %s", folder / "config.json", few(config.unknown_fields)
         )
     rounded = None if quantization == "stored" else quantization
-    if config.stored_quantization is not None and (rounded is not None or load_format == "dummy"):
+    if config.stored_quantization is not None and (rounded not in (None, "fp8") or load_format == "dummy"):
         given = "load_format is 'dummy'" if rounded is None else f"quantization is {rounded!r}"
         raise ConfigError(f"{given}, but the weights of {folder} are stored quantized")
+    if config.stored_quantization is not None and quantization == "fp8":
+        quantization = "stored_fp8"
     refusal = config.family.loading_refusal(rounded, load_format)
     if refusal is not None:
         raise ConfigError(refusal)
@@ -71,7 +73,7 @@ def load_decoder(
                 folder,
                 TORCH_DTYPES[config.dtype],
                 device,
-                lambda shapes: _decoder(config, shapes, "meta", quantization, WHOLE, None, None),
+                lambda shapes: _decoder(config, shapes, "meta", quantization, WHOLE, None, served_on or device),
             )
             return _decoder(config, weights, device, quantization, shard, progress, served_on)
         with open_weights(folder, config.stored_quantization) as checkpoint:

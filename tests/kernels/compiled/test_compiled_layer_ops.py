@@ -96,14 +96,16 @@ def experts_of(
     grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
 
 
-def in_groups(*shape: int, bits: int, group: int, is_float: bool = False, has_offsets: bool = False) -> PackedGroups:
+def in_groups(
+    *shape: int, bits: int, group: int, is_float: bool = False, has_offsets: bool = False, rounds_inputs: bool = False
+) -> PackedGroups:
     """shape: `(E,) out, in`."""
     *experts, outputs, inputs = shape
     width = tile_width(inputs, group)
     runs = -(-inputs * bits // (8 * width))
     scales = made(*experts, -(-inputs // group), outputs, dtype=torch.float32)
     values = made(*experts, runs, outputs, width, dtype=torch.int8)
-    return PackedGroups(values, scales, scales if has_offsets else None, bits, inputs, group, is_float)
+    return PackedGroups(values, scales, scales if has_offsets else None, bits, inputs, group, is_float, rounds_inputs)
 
 
 def multiplied(
@@ -119,15 +121,15 @@ def widened(weight: PackedGroups, configs: LaunchConfigs) -> None:
         pass
 
 
-def experts_in_groups(count: int, configs: LaunchConfigs, *, bits: int, group: int, is_float: bool = False) -> None:
-    """Of gpt-oss."""
-    gate_up = in_groups(32, 2 * 2880, 2880, bits=bits, group=group, is_float=is_float)
-    down = in_groups(32, 2880, 2880, bits=bits, group=group, is_float=is_float)
+def experts_in_groups(count: int, configs: LaunchConfigs, **form: Any) -> None:
+    """Of gpt-oss. form: of `in_groups`."""
+    gate_up, down = in_groups(32, 2 * 2880, 2880, **form), in_groups(32, 2880, 2880, **form)
     stack = ExpertStack(gate_up, down, made(32, 2 * 2880), made(32, 2880), None)
     x, weights, chosen = made(count, 2880), made(count, 4), made(count, 4, dtype=torch.int64)
     grouped_experts(x, weights, chosen, stack, GatedActivation(), configs)
 
 
+ROUNDED: dict[str, Any] = {"bits": 8, "is_float": True, "rounds_inputs": True}
 CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "add and norm": lambda configs: add_norm(made(64, 4096), made(64, 4096), norm(4096), configs),
     "norm of 16,384": lambda configs: add_norm(made(64, 16384), None, norm(16384), configs),
@@ -160,6 +162,10 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     "many rows of experts in int8": lambda configs: experts_in_groups(4096, configs, bits=8, group=32),
     "fp8 of 8b": lambda configs: multiplied(16, in_groups(6144, 4096, bits=8, group=128, is_float=True), configs),
     "experts in fp8": lambda configs: experts_in_groups(64, configs, bits=8, group=160, is_float=True),
+    "w8a8 of 8b": lambda configs: multiplied(16, in_groups(6144, 4096, group=128, **ROUNDED), configs),
+    "w8a8 of 2,048 rows": lambda configs: multiplied(2048, in_groups(6144, 4096, group=128, **ROUNDED), configs),
+    "w8a8 with a scale per row": lambda configs: multiplied(64, in_groups(6144, 4096, group=4096, **ROUNDED), configs),
+    "experts of w8a8": lambda configs: experts_in_groups(64, configs, group=160, **ROUNDED),
     "move": lambda configs: move_blocks(made(64, 1 << 20), made(64, 1 << 20), [(0, 1)], configs),
     "digests": lambda configs: block_digests(made(64, 1 << 20), [0], made(200, dtype=torch.int64), configs),
     "greedy rows": lambda configs: sampled(64, configs, temperature=0.0),
@@ -168,12 +174,13 @@ CASES: dict[str, Callable[[LaunchConfigs], object]] = {
     # an argument that is 1 is a constant for the compiler
     "one row with top_p": lambda configs: sampled(1, configs, top_p=0.9),
 }
-NARROW = {"choose", "choose_again", "chain_sums"}
+NARROW = {"choose", "choose_again", "chain_sums", "round_inputs"}
 """Kernels that read a few numbers per thread."""
 NARROW_CASES = {"w8a16 in groups of 16"}
 """Of which a row of a tile has 16 bytes."""
-OF_FLOAT8 = {"fp8 of 8b", "experts in fp8"}
-"""Cases that GPUs before sm_89 are not given."""
+_W8A8 = {"w8a8 of 8b", "w8a8 of 2,048 rows", "w8a8 with a scale per row", "experts of w8a8"}
+NOT_ON = {name: {"fp8 of 8b", "experts in fp8", *_W8A8} for name in ("sm_80", "sm_86")} | {"gfx942": _W8A8}
+"""Cases that a GPU is not given, since it has no such instructions, or for AMD another float8."""
 FAST = {
     ("sm_90", "w4a16 of 8b"),
     ("sm_90", "add and norm"),
@@ -202,6 +209,9 @@ SELECTED = {
         "w4a16 of 64 rows",
         "fp8 of 8b",
         "experts in fp8",
+        "w8a8 of 8b",
+        "w8a8 of 2,048 rows",
+        "experts of w8a8",
         "many rows of experts",
         "rows with top_k and top_p",
         "greedy rows",
@@ -212,6 +222,7 @@ SELECTED = {
         "norm of 16,384",
         "rotary of heads of 256",
         "lora of rank 512",
+        "w8a8 of 8b",
         "many rows of experts in int8",
         "experts of 30b",
         "one row with top_p",
@@ -222,6 +233,7 @@ SELECTED = {
         "rotary with norm",
         "lora in float32",
         "w8a16 in float32",
+        "w8a8 with a scale per row",
         "experts in float32",
         "one row with top_p",
     ),
@@ -238,7 +250,7 @@ SELECTED = {
 
 
 def cases_of(architecture: str) -> list[str]:
-    return [case for case in CASES if case not in OF_FLOAT8 or architecture not in ("sm_80", "sm_86")]
+    return [case for case in CASES if case not in NOT_ON.get(architecture, ())]
 
 
 @pytest.mark.few(1)
@@ -266,6 +278,16 @@ def test_the_code_of_a_case(architecture: str, case: str) -> None:
         assert code.shared_bytes <= SHARED_BYTES[architecture]
         if launch.kernel.__name__ not in NARROW and case not in NARROW_CASES:
             assert code.has(r"LDG\.E.*128|LDGSTS.*128|(global|buffer)_load_dwordx4"), (launch.kernel, code)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100", "sm_120"])
+def test_many_rows_in_float8_are_multiplied_as_float8(architecture: str) -> None:
+    """Not widened to float16, at half the rate."""
+    with recorded_launches() as launches:
+        CASES["w8a8 of 2,048 rows"](TABLE[architecture])
+    [product] = [launch for launch in launches if launch.kernel.__name__ == "multiply_groups"]
+    assert compile_launch(product, architecture).has(r"QGMMA|UTCQMMA|QMMA")
 
 
 def test_the_selection_has_every_kernel_of_every_architecture_and_every_case() -> None:

@@ -12,10 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: what is installed for a CPU leaves it out")
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
 
 from pdserve.common.request.encoder_prompt import EncoderDecoderPrompts
 from pdserve.kernels.cpu import linear
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
+from pdserve.kernels.layers.packed_groups import PackedGroups
 from pdserve.kernels.triton import grouped_linear
 from pdserve.kernels.triton.attention.attention_configs import Prefill
 from pdserve.kernels.triton.attention.triton_attention import TritonAttentionBackend
@@ -200,3 +204,53 @@ def test_matrices_that_a_gpu_keeps_small(
     answer = engine.ask(prompt_of(9), params={"max_tokens": 4})
     Oracle(plain).check(prompt_of(9), answer.token_ids)
     assert made
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "rounded"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_matrices_and_inputs_in_float8(
+    make_real_engine: MakeRealEngine,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    stored: bool,
+) -> None:
+    """The answer is that of the same rounding in torch."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128} | MORE_SIZES[family]
+    folder = make_checkpoint(tmp_path / "model", family, **sizes)
+    if stored:
+        quantize_folder(folder, FORMS["fp8 in blocks"])
+    monkeypatch.setattr(weight_loader, "multiplies_float8", lambda *_: True)
+    monkeypatch.setattr(weight_loader, "multiplies_groups", lambda *_, **__: True)
+    prompt, params = prompt_of(5), {"max_tokens": 4, "logprobs": 1}
+    answers = []
+    for product in (TritonGroupedLinear, RoundedLinear):
+        monkeypatch.setattr(linear, "GroupedLinear", product)
+        monkeypatch.setattr(grouped_linear, "TritonGroupedLinear", product)
+        answers.append(
+            make_real_engine(folder, DEVICE, kernels="triton", quantization="fp8").ask(prompt, params=params)
+        )
+    monkeypatch.undo()
+    exact = make_real_engine(folder, DEVICE).ask(prompt, params=params)
+    found, expected, unrounded = (answer.logprobs for answer in (*answers, exact))
+    assert found is not None
+    assert expected is not None
+    assert unrounded is not None
+    assert found.logprob_token_ids == expected.logprob_token_ids
+    # sums in another order turn the rounding of a few numbers
+    [own, other] = (abs(found.logprobs[0][0] - answer.logprobs[0][0]) for answer in (expected, unrounded))
+    assert own < other / 4
+
+
+class RoundedLinear:
+    """A product in float8 as torch computes it."""
+
+    def __init__(self, matrix: GroupedMatrix, bias: Tensor | None) -> None:
+        self._packed, self._bias = PackedGroups.of(matrix), bias
+        assert self._packed.rounds_inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(self._packed.rounded(x), self._packed.widened(), self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(self(x))

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed: what is installed
 import torch
 from torch import Tensor
 
-from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix, float8_inputs
 from pdserve.kernels.layers.packed_groups import PackedGroups, fits
 from pdserve.kernels.triton.grouped_linear import TritonGroupedLinear
 
@@ -91,6 +91,33 @@ def test_many_rows_are_multiplied_by_the_rounded_weights(form: str) -> None:
     x = torch.randn(70, 96, device=DEVICE).bfloat16()
     weight = matrix.widened().bfloat16().to(DEVICE)
     assert_near(TritonGroupedLinear(packed(matrix), None)(x), x.cpu().double() @ weight.cpu().double().t())
+
+
+@pytest.mark.diagonal(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_inputs_that_are_rounded_too(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    outputs, inputs, group = shape
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs))
+    matrix = GroupedMatrix.in_float8(weight, group)
+    assert (matrix.widened() - weight).abs().max() <= weight.abs().max() / 16
+    bias = torch.randn(outputs).to(dtype)
+    linear = TritonGroupedLinear(packed(matrix), bias.to(DEVICE))
+    x = torch.full((150, inputs + 8), torch.nan, dtype=dtype)
+    x[:, :inputs] = torch.randn(150, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[7, :inputs] = 0
+    x[:, 3] *= 100  # a large input costs the others of its group precision
+    x = x.to(DEVICE)[:, :inputs]
+    values, scales = float8_inputs(x.cpu(), group)
+    rounded = (values.double().view(150, -1, group) * scales.double().unsqueeze(-1)).flatten(1)
+    expected = rounded @ matrix.widened().double().t() + bias.double()
+    for rows in (1, 16, 19, 45, 150):
+        assert_near(linear(x[:rows]), expected[:rows])
+    residual = torch.randn(150, outputs).to(dtype)
+    assert_near(linear.add_to(residual.clone().to(DEVICE), x), expected + residual.double())
+    whole = linear(x[:16])
+    for part in (slice(0, 1), slice(3, 8)):
+        assert torch.equal(linear(x[part]), whole[part])
 
 
 def test_groups_that_no_tile_holds_have_no_product() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -33,6 +33,7 @@ from pdserve.engine.scheduler.kv_messages import OutOfEngine
 from pdserve.engine.sequence_blocks import max_sequence_tokens
 from pdserve.engine.structured_outputs.grammar_compiler import GrammarCompiler
 from pdserve.models.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from pdserve.models.weights.weight_loader import Quantization
 from tests.support.engine.hash_model import VOCAB_SIZE, HashAttention, HashModel, Window, make_hash_cache, windows_of
 from tests.support.engine.held_loads import HeldLoads
 
@@ -331,7 +332,7 @@ def real_engines(harnesses: list[Harness]) -> Callable[..., Harness]:
         processors: Any = None,
         draft_model: DraftModel | None = None,
         adapters: Sequence[Path] = (),
-        quantization: Literal["stored", "int8", "int4"] | None = None,
+        quantization: Quantization = None,
         cache_dtype: str | None = None,
         model_impl: ModelImpl = "native",
         hybrid_kv_cache: bool = False,

@@ -37,10 +37,10 @@ SHARED_BYTES = {
 """Shared memory of one program at most."""
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
-    torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1",
 }  # fmt: skip
 _NVIDIA = (
-    r"\b(U?TCHMMA|UTCHMMA|HGMMA|HMMA|UTMALDG|LDGSTS\.E\.BYPASS\.(?:LTC128B\.)?128|LDGSTS|LDL|STL|"
+    r"\b(U?TCHMMA|UTCHMMA|HGMMA|HMMA|UTCQMMA|QGMMA|QMMA|UTMALDG|LDGSTS\.E\.BYPASS\.(?:LTC128B\.)?128|LDGSTS|LDL|STL|"
     r"LDG\.E(?:\.[A-Z0-9]+)*\.128|STG\.E(?:\.[A-Z0-9]+)*\.128)\b"
 )
 _AMD = r"\b(v_mfma\w+|(?:global|buffer)_load_dwordx4|(?:global|buffer)_store_dwordx4|scratch_load|scratch_store)"

@@ -9,6 +9,7 @@ first, `TRITON_INTERPRET` is not needed, and kernels still compile after it. Bey
 | races | a byte that two programs of one launch touch, one of them writing, or that one store names twice: `Race` |
 | order | programs run in random order |
 | bfloat16 | Triton computes on its bits as integers: here a product widens, a cast rounds to nearest even; else `Bfloat16Error` |
+| float8 | Triton rounds some numbers wrongly: here a cast to e4m3 rounds to nearest even, and to the largest number |
 | tf32 | a float32 product rounds its operands as tensor cores do, unless it names another precision |
 | masked loads | without `other` their masked numbers are undefined: NaN, or the smallest integer |
 | fresh tensors | `torch.empty` and the like return NaN, or the largest integer |
@@ -348,6 +349,9 @@ def _patch_numbers(patch: pytest.MonkeyPatch) -> None:
         return TensorHandle(to_bfloat16(source.data.astype(np.float32)), tl.bfloat16)
 
     def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target.scalar == tl.float8e4nv and source.dtype.scalar == tl.float32:
+            values = torch.from_numpy(source.data.astype(np.float32)).clamp(-448.0, 448.0)
+            return TensorHandle(values.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), target.scalar)
         if tl.bfloat16 in (source.dtype.scalar, target.scalar) and rounding != ir.ROUNDING_MODE.RTZ:
             if source.dtype.scalar.is_fp8():
                 source = fp_to_fp(self, source, tl.float32, rounding)

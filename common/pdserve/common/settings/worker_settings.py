@@ -62,10 +62,10 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
     """Code that computes the model: `native`, our own of its family; `transformers`, the model's own in that library, with our
     attention; `auto`, native where there is the family. Equal on all workers of a model. See
     docs/models.md#any-other-family."""
-    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
     """What matrices of attention and MLP are in memory. `auto`: numbers of 4 or 8 bits as the checkpoint stores them where there is
-    a product for them, else numbers of `dtype`; `none`: always these. `int4` and `int8` round them at loading, `int8` also their
-    inputs, per row, and on a CPU only. See docs/checkpoints.md#quantized-weights."""
+    a product for them, else numbers of `dtype`; `none`: always these. The others round them at loading: `int8`, on a CPU only, and
+    `fp8`, on a GPU from sm_89 on, also their inputs, and `int4`. See docs/checkpoints.md#quantized-weights."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """Dtype of keys and values in the KV cache: `auto` the model's; `int8` or `fp8` (e4m3) with a scale per token and head, on a
     CPU only; other names of these: `CACHE_DTYPES`. See docs/checkpoints.md#quantized-kv-cache."""
@@ -151,12 +151,12 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
         return [self.host, *(host for host in (self.advertise_host, self.metrics_host) if host)]
 
     @property
-    def rounded_weights(self) -> Literal["int8", "int4"] | None:
-        """Integers to which matrices are rounded at loading."""
-        return self.quantization if self.quantization == "int8" or self.quantization == "int4" else None
+    def rounded_weights(self) -> Literal["int8", "int4", "fp8"] | None:
+        """To what matrices are rounded at loading."""
+        return None if self.quantization == "auto" or self.quantization == "none" else self.quantization
 
     @property
-    def weight_form(self) -> Literal["stored", "int8", "int4"] | None:
+    def weight_form(self) -> Literal["stored", "int8", "int4", "fp8"] | None:
         """What matrices are in memory: few bits as they are stored where there is a product for them, or rounded ones; None:
         numbers of the model's dtype."""
         return "stored" if self.quantization == "auto" else self.rounded_weights
@@ -261,6 +261,8 @@ class WorkerSettings(ServiceSettings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"quantization is {self.quantization!r}, which runs on a CPU only, and device is {self.device!r}"
             )
+        if self.quantization == "fp8" and self.device == "cpu":
+            raise ConfigError(f"quantization is {self.quantization!r}, which runs on a GPU only, and device is 'cpu'")
         self._verify_cache_dtype()
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len is {self.max_model_len}, at least 2 are needed: prompt and output")

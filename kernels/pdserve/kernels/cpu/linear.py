@@ -276,6 +276,13 @@ def multiplies_groups(
     return not is_float or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def multiplies_float8(device: torch.device) -> bool:
+    """True if a device multiplies inputs in float8 by matrices in float8."""
+    if device.type != "cuda" or find_spec("triton") is None or torch.version.hip is not None:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def products_by(dtype: torch.dtype) -> str:
     """The code that multiplies matrices of this dtype in main memory on this machine, by number of rows, as text for people."""
     linear = make_linear(torch.zeros(1024, _PACKED_FLOAT32_NUMEL // 1024, dtype=dtype))

@@ -74,12 +74,17 @@ def grouped_products(x: Tensor, weights: Tensor, experts: Tensor, stack: ExpertS
     gate_up, down = (
         each if isinstance(each, Tensor) else each.widened().to(x.dtype) for each in (stack.gate_up, stack.down)
     )
+    if isinstance(stack.gate_up, PackedGroups):
+        x = stack.gate_up.rounded(x)
     order, counts = by_expert(experts, stack.num_experts)
     ends = counts.cumsum(0, dtype=torch.int32)
     rows = x.index_select(0, order // experts.shape[1])
     chosen = experts.flatten()[order]
     inner = _add_bias(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), stack.gate_up_bias, chosen)
-    out = F.grouped_mm((stack.gate or swiglu)(inner).contiguous(), down.transpose(1, 2), offs=ends)
+    inner = (stack.gate or swiglu)(inner).contiguous()
+    if isinstance(stack.down, PackedGroups):
+        inner = stack.down.rounded(inner)
+    out = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
     return by_token(_add_bias(out, stack.down_bias, chosen), order, weights)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_LARGEST_FLOAT8 = 448.0
 _SMALLEST_RANGE = 1e-30
 """A group of zeros has this range, so that nothing is divided by 0."""
 
@@ -29,6 +30,8 @@ class GroupedMatrix:
     """4 or 8."""
     is_float: bool = False
     """The values are the bytes of float8_e4m3fn."""
+    rounds_inputs: bool = False
+    """Of values in float8: inputs are rounded to float8, too. See `float8_inputs`."""
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +51,12 @@ class GroupedMatrix:
         scales = groups.abs().amax(-1).clamp_min_(_SMALLEST_RANGE).div_(largest)
         values = (groups / scales.unsqueeze(-1)).round_().to(torch.int8)
         return cls(values.flatten(1), scales, None, num_bits)
+
+    @classmethod
+    def in_float8(cls, weight: Tensor, group_size: int) -> GroupedMatrix:
+        """Round a weight `[out, in]` to float8 with each group's `max |w| / 448` as its scale. Inputs are rounded, too."""
+        values, scales = float8_inputs(weight, group_size)
+        return cls(values.view(torch.int8), scales, None, 8, is_float=True, rounds_inputs=True)
 
     def widened(self) -> Tensor:
         """float32 `[out, in]`."""
@@ -82,6 +91,7 @@ class GroupedMatrix:
             torch.cat([spread(matrix, matrix.offsets) for matrix in matrices]) if has_offsets else None,
             max(matrix.num_bits for matrix in matrices),
             matrices[0].is_float,
+            matrices[0].rounds_inputs,
         )
 
     def columns(self, inputs: slice, groups: slice) -> GroupedMatrix:
@@ -98,6 +108,13 @@ class GroupedMatrix:
     def to(self, device: torch.device | str) -> GroupedMatrix:
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
+
+
+def float8_inputs(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Rows `[T, in]` as float8_e4m3fn, and their float32 scales `[T, groups]`: `max |x| / 448` of each group of inputs."""
+    groups = x.float().view(len(x), -1, group_size)
+    scales = groups.abs().amax(-1).clamp_min_(_SMALLEST_RANGE).div_(_LARGEST_FLOAT8)
+    return (groups / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(1), scales
 
 
 def can_group(num_inputs: int, group_size: int, num_bits: int) -> bool:

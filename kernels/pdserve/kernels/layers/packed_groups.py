@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
+from pdserve.kernels.layers.grouped_matrix import GroupedMatrix, float8_inputs
 
 FEWEST_INPUTS, MOST_INPUTS = 16, 64
 """Inputs of a tile: the least that a product in tensor cores takes, and as many as one thread group loads at once."""
@@ -35,6 +35,8 @@ class PackedGroups:
     """Inputs of a group, a multiple of `width`."""
     is_float: bool
     """The values are the bytes of float8_e4m3fn."""
+    rounds_inputs: bool = False
+    """See `GroupedMatrix.rounds_inputs`: rows have a scale per `group_size` inputs."""
 
     @property
     def width(self) -> int:
@@ -80,6 +82,7 @@ class PackedGroups:
             num_inputs,
             group_size,
             matrix.is_float,
+            matrix.rounds_inputs,
         )
 
     @classmethod
@@ -99,11 +102,19 @@ class PackedGroups:
     def form(self) -> tuple[object, ...]:
         """Equal for matrices that can be stacked."""
         shapes = self.values.shape, self.scales.shape, self.offsets is None
-        return *shapes, self.num_bits, self.num_inputs, self.group_size, self.is_float
+        return *shapes, self.num_bits, self.num_inputs, self.group_size, self.is_float, self.rounds_inputs
 
     def to(self, device: torch.device | str) -> PackedGroups:
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Rows `[T, in]` as they are multiplied, in the dtype of x: themselves, or rounded to float8."""
+        if not self.rounds_inputs:
+            return x
+        values, scales = float8_inputs(x, min(self.group_size, self.num_inputs))
+        groups = values.float().view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+        return groups.flatten(1).to(x.dtype)
 
     def widened(self) -> Tensor:
         """float32 `[(E,) out, in]`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from pdserve.kernels.layers.expert_stack import ExpertStack, by_expert
 from pdserve.kernels.layers.gated_activations import GatedActivation
 from pdserve.kernels.layers.packed_groups import PackedGroups
-from pdserve.kernels.triton.grouped_tile import add_run, tile_constants
+from pdserve.kernels.triton.grouped_tile import add_run, rounded_inputs, tile_constants
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, register_limit
 
 FEWEST_ROWS = 16
@@ -34,11 +34,11 @@ def _find_rows(starts, tiles, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 @triton.jit
 def activate_rows(
-    x, gate_up, scales, offsets, bias, inner, order, starts, tiles, x_stride, alpha, limit, shift,
+    x, x_scales, gate_up, scales, offsets, bias, inner, order, starts, tiles, x_stride, alpha, limit, shift,
     TOP_K: tl.constexpr, IN: tl.constexpr, SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BITS: tl.constexpr, OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """`act(gate x, up x)` in float32, rounded once, for BLOCK_M rows of one expert and BLOCK_N of its SIZE columns.
 
@@ -59,14 +59,15 @@ def activate_rows(
         if BITS:
             packed = gate_up + expert.to(tl.int64) * (RUNS * OUT * WIDTH)
             own_scales, own_offsets = scales + expert * (GROUPS * OUT), offsets + expert * (GROUPS * OUT)
+            scales_of_rows = x_scales + token.to(tl.int64)[:, None] * tl.cdiv(IN, GROUP)
             for run in range(RUNS):
                 gate = add_run(
-                    gate, x_rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
-                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+                    gate, x_rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
+                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
                 )  # fmt: skip
                 up = add_run(
-                    up, x_rows, is_row, packed, own_scales, own_offsets, run, SIZE + column, column < SIZE,
-                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+                    up, x_rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, SIZE + column, column < SIZE,
+                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
                 )  # fmt: skip
         else:
             gates = gate_up + (expert.to(tl.int64) * 2 * SIZE + column)[None, :] * IN
@@ -92,11 +93,11 @@ def activate_rows(
 
 @triton.jit
 def multiply_rows(
-    inner, down, scales, offsets, bias, weights, out, order, starts, tiles,
+    inner, inner_scales, down, scales, offsets, bias, weights, out, order, starts, tiles,
     IN: tl.constexpr, SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BITS: tl.constexpr, OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """`weight * (down inner + bias)` -> out `[T * k, SIZE]`, by the pair's number. See `activate_rows`."""
     expert, place = _find_rows(starts, tiles, NUM_EXPERTS, BLOCK_E, BLOCK_M)
@@ -112,10 +113,11 @@ def multiply_rows(
         if BITS:
             packed = down + expert.to(tl.int64) * (RUNS * OUT * WIDTH)
             own_scales, own_offsets = scales + expert * (GROUPS * OUT), offsets + expert * (GROUPS * OUT)
+            scales_of_rows = inner_scales + place.to(tl.int64)[:, None] * tl.cdiv(IN, GROUP)
             for run in range(RUNS):
                 acc = add_run(
-                    acc, rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
-                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+                    acc, rows, scales_of_rows, is_row, packed, own_scales, own_offsets, run, column, column < SIZE,
+                    IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
                 )  # fmt: skip
         else:
             downs = down + (expert.to(tl.int64) * SIZE + column)[None, :] * IN
@@ -168,16 +170,22 @@ def grouped_experts(
         # any address where there are no biases: none is read
         gate_up_bias = x if stack.gate_up_bias is None else stack.gate_up_bias
         down_bias = x if stack.down_bias is None else stack.down_bias
+        factors, scales = _rounded(x, stack.gate_up)
         activate_rows[(triton.cdiv(inner_size, columns), num_tiles)](
-            x, *gate_up, gate_up_bias, inner, order, starts, tiles, x.stride(0),
+            factors, scales, *gate_up, gate_up_bias, inner, order, starts, tiles, factors.stride(0),
             activation.alpha, limit, activation.shift,
             TOP_K=top_k, SIZE=inner_size, HAS_BIAS=stack.gate_up_bias is not None, **_constants(stack.gate_up, size), **common,
         )  # fmt: skip
+        factors, scales = _rounded(inner, stack.down)
         multiply_rows[(triton.cdiv(size, columns), num_tiles)](
-            inner, *down, down_bias, weights.contiguous(), out, order, starts, tiles,
+            factors, scales, *down, down_bias, weights.contiguous(), out, order, starts, tiles,
             SIZE=size, HAS_BIAS=stack.down_bias is not None, **_constants(stack.down, inner_size), **common,
         )  # fmt: skip
     return out.view(num_tokens, top_k, size).sum(1)
+
+
+def _rounded(x: Tensor, matrices: Tensor | PackedGroups) -> tuple[Tensor, Tensor]:
+    return (x, x) if isinstance(matrices, Tensor) else rounded_inputs(x, matrices)
 
 
 def _arguments(matrices: Tensor | PackedGroups) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,6 +197,6 @@ def _constants(matrices: Tensor | PackedGroups, num_inputs: int) -> dict[str, An
     if isinstance(matrices, Tensor):
         return {
             "IN": num_inputs, "BITS": 0, "OUT": 0, "RUNS": 0, "WIDTH": 0, "GROUP": 0, "GROUPS": 0, "IS_FLOAT": False,
-            "HAS_OFFSETS": False,
+            "HAS_OFFSETS": False, "ROUNDED": False,
         }  # fmt: skip
     return tile_constants(matrices) | {"RUNS": matrices.num_runs, "GROUPS": matrices.scales.shape[1]}

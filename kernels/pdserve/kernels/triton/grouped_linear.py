@@ -3,6 +3,8 @@
 Up to `LaunchConfigs.grouped_rows` rows are multiplied by the packed numbers, since there the weight's bytes decide the time. How
 programs divide the inputs among them depends only on the weight, so a row has the same bits in every batch of up to 16 rows. For
 more rows than `grouped_rows`, parts of the weight are widened to the dtype of the inputs and multiplied by torch.
+
+Where a matrix rounds its inputs (w8a8), any number of rows is multiplied by the packed numbers: the products are those of float8.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from pdserve.kernels.layers.grouped_matrix import GroupedMatrix
 from pdserve.kernels.layers.packed_groups import PackedGroups
-from pdserve.kernels.triton.grouped_tile import add_run, tile_constants
+from pdserve.kernels.triton.grouped_tile import add_run, rounded_inputs, tile_constants
 from pdserve.kernels.triton.launch_configs import LaunchConfigs, launch_configs, register_limit
 
 _FEWEST_ROWS = 16
@@ -27,10 +29,10 @@ _WIDENED_NUMEL = 1 << 24
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_groups(
-    x, values, scales, offsets, parts, x_stride, num_rows,
+    x, x_scales, values, scales, offsets, parts, x_stride, num_rows,
     IN: tl.constexpr, OUT: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`x W^T` of each SPLITSth run of inputs -> parts `[SPLITS, num_rows, OUT]` float32. Programs (rows, columns, split)."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -39,11 +41,12 @@ def multiply_groups(
     is_column = column < OUT
     split = tl.program_id(2)
     x_rows = x + row.to(tl.int64)[:, None] * x_stride
+    scales_of_rows = x_scales + row.to(tl.int64)[:, None] * tl.cdiv(IN, GROUP)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for run in range(split, RUNS, SPLITS):
         acc = add_run(
-            acc, x_rows, is_row, values, scales, offsets, run, column, is_column,
-            IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, PRECISION,
+            acc, x_rows, scales_of_rows, is_row, values, scales, offsets, run, column, is_column,
+            IN, OUT, WIDTH, GROUP, BITS, IS_FLOAT, HAS_OFFSETS, ROUNDED, PRECISION,
         )  # fmt: skip
     to = parts + (split * num_rows + row).to(tl.int64)[:, None] * OUT + column[None, :]
     tl.store(to, acc, mask=is_row & is_column[None, :])
@@ -73,7 +76,7 @@ def sum_parts(
 def widen_groups(
     values, scales, offsets, out, first_column, end_column,
     IN: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_OFFSETS: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`value * scale + offset` in float32, rounded once, of the columns from first_column to end_column, and one run of inputs
     -> out `[columns, IN]`. Programs (run, columns)."""
@@ -116,7 +119,7 @@ class TritonGroupedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = x.new_empty((len(x), self._weight.num_outputs))
-        if len(x) <= self._configs.grouped_rows:
+        if self._multiplies(x):
             self._multiply(x, y, adds=False)
             return y
         for outputs, part in self.parts(x.dtype):
@@ -124,10 +127,13 @@ class TritonGroupedLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        if len(x) <= self._configs.grouped_rows and residual.stride(1) == 1:
+        if self._multiplies(x) and residual.stride(1) == 1:
             self._multiply(x, residual, adds=True)
             return residual
         return residual.add_(self(x))
+
+    def _multiplies(self, x: Tensor) -> bool:
+        return len(x) <= self._configs.grouped_rows or self._weight.rounds_inputs
 
     def _multiply(self, x: Tensor, out: Tensor, *, adds: bool) -> None:
         weight, configs, num_rows = self._weight, self._configs, len(x)
@@ -139,19 +145,28 @@ class TritonGroupedLinear:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
-        parts = torch.empty((self._splits, num_rows, weight.num_outputs), dtype=torch.float32, device=x.device)
-        rows = _FEWEST_ROWS if num_rows <= _FEWEST_ROWS else configs.grouped_rows
-        columns = configs.grouped_columns
-        multiply_groups[(triton.cdiv(num_rows, rows), triton.cdiv(weight.num_outputs, columns), self._splits)](
-            x, *weight.tensors, parts, x.stride(0), num_rows,
-            RUNS=weight.num_runs, BLOCK_M=rows, BLOCK_N=columns, SPLITS=self._splits, **tile_constants(weight),
-            PRECISION="ieee" if x.dtype is torch.float32 else "tf32", num_warps=configs.grouped_warps,
+        factors, scales = rounded_inputs(x, weight)
+        rows, columns, splits, warps = (
+            configs.grouped_rows,
+            configs.grouped_columns,
+            self._splits,
+            configs.grouped_warps,
+        )
+        if num_rows <= _FEWEST_ROWS:
+            rows = _FEWEST_ROWS
+        elif num_rows > rows:
+            rows, columns, splits, warps = configs.float8_rows, configs.float8_columns, 1, configs.float8_warps
+        parts = torch.empty((splits, num_rows, weight.num_outputs), dtype=torch.float32, device=x.device)
+        multiply_groups[(triton.cdiv(num_rows, rows), triton.cdiv(weight.num_outputs, columns), splits)](
+            factors, scales, *weight.tensors, parts, factors.stride(0), num_rows,
+            RUNS=weight.num_runs, BLOCK_M=rows, BLOCK_N=columns, SPLITS=splits, **tile_constants(weight),
+            PRECISION="ieee" if factors.dtype is torch.float32 else "tf32", num_warps=warps,
             num_stages=configs.grouped_stages, enable_fp_fusion=True, **register_limit(configs.max_registers),
         )  # fmt: skip
         block = min(configs.sum_columns, triton.next_power_of_2(weight.num_outputs))
         sum_parts[(num_rows, triton.cdiv(weight.num_outputs, block))](
             parts, parts if self._bias is None else self._bias, out, out.stride(0), num_rows,
-            OUT=weight.num_outputs, SPLITS=self._splits, HAS_BIAS=self._bias is not None, ADDS=adds, BLOCK=block,
+            OUT=weight.num_outputs, SPLITS=splits, HAS_BIAS=self._bias is not None, ADDS=adds, BLOCK=block,
             num_warps=configs.sum_warps, enable_fp_fusion=True,
         )  # fmt: skip
 

@@ -74,6 +74,10 @@ class LaunchConfigs:
     """Programs per 16 rows, about: the inputs of a matrix with few outputs are divided."""
     grouped_warps: int = 4
     grouped_stages: int = 4
+    float8_rows: int = 128
+    """Rows per program where more than `grouped_rows` are multiplied in float8, and its outputs."""
+    float8_columns: int = 128
+    float8_warps: int = 8
     sum_columns: int = 1024
     """Outputs per program that sums parts."""
     sum_warps: int = 4
@@ -131,6 +135,8 @@ TABLE = {
         grouped_rows=32,
         grouped_columns=16,
         grouped_programs=8,
+        float8_rows=64,
+        float8_columns=32,
         sum_columns=32,
         max_registers=None,
     ),

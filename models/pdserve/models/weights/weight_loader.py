@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.common.errors import ConfigError, UnsupportedModel
 from pdserve.kernels.cpu.int8_linear import Int8Matrix
-from pdserve.kernels.cpu.linear import Linear, make_linear, multiplies_groups
+from pdserve.kernels.cpu.linear import Linear, make_linear, multiplies_float8, multiplies_groups
 from pdserve.kernels.cpu.matrices import Matrix, stack_rows
 from pdserve.kernels.layers.grouped_matrix import GroupedMatrix, can_group
 from pdserve.kernels.layers.parallel_linear import RowParallelLinear
@@ -23,11 +23,15 @@ from pdserve.models.weights.quantized.stored_matrix import GroupCut, GroupForm, 
 from pdserve.models.weights.rank_shard import WHOLE, Part, RankShard
 from pdserve.models.weights.weight_source import FLOATS, WeightSource
 
-Quantization = Literal["stored", "int8", "int4"] | None
+Quantization = Literal["stored", "int8", "int4", "fp8", "stored_fp8"] | None
 """What matrices are in memory: `stored` as in the checkpoint where there is a product for that, else numbers of the dtype, as with
-None; the others are rounded to integers."""
+None; `int8` and `int4` rounded to integers; `fp8` to float8, and `stored_fp8` as they are stored in float8, in both multiplied by
+inputs in float8."""
 _GROUP = 32
 """Inputs with one scale in matrices that are rounded to four bits."""
+_FLOAT8_GROUP = 128
+"""Inputs with one scale in matrices that are rounded to float8, as in those of DeepSeek V3. Other numbers of inputs have one scale
+per row."""
 log = logging.getLogger(__name__)
 _NUM_NAMED = 8
 
@@ -62,7 +66,8 @@ class WeightLoader:
         served_on: str | None = None,
     ) -> None:
         """ignored: names that may remain unread. quantization: of `matrix`. shard: this rank's.
-        progress: called after each weight. served_on: the device for which `meta` has the sizes; default: a CPU."""
+        progress: called after each weight. served_on: the device for which `meta` has the sizes; default: a CPU.
+        Raises: UnsupportedModel for a quantization that the device does not multiply."""
         self._checkpoint = checkpoint
         self.dtype = dtype
         """The served dtype."""
@@ -70,7 +75,11 @@ class WeightLoader:
         self._is_meta = torch.device(device).type == "meta"
         self._quantization = quantization
         self._served_on = torch.device(served_on or ("cpu" if self._is_meta else device))
-        self._num_kept = self._num_widened = 0
+        if quantization in ("fp8", "stored_fp8") and not multiplies_float8(self._served_on):
+            raise UnsupportedModel(
+                f"quantization is 'fp8': its products need triton and a GPU of NVIDIA from sm_89 on, not {self._served_on}"
+            )
+        self._num_kept = self._num_widened = self._num_float8 = 0
         self._names = frozenset(checkpoint.names)
         self.shard = shard
         self._progress = progress
@@ -125,6 +134,9 @@ class WeightLoader:
             matrix = Int8Matrix.quantized(tensor)
         elif self._quantization == "int4" and can_group(tensor.shape[1], _GROUP, 4):
             matrix = GroupedMatrix.quantized(tensor, 4, _GROUP)
+        elif self._quantization == "fp8":
+            group = _FLOAT8_GROUP if tensor.shape[1] % _FLOAT8_GROUP == 0 else tensor.shape[1]
+            matrix = GroupedMatrix.in_float8(tensor, group)
         self._count(weight, self._whole_bytes((rows, columns)), matrix.nbytes)
         return matrix
 
@@ -142,7 +154,7 @@ class WeightLoader:
         self, stored: StoredMatrix, weight: str, shape: tuple[int, int], part: Part | None
     ) -> GroupedMatrix | None:
         """The matrix as integers in groups; None where they are not kept, and for another shape, which reading reports."""
-        if self._quantization != "stored" or stored.shape != shape:
+        if self._quantization not in ("stored", "stored_fp8") or stored.shape != shape:
             return None
         form = stored.group_form
         cut = None if form is None else form.cut(shape, part)
@@ -154,6 +166,9 @@ class WeightLoader:
         if cut.columns != slice(0, shape[1]):
             matrix = matrix.columns(cut.columns, cut.groups)
         matrix = matrix.to(self._device)
+        if form.is_float and self._quantization == "stored_fp8":
+            matrix = replace(matrix, rounds_inputs=True)
+            self._num_float8 += 1
         self._num_kept += 1
         self._count(weight, self._whole_bytes(shape), matrix.nbytes)
         return matrix
@@ -240,6 +255,11 @@ class WeightLoader:
                 "%s: %d of %d quantized matrices are widened to %s: there is no product for their form",
                 self._checkpoint.folder, self._num_widened, self._num_widened + self._num_kept, self.dtype,
             )  # fmt: skip
+        if self._quantization == "stored_fp8" and not self._num_float8:
+            raise ConfigError(
+                f"quantization is 'fp8', but {self._checkpoint.folder} is stored quantized, and no matrix in float8 "
+                "with scales that a product takes"
+            )
         if self._unread:
             raise ConfigError(
                 f"{self._checkpoint.folder}: {len(self._unread)} weights have no place: {few(sorted(self._unread))}"
